@@ -1,0 +1,8 @@
+"""Callbacks for federated learning with Lightning. They need nothing else of lit-pfl."""
+
+from lit_pfl_callbacks.clients import ClientsTable
+from lit_pfl_callbacks.federated_loop import FederatedLoop, JoinInfo, Link
+from lit_pfl_callbacks.progress import RoundProgress
+from lit_pfl_callbacks.run_folder import RunLogger, run_folder
+
+__all__ = ["ClientsTable", "FederatedLoop", "JoinInfo", "Link", "RoundProgress", "RunLogger", "run_folder"]

@@ -1,0 +1,152 @@
+"""The callback that joins a Lightning training run to a federation."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+# Running statistics of normalisation layers describe one client's data, so they stay with the client.
+NOT_RUNNING_STATISTICS = r"^(?!.*(running_mean|running_var|num_batches_tracked)$)"
+
+
+@dataclass(frozen=True)
+class JoinInfo:
+    """What a client tells the server once, before its first round.
+
+    Args:
+        num_samples: number of training samples; the client's weight in an average.
+        tensors: the tensors that the client shares, by name, as they are before training.
+    """
+
+    num_samples: int
+    tensors: Mapping[str, Tensor]
+
+
+class Link(Protocol):
+    """How a client's uploads travel to the server and the replies back.
+
+    The callback is the same in a simulation, in a cluster and between hospitals; only the link differs.
+    """
+
+    def join(self, info: JoinInfo) -> Mapping[str, Tensor]:
+        """Report for the federation; wait; return what to load before training starts (or goes on)."""
+
+    def exchange(self, upload: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Hand over the upload of one round; wait; return the reply, or ``None`` to end the client's fit."""
+
+
+@runtime_checkable
+class Shares(Protocol):
+    """A LightningModule that says itself what travels. Any other one shares its ``state_dict()``."""
+
+    def upload(self) -> Mapping[str, Tensor]:
+        """Return the tensors to send, by name."""
+
+    def download(self, reply: Mapping[str, Tensor]) -> None:
+        """Load a reply of the server."""
+
+
+class FederatedLoop(L.Callback):
+    """Make any ``Trainer`` and ``LightningModule`` one client of a federation.
+
+    Every ``every_n_epochs`` epochs the callback hands over what the module shares, waits for the server, and loads the
+    reply. The module need not know: by default its ``state_dict()`` is shared, less the running statistics of
+    normalisation layers. A module with ``upload()`` and ``download(reply)`` decides for itself.
+
+    Args:
+        link: how the upload travels, for example :class:`lit_pfl.links.LocalLink`.
+        every_n_epochs: number of local epochs between two exchanges, at least 1.
+        share: which entries of ``state_dict()`` travel: a regular expression searched in the name, or a function from
+            name to bool. Modules with an ``upload()`` of their own do not use it.
+        num_samples: this client's number of training samples; by default the length of the train loader's data set.
+
+    Raises:
+        MisconfigurationException: when ``every_n_epochs`` is below 1, when ``share`` picks nothing, when the number of
+            samples cannot be found out, or when a reply does not fit the module.
+
+    Example::
+
+        trainer = L.Trainer(max_epochs=50, callbacks=[FederatedLoop(link, every_n_epochs=5)])
+        trainer.fit(my_own_module, my_own_loader)
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        every_n_epochs: int = 1,
+        share: str | Callable[[str], bool] = NOT_RUNNING_STATISTICS,
+        num_samples: int | None = None,
+    ) -> None:
+        if every_n_epochs < 1:
+            raise MisconfigurationException(f"FederatedLoop(every_n_epochs={every_n_epochs}): must be 1 or more.")
+        self.link = link
+        self.every_n_epochs = every_n_epochs
+        self.share = re.compile(share).search if isinstance(share, str) else share
+        self.num_samples = num_samples
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Join. A run resumed from a checkpoint joins too and is told where the federation stands now."""
+        self._download(pl_module, self.link.join(JoinInfo(self._count_samples(trainer), self._upload(pl_module))))
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Exchange, at the end of every ``every_n_epochs``-th epoch."""
+        if (trainer.current_epoch + 1) % self.every_n_epochs:
+            return
+        reply = self.link.exchange(self._upload(pl_module))
+        if reply is None:
+            trainer.should_stop = True
+        else:
+            self._download(pl_module, reply)
+
+    def _upload(self, pl_module: L.LightningModule) -> Mapping[str, Tensor]:
+        if isinstance(pl_module, Shares):
+            return pl_module.upload()
+        tensors = {name: tensor.detach() for name, tensor in pl_module.state_dict().items() if self.share(name)}
+        if not tensors:
+            raise MisconfigurationException(
+                f"FederatedLoop(share=...) picks no tensor of {type(pl_module).__name__}; its state_dict has "
+                f"{', '.join(list(pl_module.state_dict())[:5]) or 'no entry'}, ..."
+            )
+        return tensors
+
+    def _download(self, pl_module: L.LightningModule, reply: Mapping[str, Tensor]) -> None:
+        if isinstance(pl_module, Shares):
+            pl_module.download(reply)
+        else:
+            load_tensors(pl_module, reply)
+
+    def _count_samples(self, trainer: L.Trainer) -> int:
+        if self.num_samples is not None:
+            return self.num_samples
+        loader: Any = trainer.train_dataloader
+        try:
+            return len(loader.dataset)
+        except (AttributeError, TypeError):
+            raise MisconfigurationException(
+                "FederatedLoop cannot see how many training samples this client has: "
+                "give FederatedLoop(num_samples=...)."
+            ) from None
+
+
+@torch.no_grad()
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy named tensors into a module's parameters and buffers of the same names, in place.
+
+    Raises:
+        MisconfigurationException: when the module has no such tensor, or one of another shape.
+    """
+    own = module.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        if name not in own:
+            raise MisconfigurationException(f"The reply holds {name!r}, which {type(module).__name__} does not have.")
+        if own[name].shape != tensor.shape:
+            raise MisconfigurationException(
+                f"The reply's {name!r} has shape {tuple(tensor.shape)}; "
+                f"{type(module).__name__} needs {tuple(own[name].shape)}."
+            )
+        own[name].copy_(tensor)

@@ -1,0 +1,108 @@
+"""How a federation is doing while it runs."""
+
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lit_pfl_callbacks.clients import human_bytes
+
+
+class RoundProgress(ProgressBar):
+    """One line: round r of R, client k of K, validation accuracy, bytes sent so far, time left.
+
+    On a terminal the line is live; elsewhere a line is printed after every round.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.console = Console()
+        self._bar: Progress | None = None
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Show nothing."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Show the line."""
+        self._enabled = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put up the line."""
+        self._began, self._first_round = time.monotonic(), trainer.current_epoch
+        if not self._enabled or not self.console.is_terminal:
+            return
+        self._bar = Progress(
+            TextColumn("round {task.fields[round]}"),
+            BarColumn(),
+            TextColumn("client {task.fields[client]} · accuracy {task.fields[acc]} · {task.fields[sent]} · left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+        clients, rounds = int(self.total_train_batches), trainer.max_epochs or 0
+        self._task = self._bar.add_task(
+            "", total=clients * rounds if rounds > 0 else None, completed=clients * trainer.current_epoch,
+            round=self._rounds(trainer), client=f"0/{clients}", acc="-", sent="0 B",
+        )  # fmt: skip
+        self._bar.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move on by a client."""
+        if self._bar is not None:
+            client = f"{batch_idx + 1}/{self.total_train_batches}"
+            self._bar.update(
+                self._task, advance=1, round=self._rounds(trainer), client=client, sent=self._sent(pl_module)
+            )
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the round's accuracy."""
+        acc = trainer.callback_metrics.get("val/acc")
+        shown = "-" if acc is None else f"{float(acc):.4f}"
+        if self._bar is not None:
+            self._bar.update(self._task, acc=shown)
+        elif self._enabled and trainer.is_global_zero:
+            done = trainer.current_epoch + 1 - self._first_round
+            left = ""
+            if trainer.max_epochs and trainer.max_epochs > 0:
+                seconds = (time.monotonic() - self._began) / done * (trainer.max_epochs - trainer.current_epoch - 1)
+                left = f" · {seconds:.0f} s left"
+            print(
+                f"round {self._rounds(trainer)} · {self.total_train_batches} clients · accuracy {shown} · "
+                f"{self._sent(pl_module)} so far{left}",
+                flush=True,
+            )
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the line down."""
+        self._stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Take the line down."""
+        self._stop()
+
+    def get_metrics(
+        self, trainer: L.Trainer, pl_module: L.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Return what other bars show: nothing."""
+        return {}
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    @staticmethod
+    def _rounds(trainer: L.Trainer) -> str:
+        rounds = trainer.max_epochs
+        return f"{trainer.current_epoch + 1}/{rounds}" if rounds and rounds > 0 else str(trainer.current_epoch + 1)
+
+    @staticmethod
+    def _sent(pl_module: L.LightningModule) -> str:
+        return human_bytes(getattr(getattr(pl_module, "traffic", None), "total", 0))

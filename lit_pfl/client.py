@@ -1,0 +1,295 @@
+"""The client's side of a method: a LightningModule around a backbone."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import lightning as L
+import torch
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from lit_pfl_callbacks.federated_loop import load_tensors
+from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_stat_scores
+
+from lit_pfl.errors import ConfigError
+from lit_pfl.models import Backbone, ResNet9
+from lit_pfl.nn import Form, factorize, factorized_layers, l1_norm_of_masks
+from lit_pfl.payload import Payload
+from lit_pfl.server import Server
+
+BackboneCallable = Callable[[int, int], Backbone]
+OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SchedulerCallable = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+Role = Literal["body", "head", "u", "v", "mu", "norm", "norm_stats"]
+NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a client is to learn.
+
+    Args:
+        client: the client's id.
+        channels: channels of an image.
+        image_size: height and width of an image in pixels.
+        num_classes: number of classes.
+        labels_agree: whether label c means the same at every client.
+    """
+
+    client: int = 0
+    channels: int = 3
+    image_size: int = 32
+    num_classes: int = 10
+    labels_agree: bool = True
+
+
+@dataclass(frozen=True)
+class Factorization:
+    """Weights ``pi(u v^T + mu)`` in place of dense ones.
+
+    Args:
+        form: shape of a convolution's factors, ``IFxOF`` (SimFed) or ``FFxIO`` (Factorized-FL).
+        rank: number of columns of u and v.
+        mask: whether there is a mu.
+        l1: weight of the L1 norm of mu in the objective, lambda.
+    """
+
+    form: Form = "IFxOF"
+    rank: PositiveInt = 1
+    mask: bool = True
+    l1: NonNegativeFloat = 1e-4
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a model does on some samples.
+
+    Args:
+        n: number of samples.
+        acc: share of them classified rightly, NaN without samples.
+        loss: mean cross entropy, NaN without samples.
+    """
+
+    n: int
+    acc: float
+    loss: float
+
+
+class Client(L.LightningModule):
+    """One client of a federation. A method is a subclass that says what travels and which server it needs.
+
+    The client given to a :class:`~lit_pfl.Federation` is a pattern without weights; :meth:`build` makes the real ones.
+
+    Args:
+        backbone: makes the network from the number of image channels and of classes.
+        optimizer: makes the optimizer from the parameters.
+        scheduler: makes a learning rate scheduler, stepped after every local epoch.
+        factorization: factorize every layer; None leaves the weights dense.
+        norm_stats: ``local``: running statistics of normalisation layers never travel; ``averaged``: they travel with
+            the layer's affine parameters.
+        share_head: whether the classifier head travels where the method shares it. By default it does if labels mean
+            the same at every client; where they do not, it never does, for any method.
+        channels_last: whether images and weights are laid out channels last, which is faster for wide convolutions.
+
+    Raises:
+        ConfigError: when the head is to be shared although labels differ.
+    """
+
+    #: which parameters travel; a method names the roles it shares
+    shares: ClassVar[frozenset[Role]] = frozenset()
+
+    backbone: Backbone
+    _shared: list[tuple[str, nn.Module, str]]
+
+    def __init__(
+        self,
+        backbone: BackboneCallable = lambda channels, classes: ResNet9(channels, classes),
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.SGD(parameters, lr=0.05, weight_decay=1e-4),
+        scheduler: SchedulerCallable | None = None,
+        factorization: Factorization | None = None,
+        norm_stats: Literal["local", "averaged"] = "local",
+        share_head: bool | None = None,
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__()
+        self.make_backbone = backbone
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self.factorization = factorization
+        self.norm_stats = norm_stats
+        self.share_head = share_head
+        self.channels_last = channels_last
+        self.task = Task()
+        self._loss_sum: Tensor | None = None
+        self._num_trained = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A Trainer sets this plain string some 40 times a batch; past Module's look-up of parameters it takes a fifth.
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    # ------------------------------------------------------------------------------------------------ making a client
+
+    def build(self, task: Task) -> "Client":
+        """Return a client of this kind with fresh weights for a task, drawn from PyTorch's default generator."""
+        if self.share_head and not task.labels_agree:
+            raise ConfigError(
+                "model.share_head=true: heads cannot be shared where labels differ from client to client; "
+                "set it to false or leave it out."
+            )
+        client = copy.copy(self)
+        # Not a deep copy: factories given on the command line hold on to all of its parser. Module's tables must be
+        # own.
+        client.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in self.__dict__.items()}
+        client.task = task
+        client.configure_backbone()
+        if client.channels_last:
+            client.backbone.to(memory_format=torch.channels_last)
+        client._shared = [
+            (name, client.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, role in client.roles().items()
+            if client._travels(role)
+        ]
+        return client
+
+    def configure_backbone(self) -> None:
+        """Make ``self.backbone`` for ``self.task``."""
+        self.backbone = self.make_backbone(self.task.channels, self.task.num_classes)
+        self.backbone.eval()
+        with torch.no_grad():  # gives lazy layers their shapes
+            self.backbone(self._blank_image())
+        self.backbone.train()
+        if self.factorization is not None:
+            f = self.factorization
+            factorize(self.backbone, f.form, f.rank, f.mask)
+
+    def _blank_image(self) -> Tensor:
+        return torch.zeros(1, self.task.channels, self.task.image_size, self.task.image_size)
+
+    def configure_server(self) -> Server:
+        """Return the server that goes with this kind of client."""
+        return Server()
+
+    def configure_optimizers(self) -> Any:
+        """Make the optimizer and the scheduler."""
+        optimizer = self.make_optimizer(self.backbone.parameters())
+        if self.make_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.make_scheduler(optimizer)}
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (B, C, H, W) images to (B, classes) logits."""
+        return self.backbone(images)
+
+    def objective(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return what is minimised on a batch: cross entropy, and ``l1 * sum |mu|`` of a factorized backbone."""
+        loss = nn.functional.cross_entropy(self(images), labels)
+        if self.factorization is not None and self.factorization.l1 and self.factorization.mask:
+            loss = loss + self.factorization.l1 * l1_norm_of_masks(self.backbone)
+        return loss
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        images, labels = batch
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        loss = self.objective(images, labels)
+        # Summed up here, on the device: one self.log costs as much as a small network's step.
+        seen = loss.detach() * len(labels)
+        self._loss_sum = seen if self._loss_sum is None else self._loss_sum + seen
+        self._num_trained += len(labels)
+        return loss
+
+    def pop_train_loss(self) -> tuple[float, int]:
+        """Return the sum of the training loss over samples since the last call, and the number of samples."""
+        loss, n = 0.0 if self._loss_sum is None else float(self._loss_sum), self._num_trained
+        self._loss_sum, self._num_trained = None, 0
+        return loss, n
+
+    # ------------------------------------------------------------------------------------------------------ exchanging
+
+    def roles(self) -> dict[str, Role]:
+        """Return the role of every entry of ``state_dict()``.
+
+        ``head`` is all of the classifier, however its weight is made. Of the body, ``u``, ``v`` and ``mu`` are the
+        factors of factorized weights, ``norm`` the affine parameters and ``norm_stats`` the running statistics of
+        normalisation layers, and ``body`` is all the rest.
+        """
+        factors = {name for name, _ in factorized_layers(self)}
+        norms = {
+            name for name, m in self.named_modules() if isinstance(m, (nn.modules.batchnorm._NormBase, nn.GroupNorm))
+        }
+        norms |= {name for name, m in self.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm))}
+
+        def role(name: str) -> Role:
+            owner, _, leaf = name.rpartition(".")
+            if leaf in NORM_STATISTICS:
+                return "norm_stats"
+            if name.startswith("backbone.head."):
+                return "head"
+            if owner in factors and leaf in ("u", "v", "mu"):
+                return leaf  # type: ignore[return-value]
+            return "norm" if owner in norms else "body"
+
+        return {name: role(name) for name in self.state_dict() if name.startswith("backbone.")}
+
+    def _travels(self, role: Role) -> bool:
+        if role == "norm_stats":
+            return self.norm_stats == "averaged" and "norm" in self.shares
+        if role == "head":
+            return "head" in self.shares and (self.task.labels_agree if self.share_head is None else self.share_head)
+        return role in self.shares
+
+    def shared_parameters(self) -> dict[str, Tensor]:
+        """Return what travels, by name: the client's own memory, not copies."""
+        return {name: getattr(owner, leaf).detach() for name, owner, leaf in self._shared}
+
+    def upload(self) -> Payload:
+        """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
+        shared = self.shared_parameters()
+        return Payload(shared, sparse=[name for name in shared if name.endswith(".mu")])
+
+    def download(self, reply: Mapping[str, Tensor]) -> None:
+        """Load a reply of the server."""
+        load_tensors(self, reply)
+
+    # ------------------------------------------------------------------------------------------------------ evaluating
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
+        """Score this client's personalized model, as it is now, on batches of images and labels."""
+        n, correct, loss = 0, 0, 0.0
+        with evaluating(self):
+            for images, labels in batches:
+                logits = self.predict(images)
+                true_positives = multiclass_stat_scores(logits, labels, logits.shape[1], "micro", validate_args=False)[
+                    0
+                ]
+                correct += int(true_positives)
+                loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+                n += len(labels)
+        return Score(n, correct / n, loss / n) if n else Score(0, float("nan"), float("nan"))
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Map (B, C, H, W) images to the (B, classes) logits of the personalized model."""
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return self(images)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and back."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)

@@ -1,0 +1,156 @@
+"""What happens between clients and server whatever the link: checking, counting, and the order of a round."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.payload import Payload
+from lit_pfl.server import ClientInfo, Server
+
+
+class Ledger:
+    """Counts every byte that would have been sent.
+
+    Attributes:
+        up: bytes from clients to server in this round.
+        down: bytes from server to clients in this round.
+        total: bytes both ways since the start.
+        clients: cumulative bytes by client id, ``[up, down]``.
+    """
+
+    def __init__(self) -> None:
+        self.up = self.down = self.total = 0
+        self.clients: dict[int, list[int]] = {}
+
+    def new_round(self) -> None:
+        """Begin to count another round."""
+        self.up = self.down = 0
+
+    def sent_up(self, client: int, size: int) -> None:
+        """Note an upload of ``size`` bytes."""
+        self.up += size
+        self.total += size
+        self.clients.setdefault(client, [0, 0])[0] += size
+
+    def sent_down(self, client: int, size: int) -> None:
+        """Note a reply of ``size`` bytes."""
+        self.down += size
+        self.total += size
+        self.clients.setdefault(client, [0, 0])[1] += size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {"up": self.up, "down": self.down, "total": self.total, "clients": dict(sorted(self.clients.items()))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over counts."""
+        self.up, self.down, self.total = state["up"], state["down"], state["total"]
+        self.clients = {client: list(sizes) for client, sizes in state["clients"].items()}
+
+
+class Coordinator:
+    """Runs a server round by round: checks uploads, counts bytes, keeps the order.
+
+    Args:
+        server: the method's server.
+        quorum: the share of a round's participants whose uploads must be usable for the round to count.
+
+    Attributes:
+        round: number of rounds completed.
+        refused: what was wrong with the uploads that were refused in the latest round.
+    """
+
+    def __init__(self, server: Server, quorum: float = 0.5) -> None:
+        self.server = server
+        self.quorum = quorum
+        self.ledger = Ledger()
+        self.round = 0
+        self.refused: list[UploadError] = []
+        self._layout: dict[int, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
+        """Take in the clients, before the first round.
+
+        Raises:
+            ConfigError: when there is no client, or one without samples.
+        """
+        if not clients:
+            raise ConfigError("A federation needs at least one client.")
+        for client, info in clients.items():
+            if info.num_samples < 1:
+                raise ConfigError(f"Client {client} has no training sample.")
+        self._layout = {client: _layout(info.initial) for client, info in clients.items()}
+        self.server.start(clients)
+
+    def begin_round(self) -> None:
+        """Begin a round. Until :meth:`collect` ends it the server does not change, so all replies are of one state."""
+        self.ledger.new_round()
+
+    def reply(self, client: int) -> Payload:
+        """Return what a participant loads, and count it as sent."""
+        reply = self.server.reply(client)
+        self.ledger.sent_down(client, reply.nbytes)
+        return reply
+
+    def collect(self, uploads: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """End a round: refuse what cannot be used, hand the rest to the server in the order of client ids.
+
+        Raises:
+            UploadError: when fewer uploads are usable than the quorum asks for.
+        """
+        self.round += 1
+        self.refused = []
+        usable: dict[int, Payload] = {}
+        for client, tensors in sorted(uploads.items()):
+            upload = tensors if isinstance(tensors, Payload) else Payload(tensors)
+            try:
+                self._check(client, upload)
+            except UploadError as error:
+                self.refused.append(error)
+                rank_zero_warn(f"Round {self.round} goes on without one upload. {error}")
+                continue
+            self.ledger.sent_up(client, upload.nbytes)
+            usable[client] = upload
+        if len(usable) < self.quorum * len(uploads):
+            raise UploadError(
+                f"Round {self.round}: {len(usable)} of {len(uploads)} uploads are usable, fewer than the quorum of "
+                f"{self.quorum:.0%}. The first that is not: {self.refused[0]}"
+            )
+        if usable:
+            self.server.aggregate(self.round, usable)
+
+    def _check(self, client: int, upload: Payload) -> None:
+        expected = self._layout[client]
+        for name in expected.keys() - upload.keys():
+            raise UploadError(f"Client {client}: the upload lacks tensor {name!r}.")
+        for name, tensor in upload.items():
+            if name not in expected:
+                raise UploadError(f"Client {client}: nobody asked for tensor {name!r}.")
+            shape, dtype = expected[name]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise UploadError(
+                    f"Client {client}: tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"it must be {dtype} {tuple(shape)}."
+                )
+            # The sum of a tensor is finite only if all of it is; a finite tensor whose sum overflows gets a second
+            # look.
+            if not tensor.sum().isfinite() and not tensor.isfinite().all():
+                raise UploadError(f"Client {client}: tensor {name!r} holds NaN or infinity.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resumed federation needs of the server's side."""
+        return {"round": self.round, "ledger": self.ledger.state_dict(), "server": self.server.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
+        self.round = state["round"]
+        self.ledger.load_state_dict(state["ledger"])
+        self.server.load_state_dict(state["server"])
+
+
+def _layout(payload: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in payload.items()}

@@ -1,0 +1,9 @@
+"""The two ways in which something from outside can be wrong."""
+
+
+class ConfigError(ValueError):
+    """An option is wrong. The message is one line: it names the option and says what would be right."""
+
+
+class UploadError(ValueError):
+    """An upload cannot be used. The message names the client and the tensor."""

@@ -1,0 +1,5 @@
+"""How uploads travel. All links speak the same two sentences: join and exchange."""
+
+from lit_pfl.links.local import LocalHub, LocalLink, undisturbed
+
+__all__ = ["LocalHub", "LocalLink", "undisturbed"]

@@ -1,0 +1,7 @@
+"""One file a method: its client and its server side by side."""
+
+from lit_pfl.methods.fedavg import FedAvg
+from lit_pfl.methods.simfed import SimFed
+from lit_pfl.methods.standalone import StandAlone
+
+__all__ = ["FedAvg", "SimFed", "StandAlone"]

@@ -1,0 +1,11 @@
+"""Stand-Alone: every client by itself."""
+
+from lit_pfl.client import Client
+
+
+class StandAlone(Client):
+    """Every client trains alone, from the common initial weights. Nothing travels.
+
+    Source:
+        The "Stand-Alone" rows of SimFed and Factorized-FL, "Local" of FedSLR.
+    """

@@ -1,0 +1,221 @@
+"""Layers whose weight is ``W = pi(u v^T + mu)``: two factors and a mask that is kept sparse by an L1 penalty.
+
+``mu`` is stored as ``pi(mu)``, in the weight's own lay-out: pi only moves entries, so the numbers, their count and
+their L1 norm are those of the papers' matrix, and a forward pass needs one fused multiply-add.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_pfl.errors import ConfigError
+
+Form = Literal["IFxOF", "FFxIO"]
+
+
+class _Factorized(nn.Module):
+    """What both layers share.
+
+    Attributes:
+        u: (rows, rank).
+        v: (columns, rank).
+        mu: like the weight, zero at first; None without a mask.
+        bias: (out,) or None.
+    """
+
+    bias: nn.Parameter | None
+    mu: nn.Parameter | None
+
+    def __init__(
+        self, rows: int, columns: int, rank: int, weight_shape: tuple[int, ...], bias: bool, mask: bool
+    ) -> None:
+        super().__init__()
+        if rank < 1:
+            raise ConfigError(f"A factorized layer needs a rank of 1 or more, not {rank}.")
+        self.u = nn.Parameter(torch.empty(rows, rank))
+        self.v = nn.Parameter(torch.empty(columns, rank))
+        self.register_parameter("mu", nn.Parameter(torch.empty(weight_shape)) if mask else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(weight_shape[0])) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw u and v uniformly (Xavier) and zero mu and the bias (Factorized-FL, Section 4)."""
+        nn.init.xavier_uniform_(self.u)
+        nn.init.xavier_uniform_(self.v)
+        for zero in (self.mu, self.bias):
+            if zero is not None:
+                nn.init.zeros_(zero)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Return u and v as tensors whose product, summed over a last dimension of size rank, is the weight."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, pi(u v^T + mu)."""
+        u, v = self._factors()
+        if self.u.shape[1] > 1:
+            product = (u * v).sum(-1)
+            return product if self.mu is None else product + self.mu
+        u, v = u.squeeze(-1), v.squeeze(-1)
+        return u * v if self.mu is None else torch.addcmul(self.mu, u, v)
+
+
+class FactorizedLinear(_Factorized):
+    """A fully connected layer with weight ``W = u v^T + mu``.
+
+    ``u`` is (in, rank), ``v`` (out, rank), ``mu`` (out, in), as PyTorch stores W.
+
+    Args:
+        in_features: size of each input sample, I.
+        out_features: size of each output sample, O.
+        bias: whether to add a learned bias; it stays dense.
+        rank: number of columns of the factors.
+        mask: whether there is a mu.
+
+    Source:
+        SimFed, Eq. 5; Factorized-FL, Eq. 3.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, rank: int = 1, mask: bool = True
+    ) -> None:
+        super().__init__(in_features, out_features, rank, (out_features, in_features), bias, mask)
+        self.in_features, self.out_features = in_features, out_features
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        return self.u.unsqueeze(0), self.v.unsqueeze(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"{self.in_features}, {self.out_features}, rank={self.u.shape[1]}, mask={self.mu is not None}"
+
+
+class FactorizedConv2d(_Factorized):
+    """A convolution with weight ``W = pi(u v^T + mu)``, W of shape (O, I, F, F).
+
+    Two shapes of the factors, with a and b the row and the column in the F x F window:
+
+    * ``IFxOF`` (SimFed): u has I*F entries, v has O*F: ``W[o, i, a, b] = u[i*F + a] v[o*F + b] + mu``;
+    * ``FFxIO`` (Factorized-FL): u has F*F entries, a base filter; v one coefficient for every pair of channels:
+      ``W[o, i, a, b] = u[a*F + b] v[i*O + o] + mu``.
+
+    With groups, I is the number of input channels of one group. Windows need not be square.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: F, or height and width of the window.
+        stride: as in :class:`torch.nn.Conv2d`.
+        padding: as in :class:`torch.nn.Conv2d`, zeros.
+        dilation: as in :class:`torch.nn.Conv2d`.
+        groups: as in :class:`torch.nn.Conv2d`.
+        bias: whether to add a learned bias; it stays dense.
+        form: shape of the factors.
+        rank: number of columns of the factors.
+        mask: whether there is a mu.
+
+    Source:
+        SimFed, Eq. 6; Factorized-FL, Eq. 4.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        form: Form = "IFxOF",
+        rank: int = 1,
+        mask: bool = True,
+    ) -> None:
+        height, width = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+        inputs = in_channels // groups
+        shapes = {
+            "IFxOF": (inputs * height, out_channels * width),
+            "FFxIO": (height * width, inputs * out_channels),
+        }
+        if form not in shapes:
+            raise ConfigError(f"form={form!r} is not a shape of factors; choose one of {', '.join(shapes)}.")
+        super().__init__(*shapes[form], rank, (out_channels, inputs, height, width), bias, mask)
+        self.weight_shape = (out_channels, inputs, height, width)
+        self.form = form
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        out, inputs, height, width = self.weight_shape
+        rank = self.u.shape[1]
+        if self.form == "IFxOF":
+            return self.u.view(1, inputs, height, 1, rank), self.v.view(out, 1, 1, width, rank)
+        v = self.v.view(inputs, out, rank).transpose(0, 1)
+        return self.u.view(1, 1, height, width, rank), v.view(out, inputs, 1, 1, rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, I, H, W) to (B, O, H', W')."""
+        return nn.functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        out, inputs, height, width = self.weight_shape
+        shape = f"{inputs * self.groups}, {out}, kernel_size=({height}, {width}), form={self.form}"
+        return f"{shape}, rank={self.u.shape[1]}, mask={self.mu is not None}"
+
+
+def factorize(module: nn.Module, form: Form = "IFxOF", rank: int = 1, mask: bool = True) -> nn.Module:
+    """Replace every ``Conv2d`` and ``Linear`` inside a module by its factorized kind, freshly drawn, in place.
+
+    Args:
+        module: any network.
+        form: shape of the factors of convolutions.
+        rank: number of columns of the factors.
+        mask: whether there is a mu.
+
+    Returns:
+        The same network; or a new layer, if ``module`` is such a layer itself.
+
+    Raises:
+        ConfigError: for a convolution that pads with anything but zeros.
+    """
+    new: nn.Module
+    if isinstance(module, nn.Conv2d):
+        if module.padding_mode != "zeros":
+            raise ConfigError(f"Cannot factorize a convolution with padding_mode={module.padding_mode!r}; use 'zeros'.")
+        new = FactorizedConv2d(
+            module.in_channels,
+            module.out_channels,
+            (module.kernel_size[0], module.kernel_size[1]),
+            module.stride,  # type: ignore[arg-type]
+            module.padding,  # type: ignore[arg-type]
+            module.dilation,  # type: ignore[arg-type]
+            module.groups,
+            module.bias is not None,
+            form,
+            rank,
+            mask,
+        )
+    elif isinstance(module, nn.Linear):
+        new = FactorizedLinear(module.in_features, module.out_features, module.bias is not None, rank, mask)
+    else:
+        for name, child in list(module.named_children()):
+            setattr(module, name, factorize(child, form, rank, mask))
+        return module
+    return new.train(module.training)
+
+
+def factorized_layers(module: nn.Module) -> Iterator[tuple[str, _Factorized]]:
+    """Return the factorized layers inside a module, by name."""
+    return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, _Factorized))
+
+
+def l1_norm_of_masks(module: nn.Module) -> Tensor:
+    """Return the sum of |mu| over all factorized layers, a scalar with a gradient (SimFed, Eq. 7)."""
+    norms = [layer.mu.abs().sum() for _, layer in factorized_layers(module) if layer.mu is not None]
+    return torch.stack(norms).sum() if norms else torch.zeros(())

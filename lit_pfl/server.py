@@ -1,0 +1,123 @@
+"""The server's side of a method. It sees payloads only: never a client's data, module or Trainer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_pfl.ops import weighted_mean
+from lit_pfl.payload import Payload
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What the server knows of a client from its joining.
+
+    Args:
+        num_samples: number of training samples.
+        initial: what the client shares, before training.
+    """
+
+    num_samples: int
+    initial: Payload
+
+
+class Server:
+    """Plain averaging (FedAvg): one model for all, the mean of the uploads weighted by numbers of samples.
+
+    A method with another server step overrides :meth:`aggregate` and :meth:`reply`. Both run between rounds, when every
+    upload of a round has arrived and before any client trains again, so all replies of a round are computed from the
+    uploads as they arrived.
+
+    Source:
+        McMahan et al. 2017, Algorithm 1.
+    """
+
+    clients: dict[int, ClientInfo]
+    model: Payload
+
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
+        """Take note of the clients, by id, before round 1. The first one's tensors become everybody's initial ones."""
+        self.clients = dict(sorted(clients.items()))
+        first = next(iter(self.clients.values())).initial
+        self.model = first.clone()
+
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
+        """Use the uploads of one round.
+
+        Args:
+            round: the round's number, from 1.
+            uploads: by client id, in increasing order; checked: the names, shapes and types of the first round, finite.
+        """
+        shares = torch.tensor([self.clients[client].num_samples for client in uploads], dtype=torch.float64)
+        self.model = weighted_mean(list(uploads.values()), (shares / shares.sum()).tolist())
+
+    def reply(self, client: int) -> Payload:
+        """Return what this client loads before it trains again. Called any number of times, changing nothing."""
+        return self.model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resumed server needs, as tensors and plain values."""
+        return {"model": dict(self.model), "sparse": sorted(self.model.sparse)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
+        self.model = Payload(state["model"], state["sparse"])
+
+
+class MixingServer(Server):
+    """A server that sends every client its own mixture of all clients' latest uploads.
+
+    A method says how by one K x K row-stochastic matrix, see :meth:`mixing_matrix`. A client that has never uploaded
+    takes no part in anybody's mixture, and gets the initial tensors.
+    """
+
+    latest: dict[int, Payload]
+    weights: Tensor
+
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+        super().start(clients)
+        self.latest = {}
+
+    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:
+        """Return the weights of the mixtures.
+
+        Args:
+            round: the round's number, from 1.
+            latest: the latest upload of each of the J clients seen so far, by id, in increasing order.
+
+        Returns:
+            (J, J) float tensor; row i holds the weights of everybody's tensors in client i's mixture and sums to 1.
+        """
+        raise NotImplementedError
+
+    def mixable(self, name: str) -> bool:
+        """Say whether this tensor of an upload is mixed and sent back."""
+        return True
+
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+        # Copies, because an upload of this process is the client's own memory and changes when it trains on.
+        copies = {client: upload.clone() for client, upload in uploads.items()}
+        self.latest = dict(sorted((self.latest | copies).items()))
+        self.weights = self.mixing_matrix(round, self.latest)
+
+    def reply(self, client: int) -> Payload:  # noqa: D102
+        if client not in self.latest:
+            return self.model
+        names = [name for name in self.latest[client] if self.mixable(name)]
+        row = self.weights[list(self.latest).index(client)].tolist()
+        return weighted_mean(list(self.latest.values()), row, names)
+
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+        state = super().state_dict()
+        if self.latest:
+            state["latest"] = {client: dict(upload) for client, upload in self.latest.items()}
+            state["weights"] = self.weights
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
+        super().load_state_dict(state)
+        self.latest = {client: Payload(tensors, state["sparse"]) for client, tensors in state.get("latest", {}).items()}
+        self.weights = state.get("weights", torch.empty(0))

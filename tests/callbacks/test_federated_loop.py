@@ -1,0 +1,191 @@
+"""The callback alone, with modules that know nothing of lit_pfl."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lit_pfl_callbacks import FederatedLoop
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_pfl.coordinator import Coordinator
+from lit_pfl.links import LocalHub
+from lit_pfl.server import Server
+
+SIZES, ROUNDS, EPOCHS, LR = (300, 200, 150, 100), 3, 2, 0.1
+
+
+class PlainModule(L.LightningModule):
+    """Somebody's own module."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=LR, momentum=0.9)
+
+
+class CountsEpochs(L.Callback):
+    """Somebody's own callback."""
+
+    def __init__(self):
+        self.epochs = 0
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.epochs += 1
+
+
+def loaders():
+    x, y = load_digits(return_X_y=True)
+    x, y = torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y)
+    parts = torch.arange(sum(SIZES)).split(SIZES)
+    return [
+        DataLoader(TensorDataset(x[i], y[i]), 32, shuffle=True, generator=torch.Generator().manual_seed(k))
+        for k, i in enumerate(parts)
+    ]
+
+
+def modules():
+    torch.manual_seed(0)
+    first = PlainModule()
+    return [copy.deepcopy(first) for _ in SIZES]
+
+
+def reference():
+    """FedAvg in plain PyTorch: parameters travel, running statistics and momentum stay."""
+    nets = [module.net for module in modules()]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9) for net in nets]
+    batches = loaders()
+    for _ in range(ROUNDS):
+        for net, optimizer, loader in zip(nets, optimizers, batches, strict=True):
+            for _ in range(EPOCHS):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(net(x), y).backward()
+                    optimizer.step()
+        with torch.no_grad():
+            for same in zip(*[net.parameters() for net in nets], strict=True):
+                mean = same[0] * (SIZES[0] / sum(SIZES))
+                for parameter, size in zip(same[1:], SIZES[1:], strict=True):
+                    mean = mean + parameter * (size / sum(SIZES))
+                for parameter in same:
+                    parameter.copy_(mean)
+    return nets
+
+
+def quiet_trainer(*callbacks, **options):
+    return L.Trainer(
+        callbacks=list(callbacks), accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def test_four_trainers_of_plain_modules_compute_fedavg_exactly():
+    hub, counters, federated = LocalHub(), [CountsEpochs() for _ in SIZES], modules()
+    for client, (module, loader) in enumerate(zip(federated, loaders(), strict=True)):
+        loop = FederatedLoop(hub.link, every_n_epochs=EPOCHS)
+        trainer = quiet_trainer(counters[client], loop, max_epochs=ROUNDS * EPOCHS)
+        hub.add(client, lambda t=trainer, m=module, x=loader: t.fit(m, x))
+    coordinator = Coordinator(Server())
+    hub.run(coordinator)
+
+    for module, net in zip(federated, reference(), strict=True):
+        for (name, ours), expected in zip(module.net.state_dict().items(), net.state_dict().values(), strict=True):
+            assert torch.equal(ours, expected), name
+    assert [counter.epochs for counter in counters] == [ROUNDS * EPOCHS] * 4
+    assert coordinator.round == ROUNDS
+    assert not torch.equal(federated[0].net[1].running_mean, federated[1].net[1].running_mean)
+
+
+def test_modules_start_from_the_first_client_s_weights():
+    hub, different = LocalHub(), [PlainModule(), PlainModule()]
+    start = copy.deepcopy(different[0].net[0].weight)
+    for client, module in enumerate(different):
+        trainer = quiet_trainer(FederatedLoop(hub.link), max_epochs=1, limit_train_batches=1)
+        module.configure_optimizers = lambda m=module: torch.optim.SGD(m.parameters(), lr=0.0)
+        hub.add(client, lambda t=trainer, m=module, x=loaders()[client]: t.fit(m, x))
+    hub.run(Coordinator(Server()))
+    for module in different:
+        torch.testing.assert_close(module.net[0].weight, start)
+
+
+def test_share_by_name_keeps_the_head_at_home():
+    hub, federated = LocalHub(), modules()
+    for client, module in enumerate(federated):
+        trainer = quiet_trainer(FederatedLoop(hub.link, share=r"^net\.0\."), max_epochs=2)
+        hub.add(client, lambda t=trainer, m=module, x=loaders()[client]: t.fit(m, x))
+    hub.run(Coordinator(Server()))
+    assert torch.equal(federated[0].net[0].weight, federated[3].net[0].weight)
+    assert not torch.equal(federated[0].net[3].weight, federated[3].net[3].weight)
+
+
+class Ends:
+    """A link that ends the fit at the second exchange."""
+
+    def __init__(self):
+        self.exchanged = 0
+
+    def join(self, info):
+        self.info = info
+        return info.tensors
+
+    def exchange(self, upload):
+        self.exchanged += 1
+        return upload if self.exchanged < 2 else None
+
+
+def test_a_reply_of_none_ends_the_fit_and_the_link_hears_of_the_samples():
+    link = Ends()
+    trainer = quiet_trainer(FederatedLoop(link, every_n_epochs=3), max_epochs=-1)
+    trainer.fit(PlainModule(), loaders()[3])
+    assert (trainer.current_epoch, link.exchanged, link.info.num_samples) == (6, 2, 100)
+
+
+class Answers(Ends):
+    def __init__(self, reply):
+        super().__init__()
+        self.reply = reply
+
+    def exchange(self, upload):
+        return self.reply
+
+
+@pytest.mark.parametrize(
+    ("options", "link", "message"),
+    [
+        ({"every_n_epochs": 0}, Ends(), "every_n_epochs=0"),
+        ({"share": "nothing"}, Ends(), "picks no tensor of PlainModule"),
+        ({}, Answers({"net.9.weight": torch.zeros(1)}), "'net.9.weight', which PlainModule does not have"),
+        ({}, Answers({"net.0.bias": torch.zeros(2)}), r"'net.0.bias' has shape \(2,\); PlainModule needs \(16,\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(options, link, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        quiet_trainer(FederatedLoop(link, **options), max_epochs=1).fit(PlainModule(), loaders()[3])
+
+
+def test_an_unknown_number_of_samples_is_asked_for():
+
+    class Batches:
+        def __iter__(self):
+            yield torch.rand(4, 64), torch.zeros(4, dtype=torch.long)
+
+    batches = Batches()
+    with pytest.raises(MisconfigurationException, match=r"FederatedLoop\(num_samples=...\)"):
+        quiet_trainer(FederatedLoop(Ends()), max_epochs=1).fit(PlainModule(), batches)
+    link = Ends()
+    quiet_trainer(FederatedLoop(link, num_samples=7), max_epochs=1).fit(PlainModule(), batches)
+    assert link.info.num_samples == 7
+
+
+def test_a_local_link_outside_a_hub_says_so():
+    with pytest.raises(RuntimeError, match="LocalHub.add"):
+        quiet_trainer(FederatedLoop(LocalHub().link), max_epochs=1).fit(PlainModule(), loaders()[3])

@@ -1,0 +1,69 @@
+"""Fixtures for all tests."""
+
+import gzip
+import os
+import random
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE  # noqa: F401 - imports Lightning before its warnings are set
+
+warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run every test in a folder of its own; see that it leaves signals, threads and PyTorch's switches alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    signals = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    others = set(threading.enumerate())
+    switches = torch.is_grad_enabled(), torch.get_num_threads(), torch.is_autocast_cache_enabled()
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    yield
+    assert {s: signal.getsignal(s) for s in signals} == signals
+    assert (torch.is_grad_enabled(), torch.get_num_threads(), torch.is_autocast_cache_enabled()) == switches
+    left = [t for t in threading.enumerate() if t not in others and not t.daemon]
+    assert not left, f"threads left running: {left}"
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    if seed is not None:
+        os.environ["PL_GLOBAL_SEED"] = seed
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def real_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with CIFAR-10, CIFAR-100 and MNIST as torchvision lays them out: ``LIT_PFL_DATA``. Skips without it."""
+    folder = os.environ.get("LIT_PFL_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("set LIT_PFL_DATA to a folder with cifar-10-batches-py, cifar-100-python and MNIST")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def fashion_mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with Fashion-MNIST as torchvision lays it out, from the Debian package dataset-fashion-mnist."""
+    source = Path("/usr/share/datasets/fashion-mnist")
+    if not source.is_dir():
+        pytest.skip("needs Debian's package dataset-fashion-mnist")
+    folder = tmp_path_factory.mktemp("fashion")
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for packed in source.glob("*.gz"):
+        with gzip.open(packed) as read, (raw / packed.stem).open("wb") as write:
+            shutil.copyfileobj(read, write)
+    return folder

@@ -1,0 +1,325 @@
+"""Data modules and their batches, on real images."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from scipy.io import savemat
+from tiny import digits
+
+from lit_pfl.data import (
+    CIFAR10,
+    CIFAR100,
+    MNIST,
+    SVHN,
+    BatchLoader,
+    Dirichlet,
+    FashionMNIST,
+    ImageSet,
+    label_permutation,
+)
+from lit_pfl.errors import ConfigError
+
+PARTS = ("train", "val", "test")
+
+
+def ready(num_clients=4, **options):
+    data = digits(num_clients, **options)
+    data.setup()
+    return data
+
+
+def positions(data, *parts):
+    return np.concatenate([indices for part in parts for indices in data.indices[part]])
+
+
+def same_split(a, b) -> bool:
+    return all(np.array_equal(x, y) for part in PARTS for x, y in zip(a.indices[part], b.indices[part], strict=True))
+
+
+def numbered(n: int, channels: int = 1) -> ImageSet:
+    """Images of one pixel whose batches hold the image's position."""
+    images = torch.arange(n, dtype=torch.uint8).view(n, 1, 1, 1).repeat(1, channels, 1, 1)
+    return ImageSet(images, torch.arange(n), n, torch.zeros(channels), torch.full((channels,), 1 / 255), channels)
+
+
+def seen(loader: BatchLoader) -> list[list[int]]:
+    """Positions of the images in every batch; their labels must agree."""
+    batches = []
+    for images, labels in loader:
+        assert images.dtype == torch.float32
+        assert labels.dtype == torch.int64
+        batches.append(images.flatten().round().int().tolist())
+        assert batches[-1] == labels.tolist()
+    assert len(batches) == len(loader)
+    return batches
+
+
+# The split
+
+
+def test_digits_are_split_80_10_10():
+    data = ready(partition=Dirichlet(100.0))
+    assert [len(positions(data, part)) for part in PARTS] == [1438, 179, 180]
+    assert sorted(positions(data, *PARTS)) == list(range(1797))
+
+
+@pytest.mark.parametrize("evaluate_on", ["own", "all"])
+@pytest.mark.parametrize("partition", [None, Dirichlet(0.5)])
+def test_no_image_leaks_from_one_part_to_another(partition, evaluate_on):
+    data = ready(8, partition=partition, evaluate_on=evaluate_on)
+    train, val, test = (set(positions(data, part).tolist()) for part in PARTS)
+    assert not train & val
+    assert not train & test
+    assert not val & test
+    assert len(train) == len(positions(data, "train"))  # nor from one client to another
+
+
+def test_own_evaluation_data_is_divided_and_all_of_it_is_shared():
+    own, everything = ready(), ready(evaluate_on="all")
+    for part, size in (("val", 179), ("test", 180)):
+        assert len(np.unique(positions(own, part))) == len(positions(own, part)) == size
+        assert all(set(indices) == set(positions(own, part)) for indices in everything.indices[part])
+        assert all(len(indices) == size for indices in everything.indices[part])
+    assert same_split(ready(evaluate_on="all"), everything)
+    assert all(np.array_equal(a, b) for a, b in zip(own.indices["train"], everything.indices["train"], strict=True))
+
+
+def test_own_evaluation_data_has_the_classes_of_the_training_data():
+    data = ready(6, partition=Dirichlet(0.1))
+    labels = data.data.labels.numpy()
+    for k in range(6):
+        trained = np.bincount(labels[data.indices["train"][k]], minlength=10)
+        assert (trained == data.label_counts[k]).all()
+        assert len(data.indices["test"][k])
+        assert trained[labels[data.indices["test"][k]]].all()
+
+
+@pytest.mark.parametrize("evaluate_on", ["own", "all"])
+def test_permuted_labels_are_those_of_the_client_in_every_part(evaluate_on):
+    plain, permuted = ready(evaluate_on=evaluate_on), ready(evaluate_on=evaluate_on, permute_labels=True)
+    for k in range(4):
+        new = torch.tensor(label_permutation(k, 10))
+        for part in PARTS:
+            torch.manual_seed(1)
+            expected = list(getattr(plain.client(k), part))
+            torch.manual_seed(1)
+            for (images, labels), (same, own) in zip(expected, getattr(permuted.client(k), part), strict=True):
+                assert torch.equal(images, same)
+                assert torch.equal(new[labels], own)
+    assert plain.client(0).labels_agree
+    assert not permuted.client(0).labels_agree
+
+
+@pytest.mark.parametrize("partition", [None, Dirichlet(0.5)])
+def test_the_split_depends_on_the_seed_only(partition):
+    first = ready(partition=partition)
+    np.random.seed(99)  # noqa: NPY002
+    assert same_split(first, ready(partition=partition))
+    assert same_split(first, ready(partition=partition, permute_labels=True))
+    assert not same_split(first, ready(partition=partition, seed=7))
+
+
+def test_setup_again_changes_nothing():
+    data = ready()
+    held, indices = data.data, data.indices
+    data.setup("test")
+    assert data.data is held
+    assert data.indices is indices
+
+
+def test_too_many_clients_are_refused_by_the_name_of_the_option():
+    with pytest.raises(ConfigError, match=r"data\.num_clients=1439 .* at most 1438"):
+        ready(1439)
+    data = ready(1438)
+    assert {len(indices) for indices in data.indices["train"]} == {1}
+    assert min(len(indices) for part in ("val", "test") for indices in data.indices[part]) == 1
+    assert data.clients == list(range(1438))
+
+
+@pytest.mark.parametrize("fractions", [(0.0, 0.1), (1.0, 0.1), (0.8, 0.0), (0.8, 0.3)])
+def test_fractions_that_do_not_add_up_are_refused(fractions):
+    with pytest.raises(ConfigError, match=r"data\.train_fraction"):
+        digits(train_fraction=fractions[0], test_fraction=fractions[1])
+
+
+@pytest.mark.parametrize("client", [-1, 4])
+def test_a_client_that_does_not_exist_is_refused(client):
+    with pytest.raises(ConfigError, match=f"no client {client}"):
+        ready().client(client)
+
+
+def test_clients_left_empty_by_the_partition_take_no_part():
+    data = ready(40, partition=Dirichlet(0.01, min_samples=0))
+    lengths = [len(data.client(k).train.dataset) for k in range(40)]
+    assert 0 in lengths
+    assert data.clients == [k for k in range(40) if lengths[k]]
+    assert list(data.val_dataloader()) == [[k] for k in data.clients]
+    assert all(len(data.client(k).test) == 0 for k in range(40) if not lengths[k])
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    ("n", "batch_size", "left_out"),
+    [(10, 4, 0), (8, 4, 0), (9, 4, 1), (9, 8, 1), (1, 4, 0), (4, 4, 0), (5, 1, 0), (1, 1, 0), (3, 2, 1), (0, 4, 0)],
+)
+def test_only_a_single_last_training_image_is_left_out(n, batch_size, left_out):
+    epoch = seen(BatchLoader(numbered(20), torch.arange(n), batch_size, shuffle=True))
+    images = sum(epoch, [])
+    assert len(images) == len(set(images)) == n - left_out
+    assert set(images) <= set(range(n))
+    assert all(len(batch) == batch_size for batch in epoch[:-1])
+    in_order = seen(BatchLoader(numbered(20), torch.arange(n), batch_size))
+    assert sum(in_order, []) == list(range(n))
+
+
+def test_every_epoch_shuffles_the_training_images_anew():
+    loader = BatchLoader(numbered(20), torch.arange(3, 20), 8, shuffle=True)
+    epochs = [sum(seen(BatchLoader(numbered(20), torch.arange(3, 19), 8, shuffle=True)), []) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(3, 19)) != epoch for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert set(sum((sum(seen(loader), []) for _ in range(20)), [])) == set(range(3, 20))  # no image is always left out
+
+
+def test_a_shuffled_epoch_repeats_with_the_seed():
+    loader = ready().client(1).train
+    epochs = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        epochs.append(torch.cat([labels for _, labels in loader]))
+    assert torch.equal(*epochs)
+
+
+def test_digits_train_shuffled_and_evaluate_in_order():
+    data = ready(3, batch_size=32, eval_batch_size=50)
+    for k in range(3):
+        client = data.client(k)
+        trained = torch.cat([labels for _, labels in client.train])
+        expected = data.data.labels[data.indices["train"][k]]
+        assert torch.equal(trained.sort().values, expected.sort().values)
+        assert not torch.equal(trained, expected)
+        for part in ("val", "test"):
+            tested = torch.cat([labels for _, labels in getattr(client, part)])
+            assert torch.equal(tested, data.data.labels[data.indices[part][k]])
+        images, _ = next(iter(client.test))
+        assert images.shape == (50, client.channels, client.image_size, client.image_size) == (50, 1, 8, 8)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_are_normalised_channel_by_channel(channels):
+    images = torch.randint(256, (6, channels, 5, 5), dtype=torch.uint8)
+    mean, std = torch.tensor([0.1, 0.5, 0.7])[:channels], torch.tensor([0.2, 0.3, 0.9])[:channels]
+    data = ImageSet(images.clone(), torch.zeros(6).long(), 10, mean, std, channels)
+    for shuffle in (False, True):
+        loader = BatchLoader(data, torch.tensor([4, 1]), 1, shuffle=shuffle)
+        batches = sorted((batch for batch, _ in loader), key=lambda batch: float(batch.sum()))
+        chosen = sorted(images[[4, 1]].numpy() / 255, key=lambda image: float((image / std.view(-1, 1, 1).numpy()).sum()))
+        for batch, image in zip(batches, chosen, strict=True):
+            expected = (image - mean.view(-1, 1, 1).numpy()) / std.view(-1, 1, 1).numpy()
+            np.testing.assert_allclose(batch[0].numpy(), expected, atol=1e-6)
+    assert torch.equal(data.images, images)  # the set is never written to
+
+
+def test_grey_images_become_colour_ones_only_in_batches():
+    images = torch.randint(256, (7, 1, 5, 5), dtype=torch.uint8)
+    data = ImageSet(images, torch.zeros(7).long(), 10, torch.tensor([0.5]), torch.tensor([0.5]), channels=3)
+    batch, _ = next(iter(BatchLoader(data, torch.arange(7), 7)))
+    assert data.images.data_ptr() == images.data_ptr()
+    assert data.images.shape == (7, 1, 5, 5)
+    assert batch.shape == (7, 3, 5, 5)
+    for channel in range(3):
+        torch.testing.assert_close(batch[:, channel], (images[:, 0] / 255 - 0.5) / 0.5)
+
+
+# Sources
+
+
+@pytest.mark.parametrize("source", [CIFAR10, CIFAR100, FashionMNIST, MNIST, SVHN])
+def test_a_missing_data_set_is_told_in_one_line(source, tmp_path):
+    data = source(root=str(tmp_path / "nowhere"))
+    data.prepare_data()  # fetches nothing unasked
+    with pytest.raises(ConfigError, match=rf"{source.__name__} is not in .*nowhere.*--data\.download") as error:
+        data.setup()
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.fixture
+def accept_stand_in_cifar10(real_data, monkeypatch):
+    """Let torchvision accept the files there are, where they are not the official ones."""
+    folder, official = real_data / "cifar-10-batches-py", torchvision.datasets.CIFAR10
+    if (folder / "checksums.json").exists():
+        sums = json.loads((folder / "checksums.json").read_text())
+        for part in ("train_list", "test_list"):
+            monkeypatch.setattr(official, part, [[name, sums[name]] for name, _ in getattr(official, part)])
+        meta = hashlib.md5((folder / "batches.meta").read_bytes()).hexdigest()
+        monkeypatch.setattr(official, "meta", {**official.meta, "md5": meta})
+
+
+def check_source(data, n: int, shape: tuple[int, ...], classes: int, channels: int) -> None:
+    """See that all images are there, of all classes, and that normalised batches are about standard."""
+    data.setup()
+    assert data.data.images.shape == (n, *shape)
+    assert data.data.images.dtype == torch.uint8
+    counts = torch.bincount(data.data.labels)
+    assert len(counts) == data.data.num_classes == classes
+    assert counts.min() > 0
+    sizes = [len(np.unique(positions(data, part))) for part in ("val", "test")]
+    assert sizes == [n - round(0.8 * n) - round(0.1 * n), round(0.1 * n)]
+    client = data.client(19)
+    images, labels = next(iter(client.test))
+    assert images.shape == (min(512, len(client.test.dataset)), channels, *shape[1:])
+    assert labels.max() < classes == client.num_classes
+    assert abs(images.mean()) < 0.3
+    assert 0.7 < images.std() < 1.3
+
+
+def test_cifar10(real_data, accept_stand_in_cifar10):
+    check_source(CIFAR10(root=str(real_data)), 60_000, (3, 32, 32), 10, channels=3)
+
+
+def test_cifar100(real_data):
+    data = CIFAR100(root=str(real_data))
+    check_source(data, 60_000, (3, 32, 32), 100, channels=3)
+    assert (torch.bincount(data.data.labels) == 600).all()
+
+
+def test_colour_images_keep_their_pixels_and_order(real_data):
+    official = torchvision.datasets.CIFAR100(real_data, train=False)
+    data = CIFAR100(root=str(real_data)).load()
+    assert torch.equal(data.images[50_007].permute(1, 2, 0), torch.from_numpy(official.data[7]))
+    assert data.labels[50_000:].tolist() == official.targets
+
+
+@pytest.mark.parametrize(("options", "shape"), [({}, (1, 32, 32)), ({"image_size": 28, "channels": 1}, (1, 28, 28))])
+def test_mnist(real_data, options, shape):
+    check_source(MNIST(root=str(real_data), **options), 70_000, shape, 10, channels=options.get("channels", 3))
+
+
+def test_fashion_mnist(fashion_mnist):
+    data = FashionMNIST(root=str(fashion_mnist), image_size=28)
+    check_source(data, 70_000, (1, 28, 28), 10, channels=3)
+    assert (torch.bincount(data.data.labels) == 7000).all()
+
+
+def test_svhn(tmp_path, monkeypatch):
+    """Files of SVHN's lay-out, with 10 for the digit 0; the train part comes first."""
+    monkeypatch.setattr(torchvision.datasets.SVHN, "_check_integrity", lambda self: True)
+    generator, made = np.random.default_rng(0), {}
+    for part, n in (("train", 60), ("test", 40)):
+        images, digit = generator.integers(0, 256, (n, 3, 32, 32), dtype=np.uint8), np.arange(n) % 10
+        savemat(tmp_path / f"{part}_32x32.mat", {
+            "X": images.transpose(2, 3, 1, 0), "y": np.where(digit == 0, 10, digit).astype(np.uint8)[:, None],
+        })  # fmt: skip
+        made[part] = images, digit
+    data = SVHN(root=str(tmp_path), num_clients=2)
+    data.setup()
+    assert np.array_equal(data.data.images.numpy(), np.concatenate([made["train"][0], made["test"][0]]))
+    assert np.array_equal(data.data.labels.numpy(), np.concatenate([made["train"][1], made["test"][1]]))
+    assert data.data.labels.dtype == torch.int64
+    assert data.client(0).channels == 3

@@ -1,0 +1,60 @@
+"""Label permutations against the paper's table."""
+
+import random
+
+import pytest
+
+from lit_pfl.data import label_permutation
+
+# Factorized-FL, Table 2: the new label of each of the 10 classes, at clients 0 to 19.
+TABLE_2 = [
+    [2, 8, 3, 5, 6, 4, 9, 0, 1, 7],
+    [5, 4, 0, 9, 2, 1, 3, 7, 8, 6],
+    [3, 1, 5, 0, 6, 4, 2, 9, 7, 8],
+    [0, 5, 3, 7, 9, 8, 1, 4, 6, 2],
+    [8, 1, 4, 9, 6, 5, 2, 3, 7, 0],
+    [2, 8, 9, 3, 5, 6, 0, 7, 4, 1],
+    [4, 1, 9, 8, 2, 6, 3, 0, 5, 7],
+    [4, 0, 5, 8, 1, 6, 2, 3, 7, 9],
+    [2, 9, 4, 7, 0, 3, 6, 5, 8, 1],
+    [2, 7, 1, 6, 9, 4, 3, 0, 5, 8],
+    [0, 7, 5, 2, 6, 9, 3, 1, 8, 4],
+    [6, 3, 5, 7, 1, 4, 0, 2, 9, 8],
+    [1, 6, 3, 8, 7, 4, 5, 9, 0, 2],
+    [8, 2, 0, 7, 3, 4, 6, 5, 9, 1],
+    [4, 0, 1, 6, 7, 5, 2, 3, 8, 9],
+    [0, 4, 6, 7, 5, 9, 1, 2, 3, 8],
+    [0, 1, 3, 4, 5, 8, 7, 9, 6, 2],
+    [6, 8, 7, 4, 3, 1, 2, 5, 0, 9],
+    [9, 1, 6, 3, 8, 2, 5, 0, 7, 4],
+    [7, 4, 5, 8, 9, 0, 1, 6, 2, 3],
+]
+
+
+@pytest.mark.parametrize(("client", "column"), list(enumerate(TABLE_2)))
+def test_seed_1234_gives_the_permutations_of_the_paper(client, column):
+    assert label_permutation(client, 10) == column
+    assert label_permutation(client, 10, seed=1234) == column
+
+
+def test_the_table_was_copied_with_its_20_different_permutations():
+    assert len(TABLE_2) == len({tuple(column) for column in TABLE_2}) == 20
+
+
+@pytest.mark.parametrize("num_classes", [1, 2, 10, 100])
+@pytest.mark.parametrize("seed", [0, 1234])
+def test_every_class_gets_one_new_label(num_classes, seed):
+    for client in range(10):
+        assert sorted(label_permutation(client, num_classes, seed)) == list(range(num_classes))
+
+
+def test_clients_and_seeds_differ_and_repeat():
+    drawn = {(client, seed): label_permutation(client, 100, seed) for client in range(20) for seed in (0, 100, 1234)}
+    assert len({tuple(labels) for labels in drawn.values()}) == len(drawn)
+    assert all(label_permutation(client, 100, seed) == labels for (client, seed), labels in drawn.items())
+
+
+def test_the_generators_of_the_process_are_left_alone():
+    before = random.getstate()
+    label_permutation(3, 10)
+    assert random.getstate() == before

@@ -1,0 +1,268 @@
+"""Rounds, order, evaluation, bad uploads."""
+
+import math
+
+import lightning as L
+import pytest
+import torch
+from tiny import Backwards, TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
+
+from lit_pfl import Federation, Payload
+from lit_pfl.data import Dirichlet
+from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.federation import Row, summary
+from lit_pfl.methods import FedAvg, SimFed, StandAlone
+
+METHODS = [StandAlone, FedAvg, SimFed]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_order_of_clients_does_not_matter(method):
+    backwards = Backwards(num_clients=4, image_size=8, batch_size=64)
+    assert_equal(weights(run(client(method))), weights(run(client(method), backwards)))
+
+
+def test_other_clients_in_the_process_do_not_matter():
+    alone = run(client(FedAvg))
+    other = Federation(client(SimFed), seed=9, threads=1)
+
+    class RunsAnotherFederation(L.Callback):
+        def on_train_batch_start(self, *args):
+            trainer(1).fit(Federation(client(SimFed), seed=9, threads=1), datamodule=digits(3))
+
+    beside = Federation(client(FedAvg), seed=3, threads=1)
+    trainer(2, callbacks=[RunsAnotherFederation()]).fit(beside, datamodule=digits())
+    assert other.clients == {}
+    assert_equal(weights(alone), weights(beside))
+
+
+def test_clients_of_stand_alone_do_not_depend_on_who_else_is_there():
+    """Client 1 among 4 equals client 1 in a federation where only two of the four ever train."""
+    every, some = run(client(StandAlone), rounds=1), run(client(StandAlone), rounds=1, participation=2)
+    trained = some.participants(0)
+    assert len(trained) == 2
+    for k in trained:
+        assert_equal(weights(every)[k], weights(some)[k])
+
+
+def test_the_outside_random_state_is_left_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    run(client(FedAvg), rounds=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_same_seed_same_run_other_seed_other_run():
+    assert_equal(weights(run(client(FedAvg))), weights(run(client(FedAvg))))
+    first, other = weights(run(client(FedAvg))), weights(run(client(FedAvg), seed=4))
+    assert not torch.equal(first[0]["backbone.head.weight"], other[0]["backbone.head.weight"])
+
+
+def test_all_clients_start_from_the_same_weights_and_train_on_their_own_batches():
+    federation = run(client(StandAlone), rounds=1)
+    states = weights(federation)
+    assert not torch.equal(states[0]["backbone.head.weight"], states[1]["backbone.head.weight"])
+    with federation._drawing("weights"):
+        a = federation.pattern.build(federation.clients[0].task)
+    with federation._drawing("weights"):
+        b = federation.pattern.build(federation.clients[1].task)
+    assert_equal(a.state_dict(), b.state_dict())
+
+
+def test_participation_is_seeded_by_round():
+    federation = run(client(FedAvg), digits(10), rounds=1, participation=0.3)
+    rounds = [federation.participants(r) for r in range(6)]
+    assert all(len(chosen) == 3 for chosen in rounds)
+    assert len({tuple(chosen) for chosen in rounds}) > 1
+    assert rounds == [run(client(FedAvg), digits(10), rounds=1, participation=3).participants(r) for r in range(6)]
+
+
+def test_local_epochs_and_rounds_are_counted_rightly():
+    federation = run(client(FedAvg), rounds=3, local_epochs=2)
+    assert federation.coordinator.round == 3
+    for member in federation.clients.values():
+        assert member.trainer.current_epoch == 6
+        assert member.trainer.global_step == 6 * len(federation.data.client(0).train)
+
+
+def test_metrics_of_a_round():
+    federation = Federation(client(FedAvg), seed=3, threads=1)
+    fitting = trainer(2)
+    fitting.fit(federation, datamodule=digits())
+    metrics = fitting.callback_metrics
+    one_way = federation.clients[0].upload().nbytes * 4
+    assert metrics["round"] == 2
+    assert metrics["comm/up_bytes"] == metrics["comm/down_bytes"] == one_way
+    assert metrics["comm/total_bytes"] == 4 * one_way
+    for name in ("train/loss", "val/acc", "val/acc_std", "val/acc_worst10", "test/acc", "test/acc_worst10"):
+        assert math.isfinite(metrics[name])
+    assert 0 <= metrics["val/acc_worst10"] <= metrics["val/acc"] <= 1
+
+
+def test_summary_counts_clients_equally_and_leaves_empty_ones_out():
+    rows = [Row(k, 1, "val", "", n, acc, 1.0) for k, (n, acc) in enumerate([(1, 0.2), (99, 0.8), (0, float("nan"))])]
+    metrics = summary(rows, "val")
+    assert metrics["val/acc"] == pytest.approx(0.5)
+    assert metrics["val/acc_std"] == pytest.approx(0.3)
+    assert metrics["val/acc_worst10"] == 0.2
+    twenty = [Row(k, 1, "val", "", 1, k / 20, 1.0) for k in range(20)]
+    assert summary(twenty, "val")["val/acc_worst10"] == pytest.approx((0 + 1 / 20) / 2)
+
+
+def test_evaluation_before_and_after_aggregation():
+    """After aggregation all clients of FedAvg have the server's model, before it each its own. The run is the same."""
+    before, after = run(client(FedAvg), evaluate="before"), run(client(FedAvg), evaluate="after")
+    assert_equal(weights(before), weights(after))
+    assert {row.model for row in after.rows} == {"personalized:after"}
+    member = after.clients[2]
+    assert not torch.equal(member.backbone.head.weight, after.coordinator.server.model["backbone.head.weight"])
+    member.download(after.coordinator.server.reply(2))
+    expected = member.evaluate(after.data.client(2).test)
+    row = next(row for row in after.rows if row.client == 2)
+    assert (row.n, row.acc, row.loss) == (expected.n, expected.acc, expected.loss)
+    assert [row.acc for row in before.rows] != [row.acc for row in after.rows]
+
+
+def test_validate_test_and_predict_on_a_finished_federation():
+    federation, tests = run(client(FedAvg)), trainer()
+    [tested] = tests.test(federation, datamodule=federation.data, verbose=False)
+    assert tested["test/acc"] == pytest.approx(summary(federation.rows, "test")["test/acc"])
+    scored = federation.rows[1]
+    [validated] = trainer().validate(federation, datamodule=digits(), verbose=False)
+    assert 0 <= validated["val/acc"] <= 1
+    logits = {k: v for part in trainer().predict(federation, datamodule=digits()) for k, v in part.items()}
+    assert logits[1].shape == (scored.n, 10)
+
+
+def test_a_second_fit_goes_on_where_the_first_ended():
+    """Two fits of 2 rounds end as one of 4: momentum, schedule, random streams and server go on."""
+    federation = Federation(client(SimFed), seed=3, threads=1)
+    first = trainer(2)
+    first.fit(federation, datamodule=digits())
+    first.fit_loop.max_epochs = 4
+    first.fit(federation, datamodule=digits())
+    assert_equal(weights(federation), weights(run(client(SimFed), rounds=4)))
+
+
+class Broken(FedAvg):
+    """Client 2 uploads NaN in round 2."""
+
+    def upload(self):
+        payload = super().upload()
+        if self.task.client == 2 and self.current_epoch == 1:
+            return Payload({name: tensor * float("nan") for name, tensor in payload.items()})
+        return payload
+
+
+def test_a_nan_upload_is_refused_and_the_round_goes_on():
+    with pytest.warns(UserWarning, match=r"Client 2: tensor 'backbone\.\S+' holds NaN"):
+        federation = run(client(Broken), rounds=3)
+    assert federation.coordinator.round == 3
+    assert all(tensor.isfinite().all() for tensor in federation.coordinator.server.model.values())
+
+
+def test_too_few_usable_uploads_end_the_run():
+    with pytest.raises(UploadError, match="fewer than the quorum"), pytest.warns(UserWarning, match="Client 2"):
+        run(client(Broken), rounds=3, quorum=1.0)
+
+
+def test_an_error_in_a_client_names_the_client():
+    class Failing(FedAvg):
+        def training_step(self, batch, batch_idx):
+            if self.task.client == 1:
+                raise ArithmeticError("no")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ArithmeticError) as caught:
+        run(client(Failing))
+    assert caught.value.__notes__ == ["(in the fit of client 1)"]
+
+
+@pytest.mark.parametrize("evaluate", ["before", "after"])
+def test_one_client_and_clients_with_a_single_batch(evaluate):
+    one = run(client(SimFed), digits(1), rounds=1, evaluate=evaluate)
+    assert_equal(weights(one), weights(run(client(SimFed, tau=2), digits(1), rounds=1)))
+    many = run(client(FedAvg), digits(40, batch_size=500), rounds=2)
+    assert many.clients[39].trainer.global_step == 2
+
+
+def test_empty_clients_take_no_part():
+    data = digits(40, partition=Dirichlet(0.02, min_samples=0))
+    federation = run(client(FedAvg), data, rounds=1)
+    assert 0 < len(federation.clients) < 40
+    assert [row.client for row in federation.rows] == list(federation.clients)
+
+
+def test_mixed_precision_does_not_reuse_stale_weights():
+    federation = Federation(client(FedAvg), seed=3, threads=1)
+    trainer(2, precision="bf16-mixed").fit(federation, datamodule=digits())
+    full = run(client(FedAvg))
+    for k, state in weights(federation).items():
+        head = weights(full)[k]["backbone.head.weight"]
+        assert not torch.equal(state["backbone.head.weight"], head)
+        torch.testing.assert_close(state["backbone.head.weight"], head, atol=0.05, rtol=0.1)
+
+
+def test_gradient_clipping_and_further_trainer_options_reach_the_clients():
+    free, clipped = (
+        run(client(FedAvg), rounds=1),
+        run(client(FedAvg), rounds=1, client_trainer={"gradient_clip_val": 1e-9}),
+    )
+    start = run(client(FedAvg), rounds=1, client_trainer={"limit_train_batches": 0})
+    moved = [
+        (weights(f)[0]["backbone.head.weight"] - weights(start)[0]["backbone.head.weight"]).norm()
+        for f in (free, clipped)
+    ]
+    assert moved[1] < 1e-6 < moved[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"participation": 0}, "federation.participation=0"),
+        ({"participation": 1.5}, "federation.participation=1.5"),
+        ({"participation": 5}, "more than the 4 clients"),
+        ({"quorum": 2}, "federation.quorum=2"),
+        ({"client_trainer": {"foo": 1}}, "federation.client_trainer: .*foo"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        run(client(FedAvg), **options)
+
+
+def test_a_plain_data_module_is_refused():
+    with pytest.raises(ConfigError, match="federated data module"):
+        trainer().fit(Federation(client(FedAvg)), datamodule=L.LightningDataModule())
+
+
+def test_heads_never_travel_under_permuted_labels():
+    federation = run(client(FedAvg), digits(permute_labels=True))
+    assert not [name for name in federation.clients[0].shared_parameters() if "head" in name]
+    heads = [state["backbone.head.weight"] for state in weights(federation).values()]
+    assert not torch.equal(heads[0], heads[1])
+    with pytest.raises(ConfigError, match="share_head"):
+        run(client(FedAvg, share_head=True), digits(permute_labels=True))
+
+
+@pytest.mark.parametrize("norm_stats", ["local", "averaged"])
+def test_running_statistics_travel_only_when_asked_to(norm_stats):
+    federation = run(client(FedAvg, norm_stats=norm_stats))
+    shared = federation.clients[0].shared_parameters()
+    assert "backbone.body.1.weight" in shared
+    assert ("backbone.body.1.running_mean" in shared) == (norm_stats == "averaged")
+    for member in federation.clients.values():
+        member.download(federation.coordinator.server.reply(0))
+    means = [member.backbone.body[1].running_mean for member in federation.clients.values()]
+    assert torch.equal(means[0], means[1]) == (norm_stats == "averaged")
+
+
+def test_defaults_of_a_pattern_are_shared_by_no_one():
+    federation = run(client(FedAvg), rounds=1)
+    memory = [p.data_ptr() for member in federation.clients.values() for p in member.parameters()]
+    assert len(set(memory)) == len(memory)
+    assert list(federation.pattern.parameters()) == []
+    assert list(federation.parameters()) == []
+    assert federation.pattern.make_backbone is TinyNet
+    assert federation.pattern.make_optimizer is momentum_sgd

@@ -1,0 +1,65 @@
+"""Imports run downward only, so that every room can be read without those above it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+#: from the top; a module imports only from lines below its own, or its own
+FLOORS = [
+    {"lit_pfl.cli"},
+    {"lit_pfl"},
+    {"lit_pfl.federation"},
+    {"lit_pfl.methods"},
+    {"lit_pfl.client"},
+    {"lit_pfl.links"},
+    {"lit_pfl.coordinator"},
+    {"lit_pfl.server"},
+    {"lit_pfl.data", "lit_pfl.models", "lit_pfl.checkpoint", "lit_pfl.run"},
+    {"lit_pfl.nn", "lit_pfl.ops"},
+    {"lit_pfl.payload"},
+    {"lit_pfl.errors"},
+    {"lit_pfl_callbacks"},
+]
+FILES = [*(ROOT / "lit_pfl").rglob("*.py"), *(ROOT / "callbacks/lit_pfl_callbacks").rglob("*.py")]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "callbacks" if "callbacks" in path.parts else ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def place(module: str) -> tuple[int, str]:
+    """Return the floor and the room of a module."""
+    for depth, rooms in enumerate(FLOORS):
+        for room in rooms:
+            if module == room or (module.startswith(room + ".") and room != "lit_pfl"):
+                return depth, room
+    raise AssertionError(f"{module} is on no floor; add it to FLOORS")
+
+
+def imports(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import hides where it goes"
+            assert "*" not in [alias.name for alias in node.names], f"{path}: a wildcard import"
+            names.append(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: module_of(path))
+def test_imports_run_downward(path):
+    module = module_of(path)
+    for name in imports(path):
+        if name.split(".")[0] in ("lit_pfl", "lit_pfl_callbacks"):
+            (here, room), (there, other) = place(module), place(name)
+            assert there > here or other == room, f"{module} imports {name} from above"
+
+
+def test_the_callbacks_need_nothing_of_lit_pfl():
+    for path in (ROOT / "callbacks").rglob("*.py"):
+        assert not [name for name in imports(path) if name.split(".")[0] == "lit_pfl"], path

@@ -1,0 +1,112 @@
+"""A run that is killed and resumed is the run that never was."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lit_pfl_callbacks import ClientsTable, RunLogger
+from tiny import assert_equal, client, digits, trainer
+
+from lit_pfl import Federation
+from lit_pfl.checkpoint import AtomicCheckpointIO
+from lit_pfl.cli import last_checkpoint
+from lit_pfl.errors import ConfigError
+from lit_pfl.methods import FedAvg, SimFed, StandAlone
+
+METHODS = {"SimFed": SimFed, "FedAvg": FedAvg, "StandAlone": StandAlone}
+ROUNDS = 5
+
+
+class Kill(L.Callback):
+    """Kills the process when a client of a round is about to train, or at the end of it."""
+
+    def __init__(self, round: int, batch: int | None) -> None:
+        self.round, self.batch = round, batch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.current_epoch + 1, batch_idx) == (self.round, self.batch):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_end(self, trainer, pl_module):
+        if self.batch is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(folder: Path, method: str, kill: tuple[int, int | None] | None = None, resume: bool = False) -> Federation:
+    logger = RunLogger(str(folder.parent), name="", version=folder.name)
+    callbacks = [ClientsTable(show=False), last_checkpoint(), *([Kill(*kill)] if kill else [])]
+    federation = Federation(client(METHODS[method]), seed=3, threads=1, local_epochs=2, participation=0.5)
+    path = folder / "checkpoints" / "last.ckpt" if resume else None
+    fitting = trainer(ROUNDS, logger=logger, callbacks=callbacks, enable_checkpointing=True)
+    fitting.fit(federation, datamodule=digits(6, batch_size=32), ckpt_path=path)
+    return federation
+
+
+@pytest.mark.parametrize(
+    ("method", "kill"),
+    [("SimFed", (4, 1)), ("FedAvg", (2, 2)), ("StandAlone", (5, 0)), ("SimFed", (ROUNDS, None))],
+    ids=["mid-round", "early", "at the start of a round", "after the last round"],
+)
+def test_killed_and_resumed_equals_never_killed(tmp_path, method, kill):
+    whole = fit(tmp_path / "whole", method)
+    arguments = [str(tmp_path / "killed"), method, *map(str, kill)]
+    killed = subprocess.run(
+        [sys.executable, __file__, *arguments], env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    )
+    assert killed.returncode == -signal.SIGKILL
+    resumed = fit(tmp_path / "killed", method, resume=True)
+
+    last = [torch.load(tmp_path / run / "checkpoints/last.ckpt") for run in ("whole", "killed")]
+    for state in last:  # the paths of the two runs differ, and wall-clock times
+        del state["callbacks"]
+    assert_equal(last[0], last[1])
+    assert_equal(whole.coordinator.state_dict(), resumed.coordinator.state_dict())
+    assert whole.rows == resumed.rows
+    for name in ("metrics.csv", "clients.csv"):
+        assert (tmp_path / "whole" / name).read_text() == (tmp_path / "killed" / name).read_text()
+    assert len((tmp_path / "whole" / "metrics.csv").read_text().splitlines()) == ROUNDS + 1
+    momentum = whole._restored[whole.participants(0)[0]]["optimizer_states"][0]["state"][0]["momentum_buffer"]
+    assert momentum.abs().sum() > 0
+
+
+def test_a_checkpoint_holds_nothing_but_tensors_and_plain_values(tmp_path):
+    fit(tmp_path / "run", "SimFed")
+    torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
+
+
+def test_a_checkpoint_of_other_clients_is_refused(tmp_path):
+    fit(tmp_path / "run", "FedAvg")
+    with pytest.raises(ConfigError, match="holds 6 clients and the data has 4"):
+        trainer().test(
+            Federation(client(FedAvg)), datamodule=digits(4), ckpt_path=tmp_path / "run/checkpoints/last.ckpt"
+        )
+
+
+def test_test_of_a_checkpoint_gives_the_last_round_s_scores(tmp_path):
+    federation = fit(tmp_path / "run", "SimFed")
+    restored = Federation(client(SimFed), participation=0.5)
+    trainer().test(restored, datamodule=digits(6), ckpt_path=tmp_path / "run/checkpoints/last.ckpt", verbose=False)
+    assert restored.rows == federation.rows
+
+
+def test_a_checkpoint_is_written_beside_its_place_and_renamed(tmp_path, monkeypatch):
+    io, path = AtomicCheckpointIO(), tmp_path / "last.ckpt"
+    io.save_checkpoint({"a": 1}, path)
+
+    def crash(checkpoint, file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", crash)
+    with pytest.raises(KeyboardInterrupt):
+        io.save_checkpoint({"a": 2}, path)
+    assert torch.load(path) == {"a": 1}
+
+
+if __name__ == "__main__":
+    fit(Path(sys.argv[1]), sys.argv[2], kill=(int(sys.argv[3]), None if sys.argv[4] == "None" else int(sys.argv[4])))

@@ -1,0 +1,97 @@
+"""A federation small enough for tests: real digits, a network of a few hundred parameters."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lit_pfl import Client, Federation
+from lit_pfl.data import BatchLoader, Digits
+from lit_pfl.models import Backbone
+
+
+class TinyNet(Backbone):
+    """A convolution, batch norm, dropout and a classifier: something of everything that must be kept apart."""
+
+    def __init__(self, channels: int = 1, classes: int = 10, width: int = 4) -> None:
+        body = nn.Sequential(
+            nn.Conv2d(channels, width, 3, stride=2), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.1),
+        )  # fmt: skip
+        super().__init__(body, nn.Linear(4 * width, classes))
+
+
+def momentum_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def step_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def client(method: type[Client], **options: Any) -> Client:
+    return method(**{"backbone": TinyNet, "optimizer": momentum_sgd, "scheduler": step_schedule, **options})
+
+
+def digits(num_clients: int = 4, **options: Any) -> Digits:
+    return Digits(num_clients=num_clients, **{"image_size": 8, "batch_size": 64, **options})
+
+
+def trainer(rounds: int = 2, **options: Any) -> L.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return L.Trainer(
+        **{
+            "max_epochs": rounds,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            **quiet,
+            **options,
+        }
+    )
+
+
+def run(method: Client, data: Digits | None = None, rounds: int = 2, **options: Any) -> Federation:
+    """Run a federation and return it."""
+    federation = Federation(method, **{"seed": 3, "threads": 1, **options})
+    trainer(rounds).fit(federation, datamodule=data or digits())
+    return federation
+
+
+def weights(federation: Federation) -> dict[int, dict[str, Tensor]]:
+    """Return copies of all clients' states."""
+    return {k: {name: t.clone() for name, t in c.state_dict().items()} for k, c in federation.clients.items()}
+
+
+def assert_equal(a: Any, b: Any, where: str = "") -> None:
+    """Compare nested states bit for bit."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_equal(x, y, f"{where}/{i}")
+    elif isinstance(a, Tensor):
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+class Backwards(Digits):
+    """Digits whose clients are trained in the opposite order."""
+
+    def train_dataloader(self) -> Any:
+        sets = super().train_dataloader()
+        choose = sets.choose
+        sets.choose = lambda completed: list(reversed(choose(completed)))
+        sets.set_epoch(0)
+        return sets
+
+
+def loader(indices: range, data: Digits) -> BatchLoader:
+    """Return batches of some images of a data module, in a fixed order."""
+    assert data.data is not None
+    return BatchLoader(data.data, torch.tensor(list(indices)), batch_size=32)
