@@ -10,7 +10,6 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lit_pfl_callbacks import ClientsTable, RoundProgress, RunLogger, run_folder
 
 import lit_pfl.methods  # noqa: F401 - imported, like data and models, so that classes go by their short names
 from lit_pfl.client import Client
@@ -19,6 +18,7 @@ from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.federation import Federation
 from lit_pfl.models import Backbone
 from lit_pfl.run import resumed_folder
+from lit_pfl_callbacks import ClientsTable, RoundProgress, RunLogger, run_folder
 
 #: the options whose value is the name of a class
 CLASSES: dict[str, type] = {
@@ -52,7 +52,8 @@ class Parser(LightningArgumentParser):
 
 def _names_of_subclasses(cls: type) -> set[str]:
     subclasses: list[type] = cls.__subclasses__()
-    return set().union(*map(_names_of_subclasses, subclasses)) if subclasses else {cls.__name__}
+    names = {sub.__name__ for sub in subclasses if not sub.__name__.startswith("_")}
+    return names.union(*map(_names_of_subclasses, subclasses))
 
 
 class SaveConfig(SaveConfigCallback):

@@ -6,18 +6,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
-from lit_pfl_callbacks.federated_loop import load_tensors
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_stat_scores
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.models import Backbone, ResNet9
+from lit_pfl.module import QuickModule
 from lit_pfl.nn import Form, factorize, factorized_layers, l1_norm_of_masks
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
+from lit_pfl_callbacks.federated_loop import load_tensors
 
 BackboneCallable = Callable[[int, int], Backbone]
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -78,7 +78,7 @@ class Score:
     loss: float
 
 
-class Client(L.LightningModule):
+class Client(QuickModule):
     """One client of a federation. A method is a subclass that says what travels and which server it needs.
 
     The client given to a :class:`~lit_pfl.Federation` is a pattern without weights; :meth:`build` makes the real ones.
@@ -123,15 +123,7 @@ class Client(L.LightningModule):
         self.share_head = share_head
         self.channels_last = channels_last
         self.task = Task()
-        self._loss_sum: Tensor | None = None
-        self._num_trained = 0
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A Trainer sets this plain string some 40 times a batch; past Module's look-up of parameters it takes a fifth.
-        if name == "_current_fx_name":
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
+        self._losses: list[tuple[Tensor, int]] = []
 
     # ------------------------------------------------------------------------------------------------ making a client
 
@@ -145,7 +137,7 @@ class Client(L.LightningModule):
         client = copy.copy(self)
         # Not a deep copy: factories given on the command line hold on to all of its parser. Module's tables must be
         # own.
-        client.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in self.__dict__.items()}
+        client.__dict__ = {k: v.copy() if isinstance(v, dict | list) else v for k, v in self.__dict__.items()}
         client.task = task
         client.configure_backbone()
         if client.channels_last:
@@ -201,17 +193,18 @@ class Client(L.LightningModule):
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         loss = self.objective(images, labels)
-        # Summed up here, on the device: one self.log costs as much as a small network's step.
-        seen = loss.detach() * len(labels)
-        self._loss_sum = seen if self._loss_sum is None else self._loss_sum + seen
-        self._num_trained += len(labels)
+        # Kept here, on the device: one self.log costs as much as a small network's step.
+        self._losses.append((loss.detach(), len(labels)))
         return loss
 
     def pop_train_loss(self) -> tuple[float, int]:
         """Return the sum of the training loss over samples since the last call, and the number of samples."""
-        loss, n = 0.0 if self._loss_sum is None else float(self._loss_sum), self._num_trained
-        self._loss_sum, self._num_trained = None, 0
-        return loss, n
+        if not self._losses:
+            return 0.0, 0
+        losses = torch.stack([loss for loss, _ in self._losses]).tolist()
+        sizes = [size for _, size in self._losses]
+        self._losses.clear()
+        return sum(loss * size for loss, size in zip(losses, sizes, strict=True)), sum(sizes)
 
     # ------------------------------------------------------------------------------------------------------ exchanging
 

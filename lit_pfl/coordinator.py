@@ -115,7 +115,7 @@ class Coordinator:
                 continue
             self.ledger.sent_up(client, upload.nbytes)
             usable[client] = upload
-        if len(usable) < self.quorum * len(uploads):
+        if len(usable) < self.quorum * len(uploads) - 1e-9:
             raise UploadError(
                 f"Round {self.round}: {len(usable)} of {len(uploads)} uploads are usable, fewer than the quorum of "
                 f"{self.quorum:.0%}. The first that is not: {self.refused[0]}"
@@ -124,6 +124,8 @@ class Coordinator:
             self.server.aggregate(self.round, usable)
 
     def _check(self, client: int, upload: Payload) -> None:
+        if client not in self._layout:
+            raise UploadError(f"Client {client} has never joined.")
         expected = self._layout[client]
         for name in expected.keys() - upload.keys():
             raise UploadError(f"Client {client}: the upload lacks tensor {name!r}.")

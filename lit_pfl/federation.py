@@ -1,6 +1,5 @@
 """A federation is a LightningModule: a round is an epoch, a client is a batch."""
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import WandbLogger
-from lit_pfl_callbacks import FederatedLoop
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,7 +21,9 @@ from lit_pfl.coordinator import Coordinator, Ledger
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub, undisturbed
+from lit_pfl.module import NoProfiler, QuickModule
 from lit_pfl.server import ClientInfo
+from lit_pfl_callbacks import FederatedLoop
 
 
 class Row(NamedTuple):
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     loss: float
 
 
-class Federation(L.LightningModule):
+class Federation(QuickModule):
     """Runs a method on all clients of a data module, under a stock Trainer.
 
     One epoch of that Trainer is a communication round, one batch a set of clients to train; ``max_epochs`` is the
@@ -185,8 +185,8 @@ class Federation(L.LightningModule):
         """Count one batch's work: below this much, threads cost more than they bring (see tests/benchmarks)."""
         client = next(iter(self.clients.values()))
         images = torch.zeros(self.data.batch_size, client.task.channels, client.task.image_size, client.task.image_size)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            copy.deepcopy(client.backbone).cpu().eval()(images)
+        with FlopCounterMode(display=False) as counter, evaluating(client), torch.no_grad():
+            client(images)
         return 1 if counter.get_total_flops() < 2e8 else torch.get_num_threads()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -260,6 +260,7 @@ class Federation(L.LightningModule):
             "precision": self.trainer.precision,
             "deterministic": torch.are_deterministic_algorithms_enabled() or None,
             "max_epochs": -1,
+            "profiler": NoProfiler(),
             "logger": False,
             "enable_checkpointing": False,
             "enable_progress_bar": False,

@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 
 _MASK, _VALUES = "#mask", "#values"
-_DTYPE_NAMES = {
+#: in the order in which safetensors lays types out
+_DTYPES = {
+    torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
     torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_ORDER = list(_DTYPES)
 
 
 class Payload(Mapping[str, Tensor]):
@@ -36,7 +38,7 @@ class Payload(Mapping[str, Tensor]):
 
     Args:
         tensors: the tensors by name.
-        sparse: names whose zeros need not travel (a sparse ``mu``, a masked weight).
+        sparse: names whose zeros need not travel (a sparse ``mu``, a masked weight); they arrive as +0.
 
     Attributes:
         sparse: the names given as sparse.
@@ -54,6 +56,9 @@ class Payload(Mapping[str, Tensor]):
     def __init__(self, tensors: Mapping[str, Tensor], sparse: Iterable[str] = ()) -> None:
         self._tensors = dict(tensors)
         self.sparse = frozenset(sparse)
+        for name in self.sparse:
+            if name + _MASK in self._tensors or name + _VALUES in self._tensors:
+                raise ValueError(f"Tensor {name!r} is sparse, so {name + _MASK!r} and {name + _VALUES!r} are taken.")
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -118,13 +123,13 @@ class Payload(Mapping[str, Tensor]):
                 parts[name + _VALUES] = flat[mask]
                 shapes[name] = list(tensor.shape)
             else:
-                # safetensors refuses tensors that share memory, as the rows of a mixed matrix do
-                parts[name] = tensor.clone()
+                # safetensors wants tensors that share no memory, with plain strides even in dimensions of size 1
+                parts[name] = tensor.new_empty(tensor.shape).copy_(tensor)
         return safetensors.torch.save(parts, metadata={"sparse": json.dumps(shapes)} if shapes else None)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Payload":
-        """Decode what :meth:`to_bytes` made.
+        """Decode what :meth:`to_bytes` made. Marked as sparse are the tensors that travelled so.
 
         Raises:
             safetensors.SafetensorError: when ``data`` is not such an encoding.
@@ -156,8 +161,8 @@ def _encoded_size(
     if shapes:
         header["__metadata__"] = {"sparse": json.dumps({name: list(shape) for name, shape in shapes})}
     end = 0
-    for name, dtype, shape in sorted(layout, key=lambda part: (-part[1].itemsize, part[0])):
+    for name, dtype, shape in sorted(layout, key=lambda part: (_ORDER.index(part[1]), part[0])):
         start, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return 8 + (len(text) + 7) // 8 * 8 + end

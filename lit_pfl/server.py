@@ -35,14 +35,13 @@ class Server:
         McMahan et al. 2017, Algorithm 1.
     """
 
-    clients: dict[int, ClientInfo]
+    num_samples: dict[int, int]
     model: Payload
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
         """Take note of the clients, by id, before round 1. The first one's tensors become everybody's initial ones."""
-        self.clients = dict(sorted(clients.items()))
-        first = next(iter(self.clients.values())).initial
-        self.model = first.clone()
+        self.num_samples = {client: info.num_samples for client, info in sorted(clients.items())}
+        self.model = clients[min(clients)].initial.clone()
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         """Use the uploads of one round.
@@ -51,7 +50,7 @@ class Server:
             round: the round's number, from 1.
             uploads: by client id, in increasing order; checked: the names, shapes and types of the first round, finite.
         """
-        shares = torch.tensor([self.clients[client].num_samples for client in uploads], dtype=torch.float64)
+        shares = torch.tensor([self.num_samples[client] for client in uploads], dtype=torch.float64)
         self.model = weighted_mean(list(uploads.values()), (shares / shares.sum()).tolist())
 
     def reply(self, client: int) -> Payload:

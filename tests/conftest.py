@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE  # noqa: F401 - imports Lightning before its warnings are set
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+torch.set_num_threads(1)  # the tests' networks are tiny, and more threads only wait for each other
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import wandb
 import yaml
-from lit_pfl.cli import main
 from wandb.proto import wandb_internal_pb2
+
+from lit_pfl.cli import main
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--config", str(ROOT / "tests/conf/tiny.yaml")]
@@ -111,7 +112,8 @@ def test_dirichlet_on_cifar100(real_data, data):
     main([
         "fit", "--model", "FedAvg", "--data", data, "--data.num_clients", "20", "--data.partition", "Dirichlet",
         "--data.partition.alpha", "0.5", "--data.root", str(real_data), "--trainer.max_epochs", "1",
-        "--model.backbone", "ResNet9", "--model.backbone.width", "2", "--federation.client_trainer.limit_train_batches", "2",
+        "--model.backbone", "ResNet9", "--model.backbone.width", "2",
+        "--federation.client_trainer.limit_train_batches", "2",
     ])  # fmt: skip
     assert len(rows(Path("runs/FedAvg-CIFAR100/version_0/clients.csv"))) == 40
 

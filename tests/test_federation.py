@@ -5,13 +5,13 @@ import math
 import lightning as L
 import pytest
 import torch
-from tiny import Backwards, TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
 
 from lit_pfl import Federation, Payload
 from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.federation import Row, summary
 from lit_pfl.methods import FedAvg, SimFed, StandAlone
+from tiny import Backwards, TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
 
 METHODS = [StandAlone, FedAvg, SimFed]
 

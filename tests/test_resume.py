@@ -9,14 +9,14 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lit_pfl_callbacks import ClientsTable, RunLogger
-from tiny import assert_equal, client, digits, trainer
 
 from lit_pfl import Federation
 from lit_pfl.checkpoint import AtomicCheckpointIO
 from lit_pfl.cli import last_checkpoint
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, SimFed, StandAlone
+from lit_pfl_callbacks import ClientsTable, RunLogger
+from tiny import assert_equal, client, digits, trainer
 
 METHODS = {"SimFed": SimFed, "FedAvg": FedAvg, "StandAlone": StandAlone}
 ROUNDS = 5

@@ -8,6 +8,7 @@ cores: 25 ms for the whole of :class:`ResizedCropJitter`, against 74 ms for torc
 from abc import ABC, abstractmethod
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 
@@ -49,16 +50,19 @@ class CropFlip(Augment):
         self.padding = padding
         self.padding_mode = padding_mode
         self.crop_probability = crop_probability
-        self.steps: nn.Sequential | None = None
+        self.flip: nn.Module | None = None
 
     def forward(self, images: Tensor) -> Tensor:  # noqa: D102
-        if self.steps is None:
+        if self.flip is None:
             from kornia.augmentation import RandomCrop, RandomHorizontalFlip  # takes a second to import
 
             size = (images.shape[-2], images.shape[-1])
-            crop = RandomCrop(size, padding=self.padding, padding_mode=self.padding_mode, p=self.crop_probability)
-            self.steps = nn.Sequential(RandomHorizontalFlip(p=0.5), crop)
-        return self.steps(images)
+            self.flip = RandomHorizontalFlip(p=0.5)
+            self.crop = RandomCrop(size, padding=self.padding, padding_mode=self.padding_mode)
+        images = self.flip(images)
+        # kornia's own probability of cropping is one for the whole batch
+        shifted = torch.rand(len(images), 1, 1, 1, device=images.device) < self.crop_probability
+        return torch.where(shifted, self.crop(images), images)
 
 
 class ResizedCropJitter(Augment):

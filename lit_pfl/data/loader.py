@@ -81,7 +81,7 @@ class BatchLoader:
             order = order[torch.randperm(len(order)).to(order.device)]
         if self._leaves_one_out():
             order = order[:-1]
-        for batch in order.split(self.batch_size):
+        for batch in order.split(self.batch_size) if len(order) else ():
             labels = self.data.labels[batch]
             yield self._images(batch), labels if self.label_map is None else self.label_map[labels]
 

@@ -30,7 +30,8 @@ class IID(Partition):
     """Every client gets the same number of samples of every class.
 
     As in the papers a class of m samples gives every client round(m / K), and what remains is not used. Where that
-    would leave clients empty (more clients than samples a class), the samples are dealt one by one, class by class.
+    would leave some client with less than 90% of another's samples, since the last ones find too little, the samples
+    are dealt one by one, class by class, and all are used.
 
     Source:
         Factorized-FL, Section 5.1; SimFed, Section 5.1.
@@ -39,13 +40,13 @@ class IID(Partition):
     def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
         by_class = [np.flatnonzero(labels == c) for c in np.unique(labels)]
         sizes = [round(len(members) / num_clients) for members in by_class]
-        if min(sizes) < 1:
-            order = np.concatenate(by_class)
-            return [np.sort(order[client::num_clients]) for client in range(num_clients)]
-        return [
-            np.sort(np.concatenate([m[client * n : (client + 1) * n] for m, n in zip(by_class, sizes, strict=True)]))
+        shares = [
+            np.concatenate([m[client * n : (client + 1) * n] for m, n in zip(by_class, sizes, strict=True)])
             for client in range(num_clients)
         ]
+        if min(map(len, shares)) < max(1, 0.9 * max(map(len, shares))):
+            shares = [np.concatenate(by_class)[client::num_clients] for client in range(num_clients)]
+        return [np.sort(share) for share in shares]
 
 
 class Dirichlet(Partition):
@@ -110,7 +111,7 @@ def matched_split(labels: Indices, shares: npt.NDArray[np.float64]) -> list[Indi
     clients = [np.concatenate(part) if part else np.empty(0, np.int64) for part in parts]
     present = np.isin(np.arange(shares.shape[1]), labels)
     for client, positions in enumerate(clients):
-        if not len(positions) and shares[client].any():
+        if not len(positions) and shares[client].any() and present.any():
             members = np.flatnonzero(labels == np.where(present, shares[client], -1).argmax())
             clients[client] = members[[client % len(members)]]
     return clients

@@ -34,7 +34,7 @@ class Digits(FederatedDataModule):
         return ImageSet(images, torch.from_numpy(digits.target).long(), 10, *_statistics([0.305], [0.376]), channels=1)
 
 
-class TorchvisionData(FederatedDataModule):
+class _TorchvisionData(FederatedDataModule):
     """A data set that torchvision reads, official training and test data together.
 
     Args:
@@ -80,7 +80,7 @@ class TorchvisionData(FederatedDataModule):
     def _parts(self) -> list[dict[str, Any]]:
         return [{"train": True}, {"train": False}]
 
-    def load(self) -> ImageSet:  # noqa: D102
+    def load(self) -> ImageSet:
         parts = self._read()
         images = torch.cat([self._images(part.data) for part in parts])
         labels = torch.cat([torch.as_tensor(part.targets) for part in parts]).long()
@@ -94,14 +94,14 @@ class TorchvisionData(FederatedDataModule):
         return ImageSet(images, labels, self.num_classes, *_statistics(self.mean, self.std), channels=len(self.mean))
 
 
-class CIFAR10(TorchvisionData):
+class CIFAR10(_TorchvisionData):
     """60,000 colour images of 32 x 32 pixels, 10 classes."""
 
     mean = [0.491, 0.482, 0.447]
     std = [0.247, 0.243, 0.262]
 
 
-class CIFAR100(TorchvisionData):
+class CIFAR100(_TorchvisionData):
     """60,000 colour images of 32 x 32 pixels, 100 classes."""
 
     num_classes = 100
@@ -109,7 +109,7 @@ class CIFAR100(TorchvisionData):
     std = [0.268, 0.257, 0.276]
 
 
-class SVHN(TorchvisionData):
+class SVHN(_TorchvisionData):
     """99,289 house numbers, colour, 32 x 32 pixels, 10 classes: the train and test parts, without "extra"."""
 
     mean = [0.438, 0.444, 0.473]
@@ -124,13 +124,13 @@ class SVHN(TorchvisionData):
         return self._image_set(images, torch.from_numpy(np.concatenate([part.labels for part in parts])).long())
 
 
-class _GreyImages(TorchvisionData):
+class _GreyImages(_TorchvisionData):
     """28 x 28 grey images, shown to models as the papers do: 32 x 32 and three equal channels.
 
     Args:
         image_size: height and width in pixels; 28 is the data set's own.
         channels: 3 repeats the grey channel, without using more memory; 1 is the data set's own.
-        kwargs: see :class:`~lit_pfl.data.TorchvisionData`.
+        kwargs: ``root`` and ``download``, and see :class:`~lit_pfl.data.FederatedDataModule`.
     """
 
     def __init__(self, image_size: PositiveInt = 32, channels: PositiveInt = 3, **kwargs: Any) -> None:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from lit_pfl_callbacks.federated_loop import JoinInfo
 from torch import Tensor
 
 from lit_pfl.coordinator import Coordinator
 from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo
+from lit_pfl.server import ClientInfo, Server
+from lit_pfl_callbacks.federated_loop import JoinInfo
 
 
 class LocalLink:
@@ -51,26 +51,23 @@ class RandomStream:
         self._state = _RandomState(
             torch.Generator().manual_seed(words[0] << 32 | words[1]).get_state(),
             words[0] << 32 | words[1],
-            np.random.RandomState(words[2]).get_state(),
+            np.random.MT19937(words[2]),
             random.Random(words[3]).getstate(),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and plain values."""
-        torch_state, cuda_state, numpy_state, python_state = self._state
-        name, key, *rest = numpy_state
-        return {
-            "torch": torch_state,
-            "cuda": cuda_state,
-            "numpy": [name, torch.from_numpy(key.astype(np.int64)), *rest],
-            "python": python_state,
-        }
+        numpy_state: Any = self._state.numpy.state
+        key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
+        position = int(numpy_state["state"]["pos"])
+        return {**self._state._asdict(), "numpy": [numpy_state["bit_generator"], key, position]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`."""
-        name, key, *rest = state["numpy"]
-        numpy_state = (name, key.numpy().astype(np.uint32), *rest)
-        self._state = _RandomState(state["torch"], state["cuda"], numpy_state, state["python"])
+        name, key, position = state["numpy"]
+        generator = np.random.MT19937()
+        generator.state = {"bit_generator": name, "state": {"key": key.numpy().astype(np.uint32), "pos": position}}
+        self._state = _RandomState(**{**state, "numpy": generator})
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -80,30 +77,31 @@ class RandomStream:
         try:
             yield
         finally:
-            self._state = _get_random_state()
+            after = _get_random_state()
+            self._state = after if after.cuda is not None else after._replace(cuda=self._state.cuda)
             _set_random_state(outside)
 
 
 class _RandomState(NamedTuple):
     torch: Tensor
     cuda: Tensor | int | None  # a number is a seed, for a device that is not in use yet
-    numpy: Any
+    numpy: np.random.BitGenerator  # swapped whole: reading and writing its state takes a hundred times longer
     python: Any
 
 
 def _get_random_state() -> _RandomState:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    numpy = np.random.get_state()  # noqa: NPY002 - the generator that other people's code draws from
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in its stubs
     return _RandomState(torch.get_rng_state(), cuda, numpy, random.getstate())
 
 
 def _set_random_state(state: _RandomState) -> None:
     torch.set_rng_state(state.torch)
-    np.random.set_state(state.numpy)  # noqa: NPY002
+    np.random.set_bit_generator(state.numpy)  # type: ignore[attr-defined]
     random.setstate(state.python)
     if isinstance(state.cuda, Tensor):
         torch.cuda.set_rng_state(state.cuda)
-    elif state.cuda is not None and torch.cuda.is_available():
+    elif state.cuda is not None and torch.cuda.is_initialized():
         torch.cuda.manual_seed(state.cuda)
 
 
@@ -121,7 +119,7 @@ class LocalHub:
         for client, (trainer, module, loader) in enumerate(my_runs):
             trainer.callbacks.append(FederatedLoop(hub.link))
             hub.add(client, lambda t=trainer, m=module, x=loader: t.fit(m, x))
-        hub.run(Coordinator(Server()))
+        hub.run(Server())
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -132,14 +130,17 @@ class LocalHub:
 
     def stream(self, client: int) -> RandomStream:
         """Return a client's random stream."""
-        return self.streams.setdefault(client, RandomStream(self.seed, client))
+        if client not in self.streams:
+            self.streams[client] = RandomStream(self.seed, client)
+        return self.streams[client]
 
     def add(self, client: int, fit: Callable[[], object]) -> None:
         """Add a client.
 
         Args:
             client: its id.
-            fit: calls ``Trainer.fit`` with a ``FederatedLoop(hub.link)`` among the Trainer's callbacks.
+            fit: calls ``Trainer.fit`` with a ``FederatedLoop(hub.link)`` among the callbacks. Live progress bars
+                of several Trainers do not share a screen: ``Trainer(enable_progress_bar=False)``.
         """
         self._fits[client] = greenlet(fit)
 
@@ -157,7 +158,7 @@ class LocalHub:
             self.stream(client).load_state_dict(drawn)
 
     def resume(self, client: int, reply: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
-        """Give a client a reply and let it run until its next upload, or until its fit ends, which returns ``None``."""
+        """Give a client a reply; let it run until its next upload, or until its fit ends, which returns ``None``."""
         return self._switch(client, reply)
 
     def stop(self) -> None:
@@ -174,12 +175,20 @@ class LocalHub:
                 fit.throw(GreenletExit)
         self._fits.clear()
 
-    def run(self, coordinator: Coordinator) -> None:
+    def run(self, server: Server, quorum: float = 0.5) -> Coordinator:
         """Run a whole federation, round by round, until every fit has ended by itself.
 
         Args:
-            coordinator: has the method's server.
+            server: the method's server; a plain ``Server()`` averages.
+            quorum: the share of a round's uploads that must be usable.
+
+        Returns:
+            The coordinator of the finished federation, with its server and its byte counts.
+
+        Raises:
+            UploadError: when fewer uploads of a round are usable than the quorum asks for.
         """
+        coordinator = Coordinator(server, quorum)
         try:
             infos = {client: self.start(client) for client in sorted(self._fits)}
             coordinator.start({c: ClientInfo(info.num_samples, Payload(info.tensors)) for c, info in infos.items()})
@@ -192,6 +201,7 @@ class LocalHub:
                     coordinator.collect(arrived)
         finally:
             self.abort()
+        return coordinator
 
     def _switch(self, client: int, *message: object) -> Any:
         with self.stream(client).active():

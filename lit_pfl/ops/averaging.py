@@ -30,7 +30,10 @@ def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: 
 
 def _weighted_sum(terms: list[tuple[Tensor, float]]) -> Tensor:
     (first, weight), *others = terms
+    if not first.is_floating_point():  # whole numbers, exact up to 2^53
+        return _weighted_sum([(tensor.double(), weight) for tensor, weight in terms]).round().to(first.dtype)
     total = first * weight
+    term = torch.empty_like(total)  # one for all: fresh memory would take longer than the sum
     for tensor, weight in others:
-        total += tensor * weight
-    return total if first.is_floating_point() else total.round().to(first.dtype)
+        total += torch.mul(tensor, weight, out=term)
+    return total

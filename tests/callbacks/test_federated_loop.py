@@ -6,14 +6,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lit_pfl_callbacks import FederatedLoop
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_pfl.coordinator import Coordinator
 from lit_pfl.links import LocalHub
 from lit_pfl.server import Server
+from lit_pfl_callbacks import FederatedLoop
 
 SIZES, ROUNDS, EPOCHS, LR = (300, 200, 150, 100), 3, 2, 0.1
 
@@ -94,8 +93,7 @@ def test_four_trainers_of_plain_modules_compute_fedavg_exactly():
         loop = FederatedLoop(hub.link, every_n_epochs=EPOCHS)
         trainer = quiet_trainer(counters[client], loop, max_epochs=ROUNDS * EPOCHS)
         hub.add(client, lambda t=trainer, m=module, x=loader: t.fit(m, x))
-    coordinator = Coordinator(Server())
-    hub.run(coordinator)
+    coordinator = hub.run(Server())
 
     for module, net in zip(federated, reference(), strict=True):
         for (name, ours), expected in zip(module.net.state_dict().items(), net.state_dict().values(), strict=True):
@@ -112,7 +110,7 @@ def test_modules_start_from_the_first_client_s_weights():
         trainer = quiet_trainer(FederatedLoop(hub.link), max_epochs=1, limit_train_batches=1)
         module.configure_optimizers = lambda m=module: torch.optim.SGD(m.parameters(), lr=0.0)
         hub.add(client, lambda t=trainer, m=module, x=loaders()[client]: t.fit(m, x))
-    hub.run(Coordinator(Server()))
+    hub.run(Server())
     for module in different:
         torch.testing.assert_close(module.net[0].weight, start)
 
@@ -122,7 +120,7 @@ def test_share_by_name_keeps_the_head_at_home():
     for client, module in enumerate(federated):
         trainer = quiet_trainer(FederatedLoop(hub.link, share=r"^net\.0\."), max_epochs=2)
         hub.add(client, lambda t=trainer, m=module, x=loaders()[client]: t.fit(m, x))
-    hub.run(Coordinator(Server()))
+    hub.run(Server())
     assert torch.equal(federated[0].net[0].weight, federated[3].net[0].weight)
     assert not torch.equal(federated[0].net[3].weight, federated[3].net[3].weight)
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny import digits
 
 from lit_pfl.data import BatchLoader, CropFlip, ImageSet, ResizedCropJitter
+from tiny import digits
 
 AUGMENTS = [CropFlip, ResizedCropJitter]
 PAD = 4

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from tiny import assert_equal, client, digits, run, weights
 
 from lit_pfl import Payload
 from lit_pfl.client import Factorization
 from lit_pfl.methods import SimFed, StandAlone
 from lit_pfl.methods.simfed import SimFedServer
 from lit_pfl.server import ClientInfo
+from tiny import assert_equal, client, digits, run, weights
 
 
 def payloads(num_clients: int, spread: float = 0.3) -> dict[int, Payload]:

@@ -1,0 +1,208 @@
+"""How much time a federation takes beyond the training itself, and how much memory beyond the clients' tensors.
+
+    python tests/benchmarks/speed.py [A] [B] [C] [D] [resnet] [memory] [--root FOLDER] [--rounds N]
+
+Every job is FedAvg with full participation, one local epoch a round, SGD with lr 0.01 and no evaluation, 400 batches a
+round (40 for ResNet-9). The federation and a bare PyTorch loop that does the same work on the same resident images take
+turns in one process; the ratio is that of the medians of their seconds a round. FOLDER holds ``FashionMNIST`` and
+``cifar-10-batches-py`` as torchvision lays them out; without it images are random, which takes the same time.
+"""
+
+import argparse
+import gc
+import logging
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import nn
+
+from lit_pfl import Federation
+from lit_pfl.data import FederatedDataModule, ImageSet, Partition
+from lit_pfl.methods import FedAvg
+from lit_pfl.models import CNN, MLP, Backbone, ResNet9
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore")
+
+#: data set, clients, images a client, batch size, backbone, threads
+JOBS: dict[str, tuple[str, int, int, int, Callable[[int, int], Backbone], int]] = {
+    "A": ("FashionMNIST", 20, 640, 32, CNN, 2),
+    "B": ("CIFAR10", 20, 640, 32, CNN, 2),
+    "C": ("FashionMNIST", 100, 64, 16, CNN, 2),
+    "D": ("FashionMNIST", 100, 64, 16, MLP, 1),
+    "resnet": ("CIFAR10", 4, 640, 64, ResNet9, 2),
+}
+
+
+class Equal(Partition):
+    """Every client gets the same number of images."""
+
+    def split(self, labels: Any, num_clients: int, rng: np.random.Generator) -> list[Any]:
+        return list(np.arange(len(labels)).reshape(num_clients, -1))
+
+
+class Images(FederatedDataModule):
+    """Images in memory, in their own size."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, clients: int, each: int, batch_size: int) -> None:
+        # a tenth more for the test data, which is not looked at
+        super().__init__(clients, Equal(), batch_size=batch_size, train_fraction=10 / 11, test_fraction=1 / 11)
+        n = clients * each * 11 // 10
+        self.source = images[:n], labels[:n]
+
+    def load(self) -> ImageSet:
+        images, labels = self.source
+        half = torch.full((images.shape[1],), 0.5)
+        return ImageSet(images, labels, 10, half, half, channels=images.shape[1])
+
+
+def read(name: str, root: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    size = {"FashionMNIST": (1, 28, 28), "CIFAR10": (3, 32, 32)}[name]
+    if root is None:
+        return torch.randint(0, 256, (20_000, *size), dtype=torch.uint8), torch.randint(0, 10, (20_000,))
+    if name == "CIFAR10":
+        import pickle
+
+        raw = pickle.loads((Path(root) / "cifar-10-batches-py/data_batch_1").read_bytes(), encoding="latin1")
+        more = pickle.loads((Path(root) / "cifar-10-batches-py/data_batch_2").read_bytes(), encoding="latin1")
+        images = np.concatenate([raw["data"], more["data"]]).reshape(-1, *size)
+        return torch.from_numpy(images), torch.tensor(raw["labels"] + more["labels"])
+    from torchvision.datasets import FashionMNIST
+
+    data = FashionMNIST(root)
+    return data.data.unsqueeze(1), data.targets
+
+
+def bare(data: Images, backbone: Callable[[int, int], Backbone]) -> Callable[[], None]:
+    """Return one round of FedAvg in plain PyTorch, as one would write it."""
+    clients, channels = range(data.num_clients), data.client(0).channels
+    images, labels = data.source
+    indices = [data.client(k).train.dataset for k in clients]
+    models = [backbone(channels, 10) for _ in clients]
+    for model in models:
+        model(images[:2].float())
+        model.load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    average = [p.detach().clone() for p in models[0].parameters()]
+
+    def round() -> None:
+        for model, optimizer, own in zip(models, optimizers, indices, strict=True):
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), average, strict=True):
+                    parameter.copy_(value)
+            for batch in own[torch.randperm(len(own))].split(data.batch_size):
+                x = images[batch].float().div_(255).sub_(0.5).div_(0.5)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), labels[batch]).backward()
+                optimizer.step()
+        with torch.no_grad():
+            for value, *same in zip(average, *[model.parameters() for model in models], strict=True):
+                value.zero_()
+                for parameter in same:
+                    value.add_(parameter, alpha=1 / len(models))
+
+    return round
+
+
+class Alternate(L.Callback):
+    """Runs the bare loop after every round and takes the times of both."""
+
+    def __init__(self, bare_round: Callable[[], None], threads: int) -> None:
+        self.bare_round, self.threads = bare_round, threads
+        self.federation: list[float] = []
+        self.bare: list[float] = []
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.federation.append(time.perf_counter() - self.began)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        began = time.perf_counter()
+        self.bare_round()
+        self.bare.append(time.perf_counter() - began)
+        torch.set_num_threads(before)
+
+
+def federation(
+    data: Images, backbone: Callable[[int, int], Backbone], threads: int | None, rounds: int, *callbacks: Any
+) -> None:
+    method = FedAvg(backbone=backbone, optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+    trainer = L.Trainer(
+        max_epochs=rounds, accelerator="cpu", callbacks=list(callbacks), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+    )  # fmt: skip
+    run = Federation(method, seed=1, threads=threads)
+    run.on_fit_end = lambda: run.hub.stop()  # type: ignore[method-assign]  # without the test at the end
+    trainer.fit(run, datamodule=data)
+
+
+def speed(job: str, root: str | None, rounds: int) -> None:
+    name, clients, each, batch_size, backbone, threads = JOBS[job]
+    torch.set_num_threads(threads)
+    data = Images(*read(name, root), clients, each, batch_size)
+    data.setup()
+    times = Alternate(bare(data, backbone), threads)
+    federation(data, backbone, threads, rounds + 1, times)
+    batches = clients * -(-each // batch_size)
+    ours, theirs = median(times.federation[1:]), median(times.bare[1:])  # the first round starts the clients' Trainers
+    print(
+        f"| {job} | {name}, {clients} x {each}, batch {batch_size}, {backbone.__name__}, {threads} threads | "  # type: ignore[attr-defined]
+        f"{1e3 * theirs / batches:.2f} | {1e3 * ours / batches:.2f} | {ours / theirs:.2f} |",
+        flush=True,
+    )
+
+
+def memory(root: str | None) -> None:
+    """Compare processes with different numbers of clients: C's CNN, one batch of images for all."""
+    sizes = {
+        n: int(subprocess.check_output([sys.executable, __file__, "--peak", str(n)], text=True))
+        for n in (10, 100, 1000)
+    }
+    model = CNN(1, 10)
+    model(torch.zeros(1, 1, 28, 28))
+    tensors = sum(p.numel() * p.element_size() for p in model.parameters())
+    for few, many in ((10, 100), (100, 1000)):
+        each = (sizes[many] - sizes[few]) / (many - few)
+        print(
+            f"| {few} to {many} | {each / 1e3:.0f} | {tensors / 1e3:.0f} | {(each - tensors) / 1e3:.0f} |", flush=True
+        )
+
+
+def peak(clients: int) -> None:
+    torch.set_num_threads(1)
+    images, labels = torch.zeros(1100 * 16, 1, 28, 28, dtype=torch.uint8), torch.zeros(1100 * 16, dtype=torch.long)
+    federation(Images(images, labels, clients, 16, 16), CNN, 1, 2)
+    gc.collect()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="*", help="default: all")
+    parser.add_argument("--root", help="folder with the data sets")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds that are timed")
+    parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        peak(options.peak)
+        sys.exit()
+    chosen = options.jobs or [*JOBS, "memory"]
+    print("| job | work | bare loop, ms a batch | federation, ms a batch | ratio |\n|---|---|---|---|---|")
+    for job in chosen:
+        if job in JOBS:
+            speed(job, options.root, options.rounds)
+    if "memory" in chosen:
+        print("\n| clients | peak kB for each further client | its tensors, kB | beyond, kB |\n|---|---|---|---|")
+        memory(options.root)

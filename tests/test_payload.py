@@ -1,0 +1,193 @@
+"""Payloads: their exact size, and what comes out of their bytes."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from lit_pfl import Payload
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
+SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (64, 3, 3, 3), (2, 1, 1, 1, 1, 9), (1001,)]
+NAMES = [
+    "w",
+    "net.0.weight",
+    "größe",
+    "重み",
+    "😀",
+    'a "quoted" name',
+    "back\\slash",
+    "tab\tand\nline",
+    "\x01",
+    "",
+    "x" * 300,
+]
+
+
+def random(shape, dtype=torch.float32, density=1.0):
+    values = torch.randint(1, 100, shape) * (torch.rand(shape) < density)
+    return (values / 7 if dtype.is_floating_point else values).to(dtype)
+
+
+def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))
+
+
+def assert_travels(payload: Payload) -> Payload:
+    """See that a payload's size is exact and that it arrives bit for bit."""
+    data = payload.to_bytes()
+    assert payload.nbytes == len(data)
+    arrived = Payload.from_bytes(data)
+    assert set(arrived) == set(payload)
+    for name, tensor in payload.items():
+        assert_same_bits(arrived[name], tensor)
+        assert arrived[name].is_contiguous()
+    return arrived
+
+
+def encoded_names(payload: Payload) -> set[str]:
+    return set(safetensors.torch.load(payload.to_bytes()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_size_is_exact_and_values_arrive(shape, dtype):
+    payload = Payload({"w": random(shape, dtype), "b": random((3,), dtype)})
+    assert_travels(payload)
+    assert payload.elements == torch.Size(shape).numel() + 3
+
+
+@pytest.mark.parametrize("count", range(1, len(NAMES) + 1))
+def test_size_is_exact_for_any_names(count):
+    tensors = {name: random((i,)) for i, name in enumerate(NAMES[:count])}
+    assert_travels(Payload(tensors))
+    assert_travels(Payload({name: random((200,), density=0.1) for name in tensors}, sparse=NAMES))
+
+
+def test_size_is_exact_at_every_length_of_the_header():
+    for length in range(1, 20):
+        assert_travels(Payload({"n" * length: random((5,))}))
+        assert_travels(Payload({"n" * length: random((500,), density=0.01)}, sparse=["n" * length]))
+
+
+def test_types_of_different_width_travel_together():
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.bool]
+    for turn in range(4):
+        order = dtypes[turn:] + dtypes[:turn]
+        assert_travels(Payload({f"{i}.{dtype}": random((i, 30), dtype) for i, dtype in enumerate(order)}))
+
+
+def test_an_empty_payload_is_nothing():
+    payload = Payload({})
+    assert payload.nbytes == payload.elements == len(payload.to_bytes()) == 0
+    assert len(Payload.from_bytes(b"")) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.03, 0.5, 0.86, 0.87, 0.96, 0.97, 1.0])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (9,), (40, 50)])
+def test_a_sparse_tensor_travels_in_the_smaller_encoding(shape, density, dtype):
+    tensor = random(shape, dtype, density)
+    nonzeros = int((tensor != 0).sum())
+    payload = Payload({"mu": tensor}, sparse=["mu"])
+    assert_travels(payload)
+    assert payload.elements == nonzeros
+    masked = (tensor.numel() + 7) // 8 + nonzeros * tensor.element_size()
+    dense = tensor.numel() * tensor.element_size()
+    assert encoded_names(payload) == ({"mu#mask", "mu#values"} if masked < dense else {"mu"})
+    assert len(payload.to_bytes()) <= 300 + min(masked, dense)
+
+
+def test_only_tensors_marked_as_sparse_are_packed():
+    zeros = torch.zeros(800)
+    payload = Payload({"u": zeros, "mu": zeros}, sparse=["mu", "not there"])
+    arrived = assert_travels(payload)
+    assert encoded_names(payload) == {"u", "mu#mask", "mu#values"}
+    assert payload.elements == 800
+    assert 3300 < payload.nbytes < 3700
+    assert arrived.sparse == {"mu"}
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    "rearrange",
+    [
+        lambda t: t.to(memory_format=torch.channels_last),
+        lambda t: t.transpose(0, 1),
+        lambda t: t[::2, 1:],
+        lambda t: t[:1].expand(6, -1, -1, -1),
+        lambda t: t.clone().requires_grad_(),
+        lambda t: torch.nn.Parameter(t),
+    ],
+    ids=["channels_last", "transposed", "slice", "expanded", "with gradient", "parameter"],
+)
+def test_any_memory_lay_out_arrives_with_its_values(rearrange, sparse):
+    tensor = rearrange(random((6, 4, 5, 3), density=0.2 if sparse else 1.0))
+    arrived = Payload.from_bytes((payload := Payload({"w": tensor}, ["w"] if sparse else [])).to_bytes())
+    assert payload.nbytes == len(payload.to_bytes())
+    assert_same_bits(arrived["w"], tensor.detach().contiguous())
+
+
+def test_tensors_that_share_memory_arrive_apart():
+    rows = random((4, 30))
+    arrived = assert_travels(Payload({"a": rows[0], "again": rows[0], "all": rows, "column": rows[:, 2]}))
+    arrived["a"].zero_()
+    assert_same_bits(arrived["again"], rows[0])
+
+
+@pytest.mark.parametrize("sparse", [[], ["w"]])
+def test_special_values_arrive_bit_for_bit(sparse):
+    special = [float("nan"), float("inf"), -float("inf"), 1e-45, 3.4e38]
+    assert_travels(Payload({"w": torch.tensor(special + [0.0] * 100)}, sparse))
+
+
+def test_negative_zero_arrives_in_a_dense_tensor():
+    assert Payload.from_bytes(Payload({"w": torch.tensor([-0.0])}).to_bytes())["w"].signbit().all()
+
+
+def test_a_dense_payload_is_a_safetensors_file():
+    tensors = {name: random((3, 4), dtype) for name, dtype in zip(NAMES, DTYPES, strict=False)}
+    data = Payload(tensors).to_bytes()
+    loaded = safetensors.torch.load(data)
+    assert set(loaded) == set(tensors)
+    for name, tensor in tensors.items():
+        assert_same_bits(loaded[name], tensor)
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert set(header) == set(tensors)
+    assert max(entry["data_offsets"][1] for entry in header.values()) == len(data) - 8 - length
+
+
+def test_garbage_is_refused():
+    data = Payload({"w": torch.ones(3)}).to_bytes()
+    for broken in (data[:-1], data[:5], b"\x80\x04pickle", data + b"x"):
+        with pytest.raises(SafetensorError):
+            Payload.from_bytes(broken)
+
+
+def test_a_payload_holds_tensors_by_reference_and_its_clone_does_not():
+    tensor = torch.ones(3, requires_grad=True)
+    payload = Payload({"w": tensor}, sparse=["w"])
+    clone = payload.clone()
+    assert payload["w"] is tensor
+    with torch.no_grad():
+        tensor.zero_()
+    assert clone["w"].tolist() == [1, 1, 1]
+    assert not clone["w"].requires_grad
+    assert clone.sparse == {"w"}
+
+
+def test_the_mapping_cannot_be_written_to():
+    source = {"w": torch.ones(3)}
+    payload = Payload(source)
+    source["more"] = torch.ones(1)
+    assert list(payload) == ["w"]
+    with pytest.raises(TypeError):
+        payload["w"] = torch.zeros(3)
+    assert repr(payload) == f"Payload(1 tensors, 3 elements, {payload.nbytes} bytes)"
