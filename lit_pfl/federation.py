@@ -20,6 +20,7 @@ from lit_pfl.client import Client, Task, evaluating
 from lit_pfl.coordinator import Coordinator, Ledger
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.errors import ConfigError
+from lit_pfl.lean import make_lean
 from lit_pfl.links import LocalHub, undisturbed
 from lit_pfl.module import NoProfiler, QuickModule
 from lit_pfl.server import ClientInfo
@@ -246,6 +247,7 @@ class Federation(QuickModule):
                 trainer = L.Trainer(**self._client_trainer_options(loop, memory))
         except TypeError as error:
             raise ConfigError(f"federation.client_trainer: {error}") from None
+        make_lean(trainer, module, loop)
         restored = self._restored.pop(client, None)
         if restored is not None:
             memory.checkpoint = restored

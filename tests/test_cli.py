@@ -121,7 +121,7 @@ def test_dirichlet_on_cifar100(real_data, data):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "FedAwg"], "model: there is no 'FedAwg'; choose one of FedAvg, "),
+        (["--model", "FedAwg"], "model: there is no 'FedAwg'; choose one of "),
         (["--model", "FedAvg", "--data", "Digitz"], "data: there is no 'Digitz'; choose one of "),
         (
             ["--model", "FedAvg", "--data.partition", "Dirichlet", "--data.partition.alpha", "-1"],

@@ -317,3 +317,25 @@ def test_a_mean_carries_no_gradient():
 def test_every_payload_needs_a_weight():
     with pytest.raises(ValueError, match="shorter"):
         weighted_mean([Payload(tensors(0)), Payload(tensors(1))], [1.0])
+
+
+def test_whole_numbers_are_averaged_exactly():
+    assert weighted_mean([Payload({"n": torch.tensor([2**24 + 1])})], [1.0])["n"] == 2**24 + 1
+
+
+def test_a_quorum_that_is_just_met_is_met():
+    """28 of 50 are 56 %, whatever 0.56 * 50 is in floating point."""
+    coordinator = Coordinator(Server(), quorum=0.56)
+    info = ClientInfo(1, Payload({"w": torch.zeros(2)}))
+    coordinator.start(dict.fromkeys(range(50), info))
+    bad = {client: {"w": torch.full((2,), torch.nan if client >= 28 else 1.0)} for client in range(50)}
+    with pytest.warns(UserWarning, match="Client 28"):
+        coordinator.collect(bad)
+    torch.testing.assert_close(coordinator.server.model["w"], torch.ones(2))
+
+
+def test_an_upload_of_somebody_unknown_is_refused():
+    coordinator = started()
+    with pytest.warns(UserWarning, match="Client 9 has never joined"):
+        coordinator.collect({**uploads(), 9: tensors(9)})
+    assert coordinator.round == 1

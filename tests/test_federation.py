@@ -204,6 +204,36 @@ def test_mixed_precision_does_not_reuse_stale_weights():
         torch.testing.assert_close(state["backbone.head.weight"], head, atol=0.05, rtol=0.1)
 
 
+class Listens(L.Callback):
+    """A callback of the user's, for whom every hook must be called."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_short_way_through_a_batch_ends_where_the_trainer_s_own_does(method):
+    short = run(client(method), rounds=3)
+    own = run(client(method), rounds=3, client_trainer={"callbacks": [Listens()]})
+    loops = [type(f.clients[0].trainer.fit_loop.epoch_loop).__name__ for f in (short, own)]
+    assert loops == ["LeanEpochLoop", "_TrainingEpochLoop"]
+    assert_equal(weights(short), weights(own))
+    for k in short.clients:
+        a, b = (f.clients[k].trainer for f in (short, own))
+        assert (a.global_step, a.current_epoch) == (b.global_step, b.current_epoch)
+        assert_equal(*[f._restored[k]["lr_schedulers"] for f in (short, own)])
+    assert_equal(short.coordinator.state_dict(), own.coordinator.state_dict())
+    assert short.rows == own.rows
+
+
+def test_a_method_that_uses_a_hook_of_a_batch_gets_it():
+    class Counts(FedAvg):
+        steps = 0
+
+        def on_before_optimizer_step(self, optimizer):
+            Counts.steps += 1
+
+    federation = run(client(Counts), rounds=1)
+    assert Counts.steps == sum(member.trainer.global_step for member in federation.clients.values()) > 0
+
+
 def test_gradient_clipping_and_further_trainer_options_reach_the_clients():
     free, clipped = (
         run(client(FedAvg), rounds=1),

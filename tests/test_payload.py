@@ -1,6 +1,7 @@
 """Payloads: their exact size, and what comes out of their bytes."""
 
 import json
+from random import Random
 
 import pytest
 import safetensors.torch
@@ -191,3 +192,19 @@ def test_the_mapping_cannot_be_written_to():
     with pytest.raises(TypeError):
         payload["w"] = torch.zeros(3)
     assert repr(payload) == f"Payload(1 tensors, 3 elements, {payload.nbytes} bytes)"
+
+
+def test_the_size_is_exact_for_any_mixture_of_types():
+    types = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
+    types += [torch.int8, torch.uint8, torch.bool]
+    generator = Random(0)
+    for _ in range(500):
+        names = generator.sample(['"q"', "a", "b", "layer.10.weight", "layer.9.weight", "ü", "zz"], k=4)
+        tensors = {name: torch.ones(generator.choice([0, 1, 7, 300]), dtype=generator.choice(types)) for name in names}
+        payload = Payload(tensors, sparse=generator.sample(names, k=2))
+        assert payload.nbytes == len(payload.to_bytes()), tensors
+
+
+def test_a_name_that_the_encoding_needs_is_refused():
+    with pytest.raises(ValueError, match="'n' is sparse, so 'n#mask'"):
+        Payload({"n": torch.zeros(9), "n#mask": torch.zeros(9)}, sparse=["n"])

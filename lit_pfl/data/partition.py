@@ -30,8 +30,8 @@ class IID(Partition):
     """Every client gets the same number of samples of every class.
 
     As in the papers a class of m samples gives every client round(m / K), and what remains is not used. Where that
-    would leave some client with less than 90% of another's samples, since the last ones find too little, the samples
-    are dealt one by one, class by class, and all are used.
+    would leave a whole class out, or some client with less than 80% of another's samples, since the last ones find too
+    little, the samples are dealt one by one, class by class, and all are used.
 
     Source:
         Factorized-FL, Section 5.1; SimFed, Section 5.1.
@@ -44,7 +44,7 @@ class IID(Partition):
             np.concatenate([m[client * n : (client + 1) * n] for m, n in zip(by_class, sizes, strict=True)])
             for client in range(num_clients)
         ]
-        if min(map(len, shares)) < max(1, 0.9 * max(map(len, shares))):
+        if min(sizes) < 1 or min(map(len, shares)) < 0.8 * max(map(len, shares)):
             shares = [np.concatenate(by_class)[client::num_clients] for client in range(num_clients)]
         return [np.sort(share) for share in shares]
 

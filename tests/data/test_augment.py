@@ -112,3 +112,11 @@ def test_only_training_images_are_changed(augment):
             epochs.append(next(iter(getattr(data.client(1), part))))
         assert torch.equal(epochs[0][1], epochs[1][1])
         assert torch.equal(epochs[0][0], epochs[1][0]) == (part != "train")
+
+
+def test_the_probability_of_a_crop_is_that_of_each_image():
+    torch.manual_seed(0)
+    images = torch.randn(3, 8, 8).expand(2000, -1, -1, -1)
+    changed = CropFlip(padding=4, crop_probability=0.5)(images)
+    unmoved = [(changed == candidate).flatten(1).all(1) for candidate in (images, images.flip(-1))]
+    assert abs(float((unmoved[0] | unmoved[1]).float().mean()) - (0.5 + 0.5 / 81)) < 0.04

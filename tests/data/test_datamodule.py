@@ -335,3 +335,10 @@ def test_svhn(tmp_path, monkeypatch):
     assert np.array_equal(data.data.labels.numpy(), np.concatenate([made["train"][1], made["test"][1]]))
     assert data.data.labels.dtype == torch.int64
     assert data.client(0).channels == 3
+
+
+def test_an_empty_part_has_no_batches():
+    data = digits(train_fraction=0.8, test_fraction=0.2)
+    data.setup()
+    val = data.client(0).val
+    assert (len(val), list(val)) == (0, [])

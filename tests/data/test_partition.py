@@ -124,3 +124,12 @@ def test_a_client_that_would_get_nothing_to_evaluate_on_gets_one_of_its_commones
 def test_the_commonest_class_to_evaluate_on_is_one_that_is_there():
     clients = matched_split(np.array([0, 1]), np.array([[90.0, 90.0, 5.0], [2.0, 1.0, 40.0]]))
     assert clients[1].tolist() == [0]
+
+
+def test_equal_shares_leave_nobody_empty_or_far_behind():
+    """When round(m / K) rounds up, the last clients find little; from then on samples are dealt one by one."""
+    labels = np.arange(1438) % 10
+    for num_clients in [*range(1, 200), 700, 1438]:
+        sizes = [len(share) for share in IID().split(labels, num_clients, np.random.default_rng(0))]
+        assert min(sizes) >= 1, num_clients
+        assert min(sizes) >= 0.8 * max(sizes) or max(sizes) - min(sizes) == 1, num_clients

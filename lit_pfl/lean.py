@@ -1,0 +1,90 @@
+"""A shorter way through a training batch, for clients whose Trainers have nothing else to do in between.
+
+A Trainer calls some fifty hooks a batch. On small networks that costs as much as the training; on two threads, whose
+caches a convolution has just filled with something else, about a millisecond. Where nobody listens to those hooks the
+calls are left out, and what remains is done in the same order: forward, backward, step, counters, schedules.
+"""
+
+import lightning as L
+import torch
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+#: what a module may do during a batch, and then takes the Trainer's own way
+HOOKS = (
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",
+    "on_train_batch_end", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward",
+    "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
+    "lr_scheduler_step",
+)  # fmt: skip
+
+
+class LeanEpochLoop(_TrainingEpochLoop):
+    """The Trainer's loop over batches without the hooks that nobody uses."""
+
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        """Train on a batch."""
+        trainer = self.trainer
+        if len(trainer.optimizers) != 1 or not trainer.lightning_module.automatic_optimization:
+            super().advance(data_fetcher)
+            return
+        batch, _, _ = next(data_fetcher)
+        [optimizer], module, step = (
+            trainer.optimizers,
+            trainer.lightning_module,
+            self.automatic_optimization.optim_progress,
+        )
+        self.batch_progress.is_last_batch = data_fetcher.done
+        self.batch_progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+        self.batch_progress.increment_started()
+
+        module._current_fx_name = "training_step"
+        loss = module.training_step(batch, self.batch_idx)
+        module._current_fx_name = None
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        step.optimizer.step.increment_ready()
+        optimizer.step()
+        step.optimizer.step.increment_completed()
+        optimizer.zero_grad()  # at once, so that the next batch finds this memory warm
+
+        self.batch_progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """Count the batch."""
+        self.update_lr_schedulers("step", update_plateau_schedulers=True)
+        self._batches_that_stepped += 1
+
+
+def make_lean(trainer: L.Trainer, module: L.LightningModule, own: L.Callback) -> None:
+    """Let a Trainer take the short way, if neither it nor the module has anything that would be left out.
+
+    Args:
+        trainer: the Trainer, before its fit. It has no validation data.
+        module: what it will train.
+        own: the one callback that may be there, since it does nothing during a batch.
+    """
+    plain = (
+        type(trainer.precision_plugin) is Precision
+        and type(trainer.strategy) is SingleDeviceStrategy
+        and trainer.callbacks == [own]  # type: ignore[attr-defined]
+        and isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
+        and not trainer.loggers
+        and trainer.gradient_clip_val is None
+        and trainer.accumulate_grad_batches == 1
+        and trainer.barebones is False
+        and not any(is_overridden(hook, module) for hook in HOOKS)
+    )
+    if plain:
+        loop = trainer.fit_loop.epoch_loop
+        trainer.fit_loop.epoch_loop = LeanEpochLoop(trainer, min_steps=loop.min_steps, max_steps=loop.max_steps)
