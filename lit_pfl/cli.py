@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 import warnings
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
@@ -17,7 +18,6 @@ from lit_pfl.data import Augment, FederatedDataModule, Partition
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.federation import Federation
 from lit_pfl.models import Backbone
-from lit_pfl.run import resumed_folder
 from lit_pfl_callbacks import ClientsTable, RoundProgress, RunLogger, run_folder
 
 #: the options whose value is the name of a class
@@ -109,6 +109,12 @@ class FederatedCLI(LightningCLI):
         if config.enable_checkpointing is not False:
             callbacks.append(last_checkpoint())
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+
+def resumed_folder(ckpt_path: str | None) -> Path | None:
+    """Return the run folder that a checkpoint lies in, so that the resumed run goes on there; None if in none."""
+    folder = Path(ckpt_path).absolute().parent.parent if ckpt_path else None
+    return folder if folder is not None and (folder / "metrics.csv").exists() else None
 
 
 def last_checkpoint() -> ModelCheckpoint:

@@ -60,8 +60,8 @@ class Federation(QuickModule):
         quorum: the share of a round's uploads that must be usable; a smaller round raises an UploadError.
         seed: seed of everything random: initial weights, participation, batches, augmentation. By default the one
             given to ``lightning.seed_everything``.
-        threads: CPU threads to use for training and evaluation. By default one for small models, where more only slow
-            down, and PyTorch's own choice for larger ones.
+        threads: CPU threads to use for training and evaluation. By default one for small models, where more would wait
+            for each other, and up to PyTorch's own number for larger ones.
         client_trainer: further options of every client's own Trainer, for example ``{"gradient_clip_val": 10}``.
 
     Attributes:
@@ -183,12 +183,12 @@ class Federation(QuickModule):
         return len(self.data.client(client).train.dataset)
 
     def _choose_threads(self) -> int:
-        """Count one batch's work: below this much, threads cost more than they bring (see tests/benchmarks)."""
+        """Count one batch's work: a further thread for every 20 million operations of a forward pass."""
         client = next(iter(self.clients.values()))
         images = torch.zeros(self.data.batch_size, client.task.channels, client.task.image_size, client.task.image_size)
         with FlopCounterMode(display=False) as counter, evaluating(client), torch.no_grad():
             client(images)
-        return 1 if counter.get_total_flops() < 2e8 else torch.get_num_threads()
+        return max(1, min(torch.get_num_threads(), round(counter.get_total_flops() / 2e7)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the server's step as an optimizer, so that a Trainer counts rounds as it counts steps."""

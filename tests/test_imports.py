@@ -16,7 +16,7 @@ FLOORS = [
     {"lit_pfl.links"},
     {"lit_pfl.coordinator"},
     {"lit_pfl.server"},
-    {"lit_pfl.data", "lit_pfl.models", "lit_pfl.checkpoint", "lit_pfl.lean", "lit_pfl.module", "lit_pfl.run"},
+    {"lit_pfl.data", "lit_pfl.models", "lit_pfl.checkpoint", "lit_pfl.lean", "lit_pfl.module"},
     {"lit_pfl.nn", "lit_pfl.ops"},
     {"lit_pfl.payload"},
     {"lit_pfl.errors"},
