@@ -14,7 +14,7 @@ from torchmetrics.functional.classification import multiclass_stat_scores
 from lit_pfl.errors import ConfigError
 from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.module import QuickModule
-from lit_pfl.nn import Form, factorize, factorized_layers, l1_norm_of_masks
+from lit_pfl.nn import FactorizedConv2d, Form, factorize, factorized_layers, l1_norm_of_masks
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
 from lit_pfl_callbacks.federated_loop import load_tensors
@@ -92,7 +92,8 @@ class Client(QuickModule):
             the layer's affine parameters.
         share_head: whether the classifier head travels where the method shares it. By default it does if labels mean
             the same at every client; where they do not, it never does, for any method.
-        channels_last: whether images and weights are laid out channels last, which is faster for wide convolutions.
+        channels_last: whether images and weights are laid out channels last. By default where it pays: on CPU, for
+            networks with a convolution of 64 or more channels (1.4 to 2.5 times faster here; narrow ones lose).
 
     Raises:
         ConfigError: when the head is to be shared although labels differ.
@@ -112,7 +113,7 @@ class Client(QuickModule):
         factorization: Factorization | None = None,
         norm_stats: Literal["local", "averaged"] = "local",
         share_head: bool | None = None,
-        channels_last: bool = False,
+        channels_last: bool | None = None,
     ) -> None:
         super().__init__()
         self.make_backbone = backbone
@@ -140,14 +141,22 @@ class Client(QuickModule):
         client.__dict__ = {k: v.copy() if isinstance(v, dict | list) else v for k, v in self.__dict__.items()}
         client.task = task
         client.configure_backbone()
-        if client.channels_last:
-            client.backbone.to(memory_format=torch.channels_last)
         client._shared = [
             (name, client.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, role in client.roles().items()
             if client._travels(role)
         ]
         return client
+
+    def settle(self, device: torch.device) -> None:
+        """Move to a device, and take the memory lay-out that suits it."""
+        self.to(device)
+        if self.channels_last is None:
+            dense = [m.out_channels for m in self.modules() if isinstance(m, nn.Conv2d)]
+            factorized = [m.weight_shape[0] for m in self.modules() if isinstance(m, FactorizedConv2d)]
+            self.channels_last = device.type == "cpu" and max([0, *dense, *factorized]) >= 64
+        if self.channels_last:
+            self.backbone.to(memory_format=torch.channels_last)
 
     def configure_backbone(self) -> None:
         """Make ``self.backbone`` for ``self.task``."""

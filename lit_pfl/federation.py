@@ -156,7 +156,7 @@ class Federation(QuickModule):
             if self.threads is None:
                 self.threads = self._choose_threads()
         for client in self.clients.values():
-            client.to(device)
+            client.settle(device)
 
     def _build(self, client: int) -> Client:
         data = self.data.client(client)

@@ -288,6 +288,19 @@ def test_running_statistics_travel_only_when_asked_to(norm_stats):
     assert torch.equal(means[0], means[1]) == (norm_stats == "averaged")
 
 
+def test_channels_last_where_it_pays():
+    """Wide convolutions are laid out channels last on CPU; results are those of the other lay-out, but for rounding."""
+    runs = [run(client(FedAvg, backbone=wide, channels_last=x), rounds=1) for x in (None, False)]
+    assert [f.clients[0].channels_last for f in runs] == [True, False]
+    for k, state in weights(runs[0]).items():
+        torch.testing.assert_close(state, weights(runs[1])[k], atol=1e-3, rtol=1e-3)
+    assert run(client(FedAvg), rounds=1).clients[0].channels_last is False
+
+
+def wide(channels, classes):
+    return TinyNet(channels, classes, width=64)
+
+
 def test_defaults_of_a_pattern_are_shared_by_no_one():
     federation = run(client(FedAvg), rounds=1)
     memory = [p.data_ptr() for member in federation.clients.values() for p in member.parameters()]
