@@ -135,6 +135,8 @@ def main(args: ArgsType = None) -> None:
     Args:
         args: the arguments; by default those of the process.
     """
+    if "" not in sys.path:
+        sys.path.append("")  # so that class paths may name modules of the current folder
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*", category=FutureWarning)  # Lightning's, of PyTorch's
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()

@@ -90,6 +90,12 @@ def test_fit_with_nothing_but_names():
     assert rows(Path("runs/FedAvg-Digits/version_0/metrics.csv"))
 
 
+def test_a_class_path_of_one_s_own_module():
+    Path("somebodys_methods.py").write_text("from lit_pfl.methods import FedAvg\n\nclass Mine(FedAvg):\n    pass\n")
+    main(["fit", *TINY, "--model", "somebodys_methods.Mine"])
+    assert rows(Path("runs/Mine-Digits/version_0/metrics.csv"))
+
+
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_runs_with_every_fragment_of_data_it_can_have(config):
     tiny = ["--trainer.max_epochs", "1", "--data.num_clients", "2", "--federation.local_epochs", "1"]
