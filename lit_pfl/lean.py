@@ -5,8 +5,10 @@ caches a convolution has just filled with something else, about a millisecond. W
 calls are left out, and what remains is done in the same order: forward, backward, step, counters, schedules.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import lightning as L
-import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
@@ -33,24 +35,22 @@ class LeanEpochLoop(_TrainingEpochLoop):
             super().advance(data_fetcher)
             return
         batch, _, _ = next(data_fetcher)
-        [optimizer], module, step = (
-            trainer.optimizers,
-            trainer.lightning_module,
-            self.automatic_optimization.optim_progress,
-        )
+        [optimizer], module = trainer.optimizers, trainer.lightning_module
+        step = self.automatic_optimization.optim_progress.optimizer.step
         self.batch_progress.is_last_batch = data_fetcher.done
         self.batch_progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         self.batch_progress.increment_started()
 
         module._current_fx_name = "training_step"
-        loss = module.training_step(batch, self.batch_idx)
+        output: Any = module.training_step(batch, self.batch_idx)
         module._current_fx_name = None
-        assert isinstance(loss, torch.Tensor)
-        loss.backward()
-        step.optimizer.step.increment_ready()
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is not None:
+            loss.backward()
+        step.increment_ready()
         optimizer.step()
-        step.optimizer.step.increment_completed()
+        step.increment_completed()
         optimizer.zero_grad()  # at once, so that the next batch finds this memory warm
 
         self.batch_progress.increment_processed()
