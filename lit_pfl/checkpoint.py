@@ -1,12 +1,13 @@
 """Where checkpoints go: the federation's to a file, its clients' into the federation's."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins import CheckpointIO
+
+from lit_pfl_callbacks.files import replacing
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -17,14 +18,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".part")
-        with unfinished.open("wb") as file:
+        with replacing(Path(path)) as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
 
 
 class MemoryCheckpointIO(CheckpointIO):

@@ -10,20 +10,18 @@
 import copy
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.nn import FactorizedConv2d, FactorizedLinear, HadamardConv2d, HadamardLinear, factorized_layers
+from lit_pfl.nn import ComposedConv2d, ComposedLinear, factorized_layers, geometry
 from lit_pfl.payload import Payload
+from lit_pfl_callbacks.files import replacing
 
 Network = TypeVar("Network", bound=nn.Module)
-
-_CONVOLUTIONS = (FactorizedConv2d, HadamardConv2d)
-_LINEARS = (FactorizedLinear, HadamardLinear)
 
 
 def to_dense(network: nn.Module) -> nn.Module:
@@ -40,7 +38,7 @@ def to_dense(network: nn.Module) -> nn.Module:
     network = copy.deepcopy(network)
     plain: dict[nn.Module, nn.Module] = {}  # by the layer that it stands for, so that a layer in two places stays one
     for path, layer in list(network.named_modules(remove_duplicate=False)):
-        if not isinstance(layer, _CONVOLUTIONS + _LINEARS):
+        if not isinstance(layer, ComposedConv2d | ComposedLinear):
             continue
         if layer not in plain:
             plain[layer] = _plain(layer)
@@ -50,14 +48,13 @@ def to_dense(network: nn.Module) -> nn.Module:
     return network
 
 
-def _plain(layer: Any) -> nn.Module:
+def _plain(layer: ComposedConv2d | ComposedLinear) -> nn.Module:
     """Return the plain layer with the weight that a layer has in evaluation."""
     new: nn.Conv2d | nn.Linear
     # On the meta device, so that no initial weights are drawn.
-    if isinstance(layer, _CONVOLUTIONS):
+    if isinstance(layer, ComposedConv2d):
         out, inputs, *window = layer.weight_shape
-        how: Any = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
-        new = nn.Conv2d(inputs * layer.groups, out, (window[0], window[1]), **how, device="meta")
+        new = nn.Conv2d(inputs * layer.groups, out, (window[0], window[1]), **geometry(layer), device="meta")
     else:
         new = nn.Linear(layer.in_features, layer.out_features, device="meta")
     new.train(layer.training)
@@ -96,21 +93,9 @@ def save_model(network: nn.Module, path: str | os.PathLike[str]) -> Payload:
         if layer.sparse_mu is not None
     }
     payload = Payload({**tensors, **masks}, sparse=masks)
-    _write(Path(path), payload.to_bytes())
+    with replacing(Path(path)) as file:
+        file.write(payload.to_bytes())
     return payload
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def load_model(path: str | os.PathLike[str], network: Network) -> Network:

@@ -1,6 +1,7 @@
 """The folder of a run, and the logger that fills its ``metrics.csv``."""
 
 import csv
+import io
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import lightning as L
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
+
+from lit_pfl_callbacks.files import replacing
 
 
 def run_folder(trainer: L.Trainer) -> Path:
@@ -83,10 +86,9 @@ def read_rows_before(path: Path, step: int, column: str) -> list[dict[str, Any]]
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write a CSV file whole, under a temporary name, and rename it."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    with unfinished.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    unfinished.replace(path)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    with replacing(path) as file:
+        file.write(text.getvalue().encode())

@@ -69,7 +69,6 @@ class Domains(Partition):
         [[0, 2], [1, 3]]
     """
 
-    # Nothing is checked here: on the command line an error of a class within a class comes out buried in others.
     def __init__(self, groups: list[list[int]] | str = "cifar100_five", within: Partition | None = None) -> None:
         self.groups = groups
         self.within = within or Uniform()

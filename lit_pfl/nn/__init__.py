@@ -1,5 +1,6 @@
 """Layers."""
 
+from lit_pfl.nn.composed import ComposedConv2d, ComposedLinear, geometry
 from lit_pfl.nn.factorized import (
     FactorizedConv2d,
     FactorizedLinear,
@@ -21,6 +22,8 @@ from lit_pfl.nn.hadamard import (
 from lit_pfl.nn.memory import Memory
 
 __all__ = [
+    "ComposedConv2d",
+    "ComposedLinear",
     "FactorizedConv2d",
     "FactorizedLinear",
     "Form",
@@ -31,6 +34,7 @@ __all__ = [
     "RankRule",
     "factorize",
     "factorized_layers",
+    "geometry",
     "hadamard",
     "hadamard_layers",
     "l1_norm_of_masks",

@@ -5,12 +5,13 @@ their L1 norm are those of the papers' matrix, and a forward pass needs one fuse
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
+from lit_pfl.nn.composed import ComposedConv2d, ComposedLinear, geometry
 from lit_pfl.nn.replace import replace_layers
 
 Form = Literal["IFxOF", "FFxIO"]
@@ -79,7 +80,7 @@ class _Factorized(nn.Module):
         return torch.addcmul(mu.reshape(torch.broadcast_shapes(u.shape, v.shape)), u, v).reshape(self.weight_shape)
 
 
-class FactorizedLinear(_Factorized):
+class FactorizedLinear(_Factorized, ComposedLinear):
     """A fully connected layer with weight ``W = u v^T + mu``.
 
     ``u`` is (in, rank), ``v`` (out, rank), ``mu`` (out, in), as PyTorch stores W.
@@ -104,15 +105,11 @@ class FactorizedLinear(_Factorized):
     def _factors(self) -> tuple[Tensor, Tensor]:
         return self.u.unsqueeze(0), self.v.unsqueeze(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features)."""
-        return nn.functional.linear(x, self.weight, self.bias)
-
     def extra_repr(self) -> str:  # noqa: D102
         return f"{self.in_features}, {self.out_features}, rank={self.u.shape[1]}, mask={self.mu is not None}"
 
 
-class FactorizedConv2d(_Factorized):
+class FactorizedConv2d(_Factorized, ComposedConv2d):
     """A convolution with weight ``W = pi(u v^T + mu)``, W of shape (O, I, F, F).
 
     Two shapes of the factors, with a and b the row and the column in the F x F window:
@@ -183,10 +180,6 @@ class FactorizedConv2d(_Factorized):
         v = self.v.view(inputs, out, rank).transpose(0, 1)
         return self.u.view(1, 1, height, width, rank), v.view(out, inputs, 1, 1, rank)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, I, H, W) to (B, O, H', W')."""
-        return nn.functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-
     def extra_repr(self) -> str:  # noqa: D102
         out, inputs, height, width = self.weight_shape
         shape = f"{inputs * self.groups}, {out}, kernel_size=({height}, {width}), form={self.form}"
@@ -224,20 +217,9 @@ def factorize(
         if isinstance(layer, nn.Linear):
             new = FactorizedLinear(layer.in_features, layer.out_features, bias, rank, mask)
         else:
-            new = FactorizedConv2d(
-                layer.in_channels,
-                layer.out_channels,
-                (layer.kernel_size[0], layer.kernel_size[1]),
-                layer.stride,  # type: ignore[arg-type]
-                layer.padding,  # type: ignore[arg-type]
-                layer.dilation,  # type: ignore[arg-type]
-                layer.groups,
-                bias,
-                form,
-                rank,
-                mask,
-                pi,
-            )
+            out, _, *window = layer.weight.shape
+            how: dict[str, Any] = {**geometry(layer), "bias": bias, "form": form, "rank": rank, "mask": mask, "pi": pi}
+            new = FactorizedConv2d(layer.in_channels, out, (window[0], window[1]), **how)
         new.threshold = threshold
         return new
 

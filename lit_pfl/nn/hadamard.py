@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
+from lit_pfl.nn.composed import ComposedConv2d, ComposedLinear, geometry
 from lit_pfl.nn.replace import replace_layers
 
 RankRule = Literal["ratio", "gamma"]
@@ -145,7 +146,7 @@ class _Hadamard(nn.Module):
         return torch.addcmul(w1, w1, w2) if self.personal else w1 * w2
 
 
-class HadamardLinear(_Hadamard):
+class HadamardLinear(_Hadamard, ComposedLinear):
     """A fully connected layer with weight ``W = (X1 Y1^T) * (X2 Y2^T)``, of rank up to R^2.
 
     The factors ``w1.x``, ``w2.x`` are (out, R), ``w1.y``, ``w2.y`` (in, R): 2 R (in + out) parameters, drawn from
@@ -168,15 +169,11 @@ class HadamardLinear(_Hadamard):
         super().__init__(lambda: _Matrix(out_features, in_features, rank), out_features, bias, rank, personal)
         self.in_features, self.out_features = in_features, out_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features)."""
-        return nn.functional.linear(x, self.weight, self.bias)
-
     def extra_repr(self) -> str:  # noqa: D102
         return f"{self.in_features}, {self.out_features}, rank={self.rank}, personal={self.personal}"
 
 
-class HadamardConv2d(_Hadamard):
+class HadamardConv2d(_Hadamard, ComposedConv2d):
     """A convolution with weight ``W = (T1 x1 O1 x2 I1) * (T2 x1 O2 x2 I2)``, W of shape (O, I, F, F).
 
     ``W_j[o, i, a, b] = sum_xy T_j[x, y, a, b] O_j[x, o] I_j[y, i]``, with the cores ``w1.t``, ``w2.t`` (R, R, F, F),
@@ -225,10 +222,6 @@ class HadamardConv2d(_Hadamard):
         self.weight_shape = shape
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, I, H, W) to (B, O, H', W')."""
-        return nn.functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-
     def extra_repr(self) -> str:  # noqa: D102
         out, inputs, height, width = self.weight_shape
         shape = f"{inputs * self.groups}, {out}, kernel_size=({height}, {width})"
@@ -263,18 +256,9 @@ def hadamard(
             out, inputs = layer.weight.shape
             return HadamardLinear(inputs, out, bias, rank=rank(out, inputs, 0, ratio), personal=personal)
         out, inputs, height, width = layer.weight.shape
-        return HadamardConv2d(
-            layer.in_channels,
-            out,
-            (height, width),
-            layer.stride,  # type: ignore[arg-type]
-            layer.padding,  # type: ignore[arg-type]
-            layer.dilation,  # type: ignore[arg-type]
-            layer.groups,
-            bias,
-            rank=rank(out, inputs, height * width, ratio),
-            personal=personal,
-        )
+        chosen = rank(out, inputs, height * width, ratio)
+        window, how = (height, width), geometry(layer)
+        return HadamardConv2d(layer.in_channels, out, window, **how, bias=bias, rank=chosen, personal=personal)
 
     return replace_layers(module, make)
 

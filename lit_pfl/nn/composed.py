@@ -1,0 +1,51 @@
+"""Layers whose weight is computed from other parameters, used as PyTorch's own are."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class ComposedLinear(nn.Module):
+    """A fully connected layer whose kind says what ``weight``, (out, in), is.
+
+    Attributes:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: (out,) or None.
+    """
+
+    weight: Any
+    bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class ComposedConv2d(nn.Module):
+    """A convolution whose kind says what ``weight``, (O, I, F, F), is.
+
+    Attributes:
+        weight_shape: of the weight; with groups, I is the number of input channels of one group.
+        stride: as in :class:`torch.nn.Conv2d`, like ``padding``, ``dilation`` and ``groups``.
+        bias: (O,) or None.
+    """
+
+    weight: Any
+    bias: nn.Parameter | None
+    weight_shape: tuple[int, ...]
+    stride: int | tuple[int, int]
+    padding: str | int | tuple[int, int]
+    dilation: int | tuple[int, int]
+    groups: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, I, H, W) to (B, O, H', W')."""
+        return nn.functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def geometry(layer: nn.Conv2d | ComposedConv2d) -> dict[str, Any]:
+    """Return how a convolution moves over its input, by the names of :class:`torch.nn.Conv2d`'s arguments."""
+    return {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
