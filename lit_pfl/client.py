@@ -1,54 +1,60 @@
-"""The client's side of a method: a LightningModule around a backbone."""
+"""The client's side of a method: a learner under a method."""
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torchmetrics.functional.classification import multiclass_stat_scores
 
-from lit_pfl.data import BatchLoader, ClientData
+from lit_pfl.data import ClientData
 from lit_pfl.errors import ConfigError
-from lit_pfl.models import Backbone, ResNet9
-from lit_pfl.module import QuickModule
-from lit_pfl.nn import FactorizedConv2d, Form, HadamardConv2d, Pi, factorize, factorized_layers, l1_norm_of_masks
+from lit_pfl.evaluation import mean_loss
+from lit_pfl.learners import (
+    BackboneCallable,
+    ImageClassifier,
+    OptimizerCallable,
+    SchedulerCallable,
+    SkipBatch,
+    call_step,
+    hand_on,
+    loss_of,
+    single_optimizer,
+    size_of,
+)
+from lit_pfl.lightning_internals import QuickModule, name_metrics
+from lit_pfl.models import ResNet9
+from lit_pfl.nn import Form, Pi, factorize, factorized_layers, l1_norm_of_masks
 from lit_pfl.ops import soft_threshold
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
+from lit_pfl.sharing import Role, encoder_of, names_of_head, owners, roles_of, travelling
 from lit_pfl_callbacks.federated_loop import load_tensors
-
-BackboneCallable = Callable[[int, int], Backbone]
-OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-SchedulerCallable = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-
-Role = Literal["body", "head", "u", "v", "mu", "norm", "norm_stats"]
-NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
-class Task:
+class ClientSpec:
     """What a client is to learn.
 
     Args:
-        client: the client's id.
-        channels: channels of an image.
-        image_size: height and width of an image in pixels.
-        num_classes: number of classes.
+        client_id: the client's id.
+        example: a batch of its data, with the shapes and types of all others; None where it is not known.
+        num_classes: number of classes it tells apart; None where that is not its task, or not known.
         labels_agree: whether label c means the same at every client.
-        local_epochs: epochs that the client trains in a round.
+        local_epochs: epochs that the client trains in a round; None where it is not known yet.
     """
 
-    client: int = 0
-    channels: int = 3
-    image_size: int = 32
-    num_classes: int = 10
+    client_id: int = 0
+    example: Any = None
+    num_classes: int | None = None
     labels_agree: bool = True
-    local_epochs: int = 1
+    local_epochs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,45 +82,38 @@ class Factorization:
     pi: Pi = "spatial"
 
 
-@dataclass(frozen=True)
-class Score:
-    """How well a model does on some samples.
-
-    Args:
-        n: number of samples.
-        acc: share of them classified rightly, NaN without samples.
-        loss: mean cross entropy, NaN without samples.
-    """
-
-    n: int
-    acc: float
-    loss: float
-
-
 class Client(QuickModule, ABC):
-    """One client of a federation. A method is a subclass that says what travels and which server it needs.
+    """One client of a federation: a learner under a method. A method is a subclass that says what travels, what is
+    minimised and which server it needs.
 
-    The client given to a :class:`~lit_pfl.Federation` is a pattern without weights; :meth:`build` makes the real ones.
+    The learner is any LightningModule with automatic optimization; without one, the client makes an image classifier
+    from ``backbone``, ``optimizer`` and ``scheduler``. A client given to a :class:`~lit_pfl.Federation` is a prototype;
+    :meth:`build` makes the real ones. Given to a Trainer by itself, with a
+    :class:`~lit_pfl_callbacks.FederatedLoop` among its callbacks, it is one site of a federation.
 
     Args:
-        backbone: makes the network from the number of image channels and of classes.
-        optimizer: makes the optimizer from the parameters.
-        scheduler: makes a learning rate scheduler, stepped after every local epoch.
-        factorization: factorize every layer; None leaves the weights dense.
+        backbone: makes the classifier's network from the number of image channels and of classes.
+        optimizer: makes the classifier's optimizer from the parameters. A learner has its own, like its schedule.
+        scheduler: makes the classifier's learning rate scheduler, stepped after every local epoch.
+        factorization: factorize every convolution and linear layer of the learner; None leaves the weights dense.
         norm_stats: ``local``: running statistics of normalisation layers never travel; ``averaged``: they travel with
             the layer's affine parameters.
         reset_optimizer: whether the optimizer forgets its momentum at the start of every round.
-        share_head: whether the classifier head travels where the method shares it. By default it does if labels mean
-            the same at every client; where they do not, it never does, for any method.
-        channels_last: whether images and weights are laid out channels last. By default where it pays: on CPU, for
-            networks with a convolution of 64 or more channels (1.4 to 2.5 times faster here; narrow ones lose).
+        share_head: whether the head travels where the method shares it. By default it does if labels mean the same at
+            every client; where they do not, it never does, for any method.
+        channels_last: memory lay-out of the classifier, see :class:`~lit_pfl.learners.ImageClassifier`.
+        learner: what is trained in place of an image classifier.
+        head: which parameters are the learner's head: a regular expression searched in their names. By default those of
+            its attribute ``head``.
+        encoder: which part of the learner embeds its input (``net.encoder``). By default its attribute ``body`` or
+            ``encoder``.
 
     Raises:
-        ConfigError: when the head is to be shared although labels differ.
+        ConfigError: when the learner is none, or the head is to be shared although labels differ.
     """
 
-    backbone: Backbone
-    data: ClientData
+    learner: L.LightningModule
+    data: ClientData | None
     _shared: list[tuple[str, nn.Module, str]]
 
     def __init__(
@@ -127,6 +126,9 @@ class Client(QuickModule, ABC):
         reset_optimizer: bool = False,
         share_head: bool | None = None,
         channels_last: bool | None = None,
+        learner: L.LightningModule | None = None,
+        head: str | None = None,
+        encoder: str | None = None,
     ) -> None:
         super().__init__()
         self.make_backbone = backbone
@@ -137,8 +139,16 @@ class Client(QuickModule, ABC):
         self.reset_optimizer = reset_optimizer
         self.share_head = share_head
         self.channels_last = channels_last
-        self.task = Task()
+        self.learner = learner  # type: ignore[assignment]  # configure() makes one where there is none
+        self.head = head
+        self.encoder = encoder
+        self.data = None
         self._losses: list[tuple[Tensor, int]] = []
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if configure_server := cls.__dict__.get("configure_server"):
+            cls.configure_server = _once_configured(configure_server)  # type: ignore[method-assign]
 
     # Abstract also because the command line takes a base class that can be made itself for the default, and then does
     # not see what a method puts in place of a default of None.
@@ -149,78 +159,121 @@ class Client(QuickModule, ABC):
 
     # ------------------------------------------------------------------------------------------------ making a client
 
-    def build(self, task: Task) -> "Client":
-        """Return a client of this kind with fresh weights for a task, drawn from PyTorch's default generator."""
-        if self.share_head and not task.labels_agree:
-            raise ConfigError(
-                "model.share_head=true: heads cannot be shared where labels differ from client to client; "
-                "set it to false or leave it out."
-            )
+    def build(self, spec: ClientSpec) -> "Client":
+        """Return a client of this kind, with a learner of its own.
+
+        A classifier's fresh weights are drawn from PyTorch's default generator; a learner that was given is copied.
+        """
         client = copy.copy(self)
         # Not a deep copy: factories given on the command line hold on to all of its parser. Module's tables must be
         # own.
         client.__dict__ = {k: v.copy() if isinstance(v, dict | list) else v for k, v in self.__dict__.items()}
-        client.task = task
-        client.configure_backbone()
-        client._shared = [
-            (name, client.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, role in client.roles().items()
-            if client.travels(name, role)
-        ]
-        client.configure_memory()
+        if self.learner is not None:
+            client.learner = copy.deepcopy(self.learner)
+        client.configure(spec)
         return client
 
-    def settle(self, device: torch.device) -> None:
+    def configure(self, spec: ClientSpec, data_hooks: bool = False) -> None:
+        """Make this client ready to train and to share.
+
+        Args:
+            spec: what it is to learn.
+            data_hooks: whether the learner's own data loaders are wanted.
+        """
+        if self.share_head and not spec.labels_agree:
+            raise ConfigError(
+                "model.share_head=true: heads cannot be shared where labels differ from client to client; "
+                "set it to false or leave it out."
+            )
+        self.spec = spec
+        if self.learner is None:
+            options = {name: getattr(self, f"make_{name}") for name in ("optimizer", "scheduler")}
+            self.learner = ImageClassifier.for_data(
+                self.make_backbone, spec.example, spec.num_classes, channels_last=self.channels_last, **options
+            )
+        self._check_learner()
+        self.configure_learner()
+        if self.shares and not spec.labels_agree and not self.head_names:
+            raise ConfigError(
+                f"model.head: labels differ from client to client, so heads stay at home; say which parameters of "
+                f"{type(self.learner).__name__} are its head by a regular expression, such as --model.head '^out'."
+            )
+        self._shared = owners(self.learner, [name for name, role in self.roles().items() if self.travels(name, role)])
+        self.configure_state()
+        for name, learner in self.learners.items():
+            name_metrics(learner, f"{name}.")
+        hand_on(self, list(self.learners.values()), self.scored, Client, data_hooks)
+        for stage in ("validation", "test", "predict"):
+            if is_overridden(f"{stage}_step", self.scored):
+                self.__dict__[f"{stage}_step"] = self._evaluating_step(f"{stage}_step")
+
+    def _check_learner(self) -> None:
+        name = type(self.learner).__name__
+        if not isinstance(self.learner, L.LightningModule):
+            raise ConfigError(f"model.learner: {name} is no LightningModule; give one.")
+        if isinstance(self.learner, Client):
+            raise ConfigError(
+                f"model.learner: {name} is a method itself; give the LightningModule that it should train."
+            )
+        if not self.learner.automatic_optimization:
+            raise ConfigError(f"model.learner: {name} has automatic_optimization=False; a method needs it to be True.")
+        if not is_overridden("training_step", self.learner):
+            raise ConfigError(f"model.learner: {name} has no training_step.")
+        if is_overridden("configure_model", self.learner):
+            self.learner.configure_model()
+        if next(self.learner.parameters(), None) is None:
+            raise ConfigError(
+                f"model.learner: {name} has no parameters yet; make its layers in __init__ or configure_model."
+            )
+
+    def place_on(self, device: torch.device) -> None:
         """Move to a device, and take the memory lay-out that suits it."""
         self.to(device)
-        if self.channels_last is None:
-            dense = [m.out_channels for m in self.modules() if isinstance(m, nn.Conv2d)]
-            made = [m.weight_shape[0] for m in self.modules() if isinstance(m, FactorizedConv2d | HadamardConv2d)]
-            self.channels_last = device.type == "cpu" and max([0, *dense, *made]) >= 64
-        if self.channels_last:
-            for network in self.children():
-                network.to(memory_format=torch.channels_last)
+        for learner in self.learners.values():
+            if isinstance(learner, ImageClassifier):
+                learner.lay_out()
 
-    def configure_backbone(self) -> None:
-        """Make ``self.backbone`` for ``self.task``."""
-        self.backbone = self.make_backbone(self.task.channels, self.task.num_classes)
-        self.backbone.eval()
-        # Anew, so that what is drawn from here on is the same for clients with other numbers of classes.
-        torch.manual_seed(torch.initial_seed() + 1)
-        with torch.no_grad():  # gives lazy layers their shapes
-            self.backbone(self._blank_image())
-        self.backbone.train()
+    def configure_learner(self) -> None:
+        """Change ``self.learner`` before it is known what travels; by default factorize it if that is asked for."""
         if self.factorization is not None:
             f = self.factorization
-            factorize(self.backbone, f.form, f.rank, f.mask, f.pi, f.threshold)
+            factorize(self.learner, f.form, f.rank, f.mask, f.pi, f.threshold)
 
-    def configure_memory(self) -> None:
-        """Make what the client remembers from round to round besides its network; the network is there."""
-
-    def _blank_image(self) -> Tensor:
-        return torch.zeros(1, self.task.channels, self.task.image_size, self.task.image_size)
+    def configure_state(self) -> None:
+        """Make what the client keeps from round to round beside its learner; what travels is known."""
 
     def configure_server(self) -> Server:
         """Return the server that goes with this kind of client."""
         return Server()
 
+    def configure_model(self) -> None:
+        """Get ready for a Trainer that is given this client by itself."""
+        if not self.is_configured:
+            self.configure(ClientSpec(example=getattr(self.learner, "example_input_array", None)), data_hooks=True)
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether :meth:`configure` has been called."""
+        return hasattr(self, "_shared")
+
     def configure_optimizers(self) -> Any:
-        """Make the optimizer and the scheduler."""
-        optimizer = self.make_optimizer(self.trained_parameters())
+        """Return what the learner's own returns."""
+        configured = self.learner.configure_optimizers()
+        optimizer = single_optimizer(configured)
         if self._l1 and self._l1_mode == "proximal":
             masks = {id(layer.mu) for _, layer in factorized_layers(self)}
             optimizer.register_step_post_hook(lambda optimizer, *_: _shrink(optimizer, masks, self._l1))
-        if self.make_scheduler is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.make_scheduler(optimizer)}
+        return configured
 
-    def trained_parameters(self) -> Iterable[nn.Parameter]:
-        """Return what the optimizer gets."""
-        return self.backbone.parameters()
+    @property
+    def learners(self) -> dict[str, L.LightningModule]:
+        """The client's learners by name: ``learner``, whose tensors may travel, and others that a method adds."""
+        return {"learner": self.learner}
 
-    def training_data(self) -> BatchLoader:
-        """Return the batches to train on; a method may hold some of its training data back."""
-        return self.data.train
+    @property
+    def backbone(self) -> nn.Module:
+        """The image classifier's network."""
+        return self.learner.backbone  # type: ignore[return-value]
 
     @property
     def _l1(self) -> float:
@@ -233,45 +286,74 @@ class Client(QuickModule, ABC):
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def on_train_epoch_start(self) -> None:
-        """Call :meth:`begin_round` at the first of a round's local epochs, and :meth:`begin_epoch` at each."""
-        epoch = self.trainer.current_epoch % self.task.local_epochs
+    def training_data(self) -> Any:
+        """Return the batches to train on; a method may hold some of its training data back."""
+        return self.trainer.train_dataloader if self.data is None else self.data.train
+
+    def start_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Call :meth:`begin_round` at the first of a round's local epochs, and :meth:`begin_epoch` at each.
+
+        :class:`~lit_pfl_callbacks.FederatedLoop` calls this, which knows where rounds begin.
+        """
         if epoch == 0:
             if self.reset_optimizer:
                 for optimizer in self.trainer.optimizers:
                     optimizer.state.clear()
             self.begin_round()
-        self.begin_epoch(epoch)
+        self.begin_epoch(epoch, local_epochs)
 
     def begin_round(self) -> None:
         """Prepare for a round's training; the reply is loaded."""
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Prepare for a local epoch, counted from 0 in every round."""
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Prepare for a local epoch, counted from 0 in every round of ``local_epochs``."""
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Map (B, C, H, W) images to (B, classes) logits."""
-        return self.backbone(images)
+    def end_round(self) -> None:
+        """Finish a round's training; :meth:`upload` comes next."""
 
-    def objective(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return what is minimised on a batch: cross entropy, and ``l1 * sum |mu|`` of a factorized backbone."""
-        loss = nn.functional.cross_entropy(self(images), labels)
-        if self._l1 and self._l1_mode == "subgradient":
-            loss = loss + self._l1 * l1_norm_of_masks(self.backbone)
-        return loss
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the learner."""
+        return self.scored(*args, **kwargs)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of a batch."""
-        images, labels = batch
-        if self.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        loss = self.objective(images, labels)
+    def loss(self, learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
+        """Return what a learner minimises by itself: its own training loss, and ``l1 * sum |mu|`` if it is factorized.
+
+        Raises:
+            SkipBatch: when its ``training_step`` returns None.
+        """
+        loss = loss_of(call_step(learner, "training_step", batch, batch_idx))
+        return loss + self.penalty(learner) if self._penalizes else loss
+
+    @property
+    def _penalizes(self) -> bool:
+        return bool(self._l1) and self._l1_mode == "subgradient"
+
+    def penalty(self, learner: nn.Module) -> Tensor:
+        """Return ``l1 * sum |mu|`` of a factorized learner."""
+        return self._l1 * l1_norm_of_masks(learner)
+
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return what is minimised on a batch; a method adds to it."""
+        return self.loss(self.learner, batch, batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        """Return the objective of a batch, or None where the learner skips it."""
+        try:
+            loss = self.objective(batch, batch_idx)
+        except SkipBatch:
+            return None
         # Kept here, on the device: one self.log costs as much as a small network's step.
-        self._losses.append((loss.detach(), len(labels)))
+        self._losses.append((loss.detach(), size_of(batch)))
         return loss
 
-    def pop_train_loss(self) -> tuple[float, int]:
-        """Return the sum of the training loss over samples since the last call, and the number of samples."""
+    def fall_asleep(self) -> tuple[float, int]:
+        """Drop what the next round does not need; the upload is handed over.
+
+        Returns:
+            The sum of the training loss over the samples of this round, and their number.
+        """
+        for parameter in self.parameters():
+            parameter.grad = None
         if not self._losses:
             return 0.0, 0
         losses = torch.stack([loss for loss, _ in self._losses]).tolist()
@@ -281,42 +363,31 @@ class Client(QuickModule, ABC):
 
     # ------------------------------------------------------------------------------------------------------ exchanging
 
+    @property
+    def head_names(self) -> frozenset[str]:
+        """Names of the head's entries in the learner's ``state_dict()``."""
+        return names_of_head(self.learner, self.head)
+
+    @property
+    def encoder_module(self) -> nn.Module | None:
+        """The part of the learner that embeds its input, if it is known."""
+        return encoder_of(self.learner, self.encoder)
+
     def roles(self) -> dict[str, Role]:
-        """Return the role of every entry of ``state_dict()``.
-
-        ``head`` is all of the classifier, however its weight is made. Of the body, ``u``, ``v`` and ``mu`` are the
-        factors of factorized weights, ``norm`` the affine parameters and ``norm_stats`` the running statistics of
-        normalisation layers, and ``body`` is all the rest.
-        """
-        factors = {name for name, _ in factorized_layers(self)}
-        norms = {
-            name for name, m in self.named_modules() if isinstance(m, (nn.modules.batchnorm._NormBase, nn.GroupNorm))
-        }
-        norms |= {name for name, m in self.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm))}
-
-        def role(name: str) -> Role:
-            owner, _, leaf = name.rpartition(".")
-            if leaf in NORM_STATISTICS:
-                return "norm_stats"
-            if name.startswith("backbone.head."):
-                return "head"
-            if owner in factors and leaf in ("u", "v", "mu"):
-                return leaf  # type: ignore[return-value]
-            return "norm" if owner in norms else "body"
-
-        return {name: role(name) for name in self.state_dict() if name.startswith("backbone.")}
+        """Return the role of every entry of the learner's ``state_dict()``, see :func:`~lit_pfl.sharing.roles_of`."""
+        return roles_of(self.learner, self.head_names)
 
     def travels(self, name: str, role: Role) -> bool:
-        """Say whether an entry of ``state_dict()`` is sent and received."""
+        """Say whether an entry of the learner's ``state_dict()`` is sent and received."""
         if role == "norm_stats":
             return self.norm_stats == "averaged" and "norm" in self.shares
         if role == "head":
-            return "head" in self.shares and (self.task.labels_agree if self.share_head is None else self.share_head)
+            return "head" in self.shares and (self.spec.labels_agree if self.share_head is None else self.share_head)
         return role in self.shares
 
     def shared_parameters(self) -> dict[str, Tensor]:
-        """Return what travels, by name: the client's own memory, not copies."""
-        return {name: getattr(owner, leaf).detach() for name, owner, leaf in self._shared}
+        """Return what travels, by name in the learner: the client's own memory, not copies."""
+        return travelling(self._shared)
 
     def shared_weights(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters among what travels, by name."""
@@ -326,10 +397,15 @@ class Client(QuickModule, ABC):
             if isinstance(weight := getattr(owner, leaf), nn.Parameter)
         }
 
+    def initial(self) -> Payload:
+        """Return what is sent once, on joining: by default what an upload would hold."""
+        self.configure_model()
+        return self.upload()
+
     def upload(self) -> Payload:
         """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
         shared = self.shared_parameters()
-        masks = {f"{name}.mu": layer for name, layer in factorized_layers(self) if f"{name}.mu" in shared}
+        masks = {f"{name}.mu": layer for name, layer in factorized_layers(self.learner) if f"{name}.mu" in shared}
         if self.factorization is not None and self.factorization.threshold:
             with torch.no_grad():
                 shared |= {name: mu for name, layer in masks.items() if (mu := layer.sparse_mu) is not None}
@@ -337,30 +413,41 @@ class Client(QuickModule, ABC):
 
     def download(self, reply: Mapping[str, Tensor]) -> None:
         """Load a reply of the server."""
-        load_tensors(self, reply)
+        load_tensors(self.learner, reply)
 
     # ------------------------------------------------------------------------------------------------------ evaluating
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
-        """Score this client's personalized model, as it is now, on batches of images and labels."""
-        n, correct, loss = 0, 0, 0.0
-        with evaluating(self):
-            for images, labels in batches:
-                logits = self.predict(images)
-                true_positives = multiclass_stat_scores(logits, labels, logits.shape[1], "micro", validate_args=False)[
-                    0
-                ]
-                correct += int(true_positives)
-                loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
-                n += len(labels)
-        return Score(n, correct / n, loss / n) if n else Score(0, float("nan"), float("nan"))
+    @property
+    def scored(self) -> L.LightningModule:
+        """The learner that is the personalized model, inside of :meth:`personalized`."""
+        return self.learner
 
-    def predict(self, images: Tensor) -> Tensor:
-        """Map (B, C, H, W) images to the (B, classes) logits of the personalized model."""
-        if self.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        return self(images)
+    @contextmanager
+    def personalized(self) -> Iterator[L.LightningModule]:
+        """Make ``scored`` the personalized model; put it back afterwards. By default it is at any time."""
+        yield self.scored
+
+    def mean_loss(self, batches: Any) -> float:
+        """Return the learner's mean training loss on batches, in evaluation mode, as it is now."""
+        return mean_loss(self.learner, batches)[1]
+
+    def _evaluating_step(self, name: str) -> Any:
+        def step(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            with self.personalized() as learner:
+                return call_step(learner, name, batch, batch_idx, dataloader_idx)
+
+        return step
+
+
+def _once_configured(configure_server: Any) -> Any:
+    """Let a method's ``configure_server`` find a client that is ready, also before any Trainer has seen it."""
+
+    def configured(self: Client) -> Server:
+        self.configure_model()
+        return configure_server(self)
+
+    configured.__doc__ = configure_server.__doc__
+    return configured
 
 
 @torch.no_grad()
@@ -370,14 +457,3 @@ def _shrink(optimizer: torch.optim.Optimizer, masks: set[int], l1: float) -> Non
         for parameter in group["params"]:
             if id(parameter) in masks and parameter.grad is not None:  # a frozen one took no step
                 parameter.copy_(soft_threshold(parameter, l1 * group["lr"]))
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, and back."""
-    training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(training)

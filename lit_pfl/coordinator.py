@@ -1,12 +1,13 @@
 """What happens between clients and server whatever the link: checking, counting, and the order of a round."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lit_pfl.engines import Trains
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
@@ -75,6 +76,7 @@ class Coordinator:
         self.ledger = Ledger()
         self.round = 0
         self.refused: list[UploadError] = []
+        self._uploads: dict[int, Mapping[str, Tensor]] = {}
         self._layout: dict[int, dict[str, tuple[torch.Size, torch.dtype]]] = {}
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
@@ -92,8 +94,19 @@ class Coordinator:
         self.server.start(clients)
 
     def begin_round(self) -> None:
-        """Begin a round. Until :meth:`collect` ends it the server does not change, so all replies are of one state."""
+        """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state."""
         self.ledger.new_round()
+        self._uploads = {}
+
+    def train(self, engine: Trains, clients: Sequence[int]) -> None:
+        """Let some of a round's participants train; all at once or one after another makes no difference."""
+        self._uploads |= engine.train({client: self.reply(client) for client in clients})
+
+    def end_round(self) -> None:
+        """End the round with what has been uploaded; see :meth:`collect`. Without any upload it did not take place."""
+        if self._uploads:
+            self.collect(self._uploads)
+            self._uploads = {}
 
     def reply(self, client: int) -> Payload:
         """Return what a participant loads, and count it as sent."""
@@ -102,7 +115,7 @@ class Coordinator:
         return reply
 
     def collect(self, uploads: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """End a round: refuse what cannot be used, hand the rest to the server in the order of client ids.
+        """Refuse those uploads of a round that cannot be used, hand the others to the server by client id.
 
         Raises:
             UploadError: when fewer uploads are usable than the quorum asks for.

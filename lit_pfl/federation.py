@@ -1,10 +1,8 @@
 """A federation is a LightningModule: a round is an epoch, a client is a batch."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import fmean, pstdev
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
@@ -12,31 +10,19 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import WandbLogger
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_pfl.checkpoint import AtomicCheckpointIO, MemoryCheckpointIO
-from lit_pfl.client import Client, Task, evaluating
+from lit_pfl.client import Client, ClientSpec
 from lit_pfl.coordinator import Coordinator, Ledger
 from lit_pfl.data import FederatedDataModule
+from lit_pfl.engines.local import LocalEngine
 from lit_pfl.errors import ConfigError
-from lit_pfl.lean import make_lean
-from lit_pfl.links import LocalHub, undisturbed
-from lit_pfl.module import NoProfiler, QuickModule
+from lit_pfl.evaluation import Row, Split, mean_loss, summary
+from lit_pfl.learners import size_of
+from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, NoProfiler, QuickModule, undisturbed
+from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo
 from lit_pfl_callbacks import FederatedLoop
-
-
-class Row(NamedTuple):
-    """One client's score, a line of ``clients.csv``."""
-
-    client: int
-    round: int
-    split: str
-    model: str
-    n: int
-    acc: float
-    loss: float
 
 
 class Federation(QuickModule):
@@ -51,7 +37,7 @@ class Federation(QuickModule):
     cumulative ``comm/total_bytes``; after the last round ``test/acc`` and its like, of the model of the last round.
 
     Args:
-        client: the method, as a pattern for all clients.
+        client: the method, as a prototype of all clients.
         local_epochs: epochs that a client trains in a round.
         participation: who trains in a round: a share of the clients (0.1, at least one client) or a number (10). Drawn
             anew every round, from the seed and the round's number alone.
@@ -63,6 +49,8 @@ class Federation(QuickModule):
         threads: CPU threads to use for training and evaluation. By default one for small models, where more would wait
             for each other, and up to PyTorch's own number for larger ones.
         client_trainer: further options of every client's own Trainer, for example ``{"gradient_clip_val": 10}``.
+        higher_is_better: whether higher values of a metric are better, by its name in a learner's ``log``, for metrics
+            that do not say so themselves, as torchmetrics do. Without it their worst tenth is not known.
 
     Attributes:
         clients: the clients by id, once set up.
@@ -78,7 +66,7 @@ class Federation(QuickModule):
         trainer.fit(Federation(SimFed(), local_epochs=1), datamodule=CIFAR10(num_clients=20, permute_labels=True))
     """
 
-    pattern: Client
+    prototype: Client
     clients: dict[int, Client]
 
     def __init__(
@@ -91,6 +79,7 @@ class Federation(QuickModule):
         seed: NonNegativeInt | None = None,
         threads: PositiveInt | None = None,
         client_trainer: dict[str, Any] | None = None,
+        higher_is_better: dict[str, bool] | None = None,
     ) -> None:
         super().__init__()
         if participation <= 0 or (participation > 1 and participation != int(participation)):
@@ -102,7 +91,7 @@ class Federation(QuickModule):
             raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
         self.automatic_optimization = False
         # Not a submodule: a LightningModule hands its own Trainer down to those.
-        self.__dict__["pattern"] = client
+        self.__dict__["prototype"] = client
         self.local_epochs = local_epochs
         self.participation = participation
         self.evaluate = evaluate
@@ -110,11 +99,9 @@ class Federation(QuickModule):
         self.seed = seed
         self.threads = threads
         self.client_trainer = client_trainer or {}
+        self.higher_is_better = {"acc": True, **(higher_is_better or {})}
         self.clients = {}
         self.rows: list[Row] = []
-        self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
-        self._uploads: dict[int, Any] = {}
-        self._train_loss = (0.0, 0)  # sum over samples, number of samples
         self._validated: dict[str, float] = {}
         self._named: set[str] = set()
 
@@ -141,6 +128,7 @@ class Federation(QuickModule):
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         data, device = self.data, self.trainer.strategy.root_device
+        data.participants = self.participants
         data.move_to(device)
         if not self.clients:
             if self.participation > len(data.clients):
@@ -150,19 +138,20 @@ class Federation(QuickModule):
             if self.seed is None:
                 self.seed = torch.initial_seed()
             self.clients = {client: self._build(client) for client in data.clients}
-            self.hub = LocalHub(self.seed)
+            self.engine = LocalEngine(self.clients, self.seed, self.local_epochs, self._make_trainer)
             self.coordinator = Coordinator(self._make_server(), self.quorum)
-            self.coordinator.start({k: ClientInfo(self._num_samples(k), c.upload()) for k, c in self.clients.items()})
+            joined = {k: ClientInfo(self.data.client(k).num_samples, c.initial()) for k, c in self.clients.items()}
+            self.coordinator.start(joined)
             if self.threads is None:
                 self.threads = self._choose_threads()
         for client in self.clients.values():
-            client.settle(device)
+            client.place_on(device)
 
     def _build(self, client: int) -> Client:
         data = self.data.client(client)
-        task = Task(client, data.channels, data.image_size, data.num_classes, data.labels_agree, self.local_epochs)
+        spec = ClientSpec(client, data.example, data.num_classes, data.labels_agree, self.local_epochs)
         with self._drawing("weights"):  # the same stream for all: common initial weights
-            module = self.pattern.build(task)
+            module = self.prototype.build(spec)
         module.data = data
         return module
 
@@ -181,16 +170,15 @@ class Federation(QuickModule):
         words = [w if isinstance(w, int) else int.from_bytes(w.encode(), "big") for w in purpose]
         return np.random.default_rng([self.seed or 0, *words])
 
-    def _num_samples(self, client: int) -> int:
-        return len(self.clients[client].data.train.dataset)
-
     def _choose_threads(self) -> int:
         """Count one batch's work: a further thread for every 20 million operations of a forward pass."""
         client = next(iter(self.clients.values()))
-        images = torch.zeros(self.data.batch_size, client.task.channels, client.task.image_size, client.task.image_size)
-        with FlopCounterMode(display=False) as counter, evaluating(client), torch.no_grad():
-            client(images)
-        return max(1, min(torch.get_num_threads(), round(counter.get_total_flops() / 2e7)))
+        example = client.spec.example
+        with FlopCounterMode(display=False) as counter:
+            mean_loss(client.learner, [example])
+        batch_size = getattr(self.data, "batch_size", size_of(example))
+        operations = counter.get_total_flops() / size_of(example) * batch_size
+        return max(1, min(torch.get_num_threads(), round(operations / 2e7)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the server's step as an optimizer, so that a Trainer counts rounds as it counts steps."""
@@ -209,8 +197,7 @@ class Federation(QuickModule):
 
     def on_train_epoch_start(self) -> None:
         """Begin a round."""
-        self._uploads = {}
-        self._train_loss = (0.0, 0)
+        self.engine.train_loss = (0.0, 0)
         self._validated = {}
         self.coordinator.begin_round()
 
@@ -219,42 +206,21 @@ class Federation(QuickModule):
         # Clients choose their own precision. The cache would survive their optimizer steps, so it is off.
         with self._computing(), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
             try:
-                for client in batch:
-                    self._train(client)
+                self.coordinator.train(self.engine, batch)
                 if self.trainer.is_last_batch:
                     optimizer = self.optimizers()
                     assert not isinstance(optimizer, list)
-                    optimizer.step(closure=lambda: self.coordinator.collect(self._uploads))
+                    optimizer.step(closure=self.coordinator.end_round)
             except BaseException:
-                self.hub.abort()
+                self.engine.abort()
                 raise
 
-    def _train(self, client: int) -> None:
-        if client not in self.hub:
-            self._add_fit(client)
-            self.hub.start(client)
-        self._uploads[client] = self.hub.resume(client, self.coordinator.reply(client))
-        module = self.clients[client]
-        for parameter in module.parameters():
-            parameter.grad = None  # a sleeping client keeps no gradients
-        loss, n = module.pop_train_loss()
-        self._train_loss = (self._train_loss[0] + loss, self._train_loss[1] + n)
-
-    def _add_fit(self, client: int) -> None:
-        module = self.clients[client]
-        loop = FederatedLoop(self.hub.link, every_n_epochs=self.local_epochs, num_samples=self._num_samples(client))
-        memory = MemoryCheckpointIO()
+    def _make_trainer(self, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
         try:
             with undisturbed():
-                trainer = L.Trainer(**self._client_trainer_options(loop, memory))
+                return L.Trainer(**self._client_trainer_options(loop, memory))
         except TypeError as error:
             raise ConfigError(f"federation.client_trainer: {error}") from None
-        make_lean(trainer, module, loop)
-        restored = self._restored.pop(client, None)
-        if restored is not None:
-            memory.checkpoint = restored
-        path, batches = None if restored is None else "memory", module.training_data()
-        self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
 
     def _client_trainer_options(self, loop: FederatedLoop, memory: MemoryCheckpointIO) -> dict[str, Any]:
         device = self.trainer.strategy.root_device
@@ -287,8 +253,8 @@ class Federation(QuickModule):
     def on_train_epoch_end(self) -> None:
         """Log the round."""
         traffic = self.traffic
-        loss, n = self._train_loss
-        metrics: dict[str, float] = {"train/loss": loss / n if n else math.nan}
+        loss, n = self.engine.train_loss
+        metrics: dict[str, float] = {"train/loss": loss / n if n else float("nan")}
         metrics |= self._validated
         metrics |= {"comm/up_bytes": traffic.up, "comm/down_bytes": traffic.down, "comm/total_bytes": traffic.total}
         self._log(metrics)
@@ -321,8 +287,7 @@ class Federation(QuickModule):
         """Test the models of the last round, and end the clients' fits."""
         if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._test_last_round()
-        self._restored |= {client: self._client_state(client) for client in self.clients if client in self.hub}
-        self.hub.stop()
+        self.engine.stop()
         for client in self.clients.values():
             client.to(self.device)
 
@@ -339,7 +304,7 @@ class Federation(QuickModule):
     def on_validation_epoch_end(self) -> None:
         """Log means over clients; to the loggers they go with the rest of the round."""
         if not self.trainer.sanity_checking:
-            self._validated = summary(self.rows, "val")
+            self._validated = summary(self.rows, "val", self.higher_is_better)
             self._log(self._validated, write=self.trainer.state.fn != "fit")  # in a fit, with the rest of the round
 
     def on_test_epoch_start(self) -> None:
@@ -352,28 +317,31 @@ class Federation(QuickModule):
 
     def on_test_epoch_end(self) -> None:
         """Log means over clients."""
-        self._log(summary(self.rows, "test"), write=True)
+        self._log(summary(self.rows, "test", self.higher_is_better), write=True)
 
-    def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Tensor]:
-        """Return the logits (n, classes) of every client of the set on its test data, by client id."""
-        logits: dict[int, Tensor] = {}
-        for client in batch:
-            with self._as_evaluated(client) as module, evaluating(module), torch.no_grad():
-                logits[client] = torch.cat([module.predict(images) for images, _ in self.data.client(client).test])
-        return logits
+    def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Any]:
+        """Return what every client of the set predicts on its test data, by client id: (n, classes) logits, if tensors.
+
+        Predictions that are no tensors come as a list of batches.
+        """
+        predicted = {client: self.engine.predict(client, self._shown_with(client), self.trainer) for client in batch}
+        return {
+            client: torch.cat(batches) if all(isinstance(x, torch.Tensor) for x in batches) else batches
+            for client, batches in predicted.items()
+        }
 
     @property
     def traffic(self) -> Ledger:
         """Bytes sent so far: ``total``, and ``clients``, by id up and down."""
         return self.coordinator.ledger
 
-    def _evaluate(self, clients: list[int], split: Literal["val", "test"]) -> None:
+    def _evaluate(self, clients: list[int], split: Split) -> None:
         with self._computing():
             for client in clients:
-                with self._as_evaluated(client) as module:
-                    score = module.evaluate(getattr(self.data.client(client), split))
+                score = self.engine.evaluate(client, split, self._shown_with(client), self.trainer)
+                self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
                 self.rows.append(
-                    Row(client, self.coordinator.round, split, self.evaluated_model, *vars(score).values())
+                    Row(client, self.coordinator.round, split, self.evaluated_model, score.n, score.values)
                 )
 
     @property
@@ -381,25 +349,15 @@ class Federation(QuickModule):
         """What is evaluated, for ``clients.csv``."""
         return f"personalized:{self.evaluate}"
 
-    @contextmanager
-    def _as_evaluated(self, client: int) -> Iterator[Client]:
-        """Show a client as it is to be evaluated; leave it as it was."""
-        module = self.clients[client]
-        if self.evaluate == "before":
-            yield module
-            return
-        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        module.download(self.coordinator.server.reply(client))
-        try:
-            yield module
-        finally:
-            module.load_state_dict(before)
+    def _shown_with(self, client: int) -> Payload | None:
+        """Return what a client loads before it is evaluated."""
+        return self.coordinator.server.reply(client) if self.evaluate == "after" else None
 
     def _test_last_round(self) -> None:
         self.rows = []
         with torch.no_grad():
             self._evaluate(list(self.clients), "test")
-        metrics = summary(self.rows, "test")
+        metrics = summary(self.rows, "test", self.higher_is_better)
         self._write(metrics)
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
@@ -410,18 +368,8 @@ class Federation(QuickModule):
         checkpoint["federation"] = {
             "seed": self.seed,
             "coordinator": self.coordinator.state_dict(),
-            "clients": {client: self._client_state(client) for client in self.clients},
-            "streams": {client: stream.state_dict() for client, stream in self.hub.streams.items()},
+            **self.engine.state_dict(),
         }
-
-    def _client_state(self, client: int) -> dict[str, Any]:
-        module = self.clients[client]
-        if client in self.hub:
-            module.trainer.save_checkpoint("memory", weights_only=False)
-            memory = module.trainer.strategy.checkpoint_io
-            assert isinstance(memory, MemoryCheckpointIO)
-            return memory.checkpoint
-        return self._restored.get(client, {"state_dict": module.state_dict()})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the whole federation.
@@ -436,14 +384,9 @@ class Federation(QuickModule):
                 "give the options of the run that wrote it."
             )
         self.seed = state["seed"]
-        self.hub.seed = self.seed
+        self.engine.hub.seed = self.seed
         self.coordinator.load_state_dict(state["coordinator"])
-        for client, own in state["clients"].items():
-            self.clients[client].load_state_dict(own["state_dict"])
-            if "loops" in own:
-                self._restored[client] = own
-        for client, stream in state["streams"].items():
-            self.hub.stream(client).load_state_dict(stream)
+        self.engine.load_state_dict(state)
 
 
 class _ServerStep(torch.optim.Optimizer):
@@ -454,22 +397,3 @@ class _ServerStep(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         closure()
-
-
-def summary(rows: list[Row], split: str) -> dict[str, float]:
-    """Summarise scores over clients, each client counting once; clients without samples do not count.
-
-    Returns:
-        ``{split}/acc``, its standard deviation ``acc_std`` over clients, ``acc_worst10``, the mean over the worst
-        tenth of clients (at least one), and ``{split}/loss``.
-    """
-    scored = [row for row in rows if row.split == split and row.n]
-    if not scored:
-        return {}
-    acc = sorted(row.acc for row in scored)
-    return {
-        f"{split}/acc": fmean(acc),
-        f"{split}/acc_std": pstdev(acc),
-        f"{split}/acc_worst10": fmean(acc[: math.ceil(len(acc) / 10)]),
-        f"{split}/loss": fmean(row.loss for row in scored),
-    }

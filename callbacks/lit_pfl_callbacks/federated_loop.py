@@ -42,7 +42,19 @@ class Link(Protocol):
 
 @runtime_checkable
 class Shares(Protocol):
-    """A LightningModule that says itself what travels. Any other one shares its ``state_dict()``."""
+    """A LightningModule that says itself what travels, and is told where rounds begin and end.
+
+    Any other one shares its ``state_dict()``.
+    """
+
+    def initial(self) -> Mapping[str, Tensor]:
+        """Return the tensors to send once, on joining, by name."""
+
+    def start_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Prepare for a local epoch, counted from 0 in every round of ``local_epochs``; the reply is loaded."""
+
+    def end_round(self) -> None:
+        """Finish a round's training; :meth:`upload` comes next."""
 
     def upload(self) -> Mapping[str, Tensor]:
         """Return the tensors to send, by name."""
@@ -56,13 +68,14 @@ class FederatedLoop(L.Callback):
 
     Every ``every_n_epochs`` epochs the callback hands over what the module shares, waits for the server, and loads the
     reply. The module need not know: by default its ``state_dict()`` is shared, less the running statistics of
-    normalisation layers. A module with ``upload()`` and ``download(reply)`` decides for itself.
+    normalisation layers. A module with the methods of :class:`Shares`, such as a ``lit_pfl`` method around a
+    learner, decides for itself.
 
     Args:
         link: how the upload travels, for example :class:`lit_pfl.links.LocalLink`.
         every_n_epochs: number of local epochs between two exchanges, at least 1.
         share: which entries of ``state_dict()`` travel: a regular expression searched in the name, or a function from
-            name to bool. Modules with an ``upload()`` of their own do not use it.
+            name to bool. Modules that decide for themselves do not use it.
         num_samples: this client's number of training samples; by default the length of the train loader's data set.
 
     Raises:
@@ -91,21 +104,29 @@ class FederatedLoop(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join. A run resumed from a checkpoint joins too and is told where the federation stands now."""
-        self._download(pl_module, self.link.join(JoinInfo(self._count_samples(trainer), self._upload(pl_module))))
+        shared = pl_module.initial() if isinstance(pl_module, Shares) else self._shared(pl_module)
+        self._download(pl_module, self.link.join(JoinInfo(self._count_samples(trainer), shared)))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Tell a module that wants to know which of a round's local epochs begins."""
+        if isinstance(pl_module, Shares):
+            pl_module.start_epoch(trainer.current_epoch % self.every_n_epochs, self.every_n_epochs)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Exchange, at the end of every ``every_n_epochs``-th epoch."""
         if (trainer.current_epoch + 1) % self.every_n_epochs:
             return
-        reply = self.link.exchange(self._upload(pl_module))
+        if isinstance(pl_module, Shares):
+            pl_module.end_round()
+            reply = self.link.exchange(pl_module.upload())
+        else:
+            reply = self.link.exchange(self._shared(pl_module))
         if reply is None:
             trainer.should_stop = True
         else:
             self._download(pl_module, reply)
 
-    def _upload(self, pl_module: L.LightningModule) -> Mapping[str, Tensor]:
-        if isinstance(pl_module, Shares):
-            return pl_module.upload()
+    def _shared(self, pl_module: L.LightningModule) -> Mapping[str, Tensor]:
         tensors = {name: tensor.detach() for name, tensor in pl_module.state_dict().items() if self.share(name)}
         if not tensors:
             raise MisconfigurationException(

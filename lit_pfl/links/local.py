@@ -1,19 +1,14 @@
 """Many Trainers in one process: every client's ``fit`` lives in a greenlet and sleeps inside its ``FederatedLoop``."""
 
-import logging
-import random
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
-import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from lit_pfl.coordinator import Coordinator
+from lit_pfl.engines.streams import RandomStream
+from lit_pfl.lightning_internals import undisturbed
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl_callbacks.federated_loop import JoinInfo
@@ -36,73 +31,6 @@ class LocalLink:
         if hub is None:
             raise RuntimeError("A LocalLink works only inside a fit that was given to LocalHub.add().")
         return hub
-
-
-class RandomStream:
-    """The random state of one client: Python's, NumPy's and PyTorch's generators.
-
-    Args:
-        seed: the federation's seed.
-        client: the client's id. Streams of different clients are independent.
-    """
-
-    def __init__(self, seed: int, client: int) -> None:
-        words = np.random.SeedSequence([seed, client]).generate_state(4, np.uint32).tolist()
-        self._state = _RandomState(
-            torch.Generator().manual_seed(words[0] << 32 | words[1]).get_state(),
-            words[0] << 32 | words[1],
-            np.random.MT19937(words[2]),
-            random.Random(words[3]).getstate(),
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as tensors and plain values."""
-        numpy_state: Any = self._state.numpy.state
-        key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
-        position = int(numpy_state["state"]["pos"])
-        return {**self._state._asdict(), "numpy": [numpy_state["bit_generator"], key, position]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of :meth:`state_dict`."""
-        name, key, position = state["numpy"]
-        generator = np.random.MT19937()
-        generator.state = {"bit_generator": name, "state": {"key": key.numpy().astype(np.uint32), "pos": position}}
-        self._state = _RandomState(**{**state, "numpy": generator})
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Make this the process's random state; put the former one back afterwards."""
-        outside = _get_random_state()
-        _set_random_state(self._state)
-        try:
-            yield
-        finally:
-            after = _get_random_state()
-            self._state = after if after.cuda is not None else after._replace(cuda=self._state.cuda)
-            _set_random_state(outside)
-
-
-class _RandomState(NamedTuple):
-    torch: Tensor
-    cuda: Tensor | int | None  # a number is a seed, for a device that is not in use yet
-    numpy: np.random.BitGenerator  # swapped whole: reading and writing its state takes a hundred times longer
-    python: Any
-
-
-def _get_random_state() -> _RandomState:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in its stubs
-    return _RandomState(torch.get_rng_state(), cuda, numpy, random.getstate())
-
-
-def _set_random_state(state: _RandomState) -> None:
-    torch.set_rng_state(state.torch)
-    np.random.set_bit_generator(state.numpy)  # type: ignore[attr-defined]
-    random.setstate(state.python)
-    if isinstance(state.cuda, Tensor):
-        torch.cuda.set_rng_state(state.cuda)
-    elif state.cuda is not None and torch.cuda.is_initialized():
-        torch.cuda.manual_seed(state.cuda)
 
 
 class LocalHub:
@@ -194,14 +122,17 @@ class LocalHub:
             coordinator.start({c: ClientInfo(info.num_samples, Payload(info.tensors)) for c, info in infos.items()})
             while self._fits:
                 coordinator.begin_round()
-                uploads = {client: self.resume(client, coordinator.reply(client)) for client in sorted(self._fits)}
-                self._fits = {client: fit for client, fit in self._fits.items() if not fit.dead}
-                arrived = {client: upload for client, upload in uploads.items() if upload is not None}
-                if arrived:
-                    coordinator.collect(arrived)
+                coordinator.train(self, sorted(self._fits))
+                coordinator.end_round()
         finally:
             self.abort()
         return coordinator
+
+    def train(self, replies: Mapping[int, Payload]) -> dict[int, Mapping[str, Tensor]]:
+        """Let fits load their replies and train a round; those that end by themselves leave the hub."""
+        uploads = {client: self.resume(client, reply) for client, reply in replies.items()}
+        self._fits = {client: fit for client, fit in self._fits.items() if not fit.dead}
+        return {client: upload for client, upload in uploads.items() if upload is not None}
 
     def _switch(self, client: int, *message: object) -> Any:
         with self.stream(client).active():
@@ -210,22 +141,3 @@ class LocalHub:
             except Exception as error:
                 error.add_note(f"(in the fit of client {client})")
                 raise
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Let fits start or end without traces in the process.
-
-    Every fit installs a SIGTERM handler that calls the one it found, and puts that back when it ends: a thousand fits
-    inside one another's would call each other, and leave a dead one's behind. And every Trainer tells of its device,
-    which the federation's own Trainer has done once.
-    """
-    handler, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)

@@ -7,10 +7,11 @@ import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat
 
 from lit_pfl.client import Client
-from lit_pfl.data import BatchLoader
+from lit_pfl.data import in_order
 from lit_pfl.ops import project_onto_simplex
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
+from lit_pfl.sharing import EVERYTHING
 
 LOSS = "loss"
 
@@ -35,7 +36,7 @@ class AgnosticFL(Client):
         Mohri et al. 2019, Stochastic-AFL, with a round of local epochs in place of its single stochastic steps.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING
 
     def __init__(self, step: NonNegativeFloat = 0.1, decay: ClosedUnitInterval = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -46,10 +47,8 @@ class AgnosticFL(Client):
         return AgnosticFLServer(self.step, self.decay)
 
     def begin_round(self) -> None:  # noqa: D102
-        train = self.training_data()
         # neither shuffled nor augmented: it draws no random numbers
-        in_order = BatchLoader(train.data, train.dataset, self.data.test.batch_size, train.label_map)
-        self._loss = self.evaluate(in_order).loss
+        self._loss = self.mean_loss(in_order(self.training_data()))
 
     def upload(self) -> Payload:
         """Return the weights, and the loss of those that the round began with."""

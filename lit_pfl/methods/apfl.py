@@ -1,13 +1,18 @@
 """APFL: every client's model is a mixture of the common one and one of its own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.two_models import TwoModels
+from lit_pfl.learners import Step, evaluating, recorded
+from lit_pfl.methods.two_models import TwoModels
+from lit_pfl_callbacks.federated_loop import load_tensors
 
 
 class APFL(TwoModels):
@@ -25,10 +30,10 @@ class APFL(TwoModels):
         adaptive: whether every client learns its alpha: on the first batch of a round it takes a step of its own, with
             the optimizer's learning rate, along ``<v - w, grad f(mixture)>``, and is cut to 0 and 1. The batch itself
             still uses the former alpha.
-        mixing: what is mixed: ``parameters``, as in the paper, or ``logits``, as in its released code. By default
-            parameters, but logits for networks with batch norm, whose running statistics then are each network's own.
-            With parameters, ``personal`` keeps those of the mixture, which follow it as it trains and never travel:
-            the mean of two networks' statistics is not those of their mean.
+        mixing: what is mixed: ``parameters``, as in the paper, or ``logits``, as in its released code: what the
+            learners' ``forward`` returns. By default parameters, but logits for networks with batch norm, whose running
+            statistics then are each network's own. With parameters, ``personal`` keeps those of the mixture, which
+            follow it as it trains and never travel: the mean of two networks' statistics is not those of their mean.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
@@ -53,33 +58,73 @@ class APFL(TwoModels):
         self.first_alpha, self.adaptive, self.mixing = alpha, adaptive, mixing
         self._adapts = False
 
-    def configure_memory(self) -> None:  # noqa: D102
-        super().configure_memory()
+    def configure_state(self) -> None:  # noqa: D102
+        super().configure_state()
         self.register_buffer("alpha", torch.tensor(float(self.first_alpha)))
         if self.mixing is None:
-            has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.backbone.modules())
+            has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.learner.modules())
             self.mixing = "logits" if has_batch_norm else "parameters"
 
     def begin_round(self) -> None:  # noqa: D102
         self._adapts = self.adaptive
 
-    def objective(self, images: Tensor, labels: Tensor) -> Tensor:
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the common model's loss, felt by w alone, and of the mixture's, felt by v alone."""
         alpha = self.alpha.clone().requires_grad_(self._adapts)
-        with self.same_draws():
-            own = self._at_mixed_parameters(alpha, images) if self.mixing == "parameters" else self.personal(images)
-        common = self(images)
-        mixture = own if self.mixing == "parameters" else alpha * own + (1 - alpha) * common.detach()
-        personal = self.loss(self.personal, mixture, labels)
+        outputs: list[Tensor] = []
+        with self.same_draws(), self._watched(outputs):
+            common = self.loss(self.learner, batch, batch_idx)
+        if self.mixing == "parameters":
+            personal = self._at_mixed_parameters(alpha, batch, batch_idx)
+        else:
+            with self._mixed_outputs(alpha, iter(outputs)):
+                personal = self.personal_loss(batch, batch_idx)
+            self._check_outputs(outputs)
         if self._adapts:
             self._adapt(personal, alpha)
-        return self.loss(self.backbone, common, labels) + personal
+        return common + personal
 
-    def _at_mixed_parameters(self, alpha: Tensor, images: Tensor) -> Tensor:
-        """Return the logits of the network with mixed parameters; only v and alpha get gradients."""
-        w = dict(self.backbone.named_parameters())
-        mixed = {name: alpha * v + (1 - alpha) * w[name].detach() for name, v in self.personal.named_parameters()}
-        return functional_call(self.personal, mixed, images)
+    def _at_mixed_parameters(self, alpha: Tensor, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss of the personal learner with mixed parameters; only v and alpha get gradients."""
+        with recorded(self.personal):
+            loss = functional_call(Step(self.personal), self._mixture(alpha, "learner."), (batch, batch_idx))
+        return loss + self.penalty(self.personal) if self._penalizes else loss
+
+    def _mixture(self, alpha: Tensor, prefix: str = "") -> dict[str, Tensor]:
+        w = dict(self.learner.named_parameters())
+        return {
+            prefix + name: alpha * v + (1 - alpha) * w[name].detach() for name, v in self.personal.named_parameters()
+        }
+
+    @contextmanager
+    def _watched(self, outputs: list[Tensor]) -> Iterator[None]:
+        """Keep what the common learner's ``forward`` returns."""
+        if self.mixing == "parameters":
+            yield
+            return
+        handle = self.learner.register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def _mixed_outputs(self, alpha: Tensor, common: Iterator[Tensor]) -> Iterator[None]:
+        """Let the personal learner's ``forward`` return the mixture of its own output and the common learner's."""
+        handle = self.personal.register_forward_hook(
+            lambda module, args, output: alpha * output + (1 - alpha) * next(common).detach()
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _check_outputs(self, outputs: list[Tensor]) -> None:
+        if not outputs or not all(isinstance(output, Tensor) for output in outputs):
+            raise ConfigError(
+                f"model.mixing=logits mixes what forward returns, and training_step of {type(self.learner).__name__} "
+                "does not call it for a tensor, self(...); use model.mixing=parameters."
+            )
 
     def _adapt(self, loss: Tensor, alpha: Tensor) -> None:
         [gradient] = torch.autograd.grad(loss, alpha, retain_graph=True)
@@ -88,7 +133,23 @@ class APFL(TwoModels):
             self.alpha.sub_(rate * gradient).clamp_(0, 1)
         self._adapts = False
 
-    def personalized(self, images: Tensor) -> Tensor:  # noqa: D102
+    @contextmanager
+    def personalized(self) -> Iterator[L.LightningModule]:
+        """Put the mixture in the personal learner's place."""
         if self.mixing == "parameters":
-            return self._at_mixed_parameters(self.alpha, images)
-        return self.alpha * self.personal(images) + (1 - self.alpha) * self(images)
+            with torch.no_grad():
+                own = {name: v.clone() for name, v in self.personal.named_parameters()}
+                load_tensors(self.personal, self._mixture(self.alpha))
+            try:
+                yield self.personal
+            finally:
+                load_tensors(self.personal, own)
+        else:
+            handle = self.personal.register_forward_hook(
+                lambda module, args, output: self.alpha * output + (1 - self.alpha) * self.learner(*args)
+            )
+            with evaluating(self.learner):
+                try:
+                    yield self.personal
+                finally:
+                    handle.remove()

@@ -13,6 +13,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.ops import Linkage, bipartition, cosine_similarity_matrix, weighted_mean
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
+from lit_pfl.sharing import EVERYTHING
 
 
 class ClusteredFL(Client):
@@ -40,7 +41,7 @@ class ClusteredFL(Client):
         Sattler et al. 2020, Algorithms 1 to 3; the thresholds are those of their released code.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING
 
     def __init__(
         self,

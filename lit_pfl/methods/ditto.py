@@ -7,8 +7,8 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.payload import Payload
-from lit_pfl.two_models import TwoModels
+from lit_pfl.learners import single_optimizer
+from lit_pfl.methods.two_models import TwoModels
 
 
 class Ditto(TwoModels):
@@ -45,42 +45,47 @@ class Ditto(TwoModels):
         self._trains_common = self._trains_personal = True
         self._start: list[Tensor] = []  # w_t, while a round is trained
 
-    def configure_memory(self) -> None:  # noqa: D102
-        super().configure_memory()
-        if self.schedule == "separate" and self.task.local_epochs <= self.personal_epochs:
+    def configure_state(self) -> None:  # noqa: D102
+        super().configure_state()
+        if self.spec.local_epochs is not None:
+            self._check(self.spec.local_epochs)
+
+    def _check(self, local_epochs: int) -> None:
+        if self.schedule == "separate" and local_epochs <= self.personal_epochs:
             raise ConfigError(
-                f"model.personal_epochs={self.personal_epochs} leaves none of federation.local_epochs="
-                f"{self.task.local_epochs} for the common model; give at least {self.personal_epochs + 1} local epochs."
+                f"model.personal_epochs={self.personal_epochs} leaves none of federation.local_epochs={local_epochs} "
+                f"for the common model; give at least {self.personal_epochs + 1} local epochs."
             )
 
     def configure_optimizers(self) -> Any:  # noqa: D102
         configured = super().configure_optimizers()
         if self.schedule == "separate":
-            optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+            optimizer = single_optimizer(configured)
             optimizer.register_step_post_hook(lambda optimizer, *_: self._pull(optimizer.param_groups[0]["lr"]))
         return configured
 
     def begin_round(self) -> None:  # noqa: D102
-        self._start = [weight.detach().clone() for weight in self.backbone.parameters()]
+        self._start = [weight.detach().clone() for weight in self.learner.parameters()]
 
-    def begin_epoch(self, epoch: int) -> None:  # noqa: D102
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
+        self._check(local_epochs)
         if self.schedule == "separate":
-            self._trains_personal = epoch >= self.task.local_epochs - self.personal_epochs
+            self._trains_personal = epoch >= local_epochs - self.personal_epochs
             self._trains_common = not self._trains_personal
 
-    def objective(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of what the networks minimise that train in this epoch."""
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the sum of what the learners minimise that train in this epoch."""
         losses = []
         if self._trains_personal:
             with self.same_draws():
-                losses.append(self.loss(self.personal, self.personal(images), labels))
+                losses.append(self.personal_loss(batch, batch_idx))
             if self.lam and self.schedule == "interleaved":
                 distances = [
                     (v - w).square().sum() for v, w in zip(self.personal.parameters(), self._start, strict=True)
                 ]
                 losses.append(self.lam / 2 * torch.stack(distances).sum())
         if self._trains_common:
-            losses.append(super().objective(images, labels))
+            losses.append(super().objective(batch, batch_idx))
         return torch.stack(losses).sum()
 
     @torch.no_grad()
@@ -89,7 +94,5 @@ class Ditto(TwoModels):
             for v, w in zip(self.personal.parameters(), self._start, strict=True):
                 v.sub_(lr * self.lam * (v - w))
 
-    def upload(self) -> Payload:
-        """Return the common model. A round is over: a sleeping client keeps no copy of its start."""
-        self._start = []
-        return super().upload()
+    def end_round(self) -> None:  # noqa: D102
+        self._start = []  # a sleeping client keeps no copy

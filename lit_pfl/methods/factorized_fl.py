@@ -8,8 +8,9 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from lit_pfl.client import Client, Factorization, OptimizerCallable, Role
+from lit_pfl.client import Client, Factorization
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners import OptimizerCallable
 from lit_pfl.nn import factorized_layers
 from lit_pfl.ops import (
     cosine_similarity_matrix,
@@ -21,6 +22,7 @@ from lit_pfl.ops import (
 )
 from lit_pfl.payload import Payload
 from lit_pfl.server import MixingServer
+from lit_pfl.sharing import Role
 
 #: what is mixed, beside everything of the body that is not factorized
 MIXES: dict[str, frozenset[Role]] = {
@@ -90,10 +92,11 @@ class FactorizedFL(Client):
     @property
     def criterion(self) -> str:
         """Name of the v that clients are compared by, that of the layer before the classifier."""
-        names = [name for name, _ in factorized_layers(self.backbone.body)]
+        head = self.head_names
+        names = [name for name, _ in factorized_layers(self.learner) if f"{name}.v" not in head]
         if not names:
             raise ConfigError("model.backbone: FactorizedFL needs a convolution or a linear layer in the body.")
-        return f"backbone.body.{names[-1]}.v"
+        return f"{names[-1]}.v"
 
     def travels(self, name: str, role: Role) -> bool:  # noqa: D102
         leaf = name.rpartition(".")[2]
@@ -103,7 +106,7 @@ class FactorizedFL(Client):
     def upload(self) -> Payload:
         """Return what is mixed, and the v that clients are compared by."""
         shared = super().upload()
-        return Payload({**shared, self.criterion: self.get_parameter(self.criterion).detach()}, shared.sparse)
+        return Payload({**shared, self.criterion: self.learner.get_parameter(self.criterion).detach()}, shared.sparse)
 
     def configure_server(self) -> "FactorizedFLServer":  # noqa: D102
         mixed = "v" in self.shares

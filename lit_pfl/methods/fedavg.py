@@ -1,6 +1,7 @@
 """Federated averaging."""
 
 from lit_pfl.client import Client
+from lit_pfl.sharing import EVERYTHING
 
 
 class FedAvg(Client):
@@ -12,4 +13,4 @@ class FedAvg(Client):
         McMahan et al. 2017, Algorithm 1.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING

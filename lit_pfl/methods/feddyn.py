@@ -13,6 +13,7 @@ from lit_pfl.methods.fedprox import squared_distance
 from lit_pfl.nn import Memory
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
+from lit_pfl.sharing import EVERYTHING
 
 ALPHA = "alpha"
 
@@ -41,7 +42,7 @@ class FedDyn(Client):
         Acar et al. 2021, Algorithm 1, where the gradient of L_i that a client keeps is ``-alpha h_i``.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING
 
     deviation: Memory
 
@@ -53,7 +54,7 @@ class FedDyn(Client):
         self._own_alpha = alpha
         self._centre: dict[str, Tensor] = {}
 
-    def configure_memory(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:  # noqa: D102
         self.deviation = Memory(self.shared_weights()).zero_()
 
     def configure_server(self) -> "FedDynServer":  # noqa: D102
@@ -67,22 +68,21 @@ class FedDyn(Client):
     def begin_round(self) -> None:  # noqa: D102
         self._centre = {name: weight - self.deviation[name] for name, weight in self.shared_weights().items()}
 
-    def objective(self, images: Tensor, labels: Tensor) -> Tensor:
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss, with ``alpha (w - w_t + h_i)`` added to its gradient."""
         penalty = self._own_alpha / 2 * squared_distance(self.shared_weights(), self._centre)
         # Only the gradient counts: the value, about ||gradient||^2 / (2 alpha), would drown the loss that is reported.
-        return super().objective(images, labels) + (penalty - penalty.detach())
+        return super().objective(batch, batch_idx) + (penalty - penalty.detach())
 
-    def upload(self) -> Payload:  # noqa: D102
-        payload = super().upload()
-        if self._centre:
-            deviation = {name: payload[name] - centre for name, centre in self._centre.items()}  # h_i + w - w_t
-            # A client whose training ran away is refused by the server, which knows of no deviation; nor may the
-            # client.
-            if all(tensor.isfinite().all() for tensor in deviation.values()):
-                self.deviation.copy_(deviation)
-            self._centre = {}  # a sleeping client keeps no copy
-        return payload
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """Add how far this round went to h_i."""
+        weights = self.shared_weights()
+        deviation = {name: weights[name] - centre for name, centre in self._centre.items()}  # h_i + w - w_t
+        # A client whose training ran away is refused by the server, which knows of no deviation; nor may the client.
+        if all(tensor.isfinite().all() for tensor in deviation.values()):
+            self.deviation.copy_(deviation)
+        self._centre = {}  # a sleeping client keeps no copy
 
 
 class FedDynServer(Server):

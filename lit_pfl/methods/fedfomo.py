@@ -9,12 +9,13 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from lit_pfl.client import Client
-from lit_pfl.data import BatchLoader
+from lit_pfl.data import in_order, num_samples, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import Memory
 from lit_pfl.ops import weighted_mean
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
+from lit_pfl.sharing import EVERYTHING
 from lit_pfl_callbacks.federated_loop import load_tensors
 
 AFFINITY = "affinity"
@@ -48,7 +49,7 @@ class FedFOMO(Client):
         code.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING
 
     affinity: Tensor
     base: Memory
@@ -68,34 +69,35 @@ class FedFOMO(Client):
         self.num_models, self.epsilon, self.epsilon_decay = num_models, epsilon, epsilon_decay
         self.norm, self.val_fraction = norm, val_fraction
 
-    def configure_memory(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:  # noqa: D102
         self.base = Memory(self._network())
         self.register_buffer(AFFINITY, torch.zeros(self.num_models))
 
     def _network(self) -> dict[str, Tensor]:
-        return dict(self.backbone.state_dict(prefix="backbone."))
+        return dict(self.learner.state_dict())
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """Return which samples are trained on and which are held back: the same at any time, and in a resumed run."""
-        samples = self.data.train.dataset
-        if len(samples) == 1:
-            return samples, samples
-        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(self.task.client))
-        held = min(max(1, round(self.val_fraction * len(samples))), len(samples) - 1)
-        order = order.to(samples.device)
-        return samples[order[held:]], samples[order[:held]]
+        n = num_samples(super().training_data())
+        if n == 1:
+            return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(self.spec.client_id))
+        held = min(max(1, round(self.val_fraction * n)), n - 1)
+        return order[held:], order[:held]
 
-    def training_data(self) -> BatchLoader:
+    def training_data(self) -> Any:
         """Return the batches of what is not held back."""
-        train = self.data.train
-        return BatchLoader(
-            train.data, self._parts()[0], train.batch_size, train.label_map, shuffle=True, augment=train.augment
-        )
+        return part_of(super().training_data(), self._parts()[0])
 
-    def held_back(self) -> BatchLoader:
-        """Return the batches of what is held back."""
-        train = self.data.train
-        return BatchLoader(train.data, self._parts()[1], self.data.val.batch_size, train.label_map)
+    def held_back(self) -> Any:
+        """Return the batches of what is held back; of a client under a Trainer of its own, the validation data."""
+        if self.data is None:
+            if self.trainer.val_dataloaders is None:
+                raise ConfigError(
+                    "FedFOMO weighs models by their loss on data held back: give the Trainer a validation loader."
+                )
+            return in_order(self.trainer.val_dataloaders)
+        return in_order(part_of(super().training_data(), self._parts()[1]))
 
     def begin_round(self) -> None:  # noqa: D102
         self.base.copy_(self._network())
@@ -116,14 +118,14 @@ class FedFOMO(Client):
         base = dict(self.base.items())
         held_back = self.held_back()
 
-        load_tensors(self, base)
-        start = self.evaluate(held_back).loss
-        load_tensors(self, trained)
+        load_tensors(self.learner, base)
+        start = self.mean_loss(held_back)
+        load_tensors(self.learner, trained)
         candidates = [*models.values(), {name: trained[name] for name in self.shared_parameters()}]
         losses = []
         for candidate in candidates:
-            load_tensors(self, candidate)
-            losses.append(self.evaluate(held_back).loss)
+            load_tensors(self.learner, candidate)
+            losses.append(self.mean_loss(held_back))
 
         gains = gains_per_distance(start, losses, [self._distance(base, candidate) for candidate in candidates])
         self.affinity[: len(models)] = (gains / max(abs(float(gains.sum())), 1e-9))[:-1]
@@ -133,9 +135,9 @@ class FedFOMO(Client):
             mixture = weighted_mean(
                 [Payload(candidate) for candidate in candidates], (weights / weights.sum()).tolist()
             )
-            load_tensors(self, mixture)
+            load_tensors(self.learner, mixture)
         else:
-            load_tensors(self, base)
+            load_tensors(self.learner, base)
 
     def _distance(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
         order = {"l1": 1, "l2": 2}[self.norm]

@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lit_pfl.client import BackboneCallable, Client, OptimizerCallable
+from lit_pfl.client import Client, ClientSpec
+from lit_pfl.data import labels_of
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners import BackboneCallable, OptimizerCallable
 from lit_pfl.models import VGG9, Backbone
 from lit_pfl.nn import Memory
 from lit_pfl.ops import Matching, gather_inputs, match_units, merge_units, nearest_units, spread_inputs, unit_matrix
@@ -78,14 +80,21 @@ class FedMA(Client):
             raise ConfigError("model.factorization: FedMA matches the units of dense layers; leave it out.")
         self.matching = matching
 
-    def configure_backbone(self) -> None:  # noqa: D102
+    def configure(self, spec: ClientSpec, data_hooks: bool = False) -> None:  # noqa: D102
+        given = self.learner is not None
         common = int(torch.randint(2**31, ()))  # the same for all clients
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(np.random.default_rng([common, self.task.client]).integers(2**63)))
-            super().configure_backbone()
-        self.layers = chain(self.backbone)
+            torch.manual_seed(int(np.random.default_rng([common, spec.client_id]).integers(2**63)))
+            if given:
+                for layer in self.learner.modules():
+                    if isinstance(layer, nn.Conv2d | nn.Linear):
+                        layer.reset_parameters()
+            super().configure(spec, data_hooks)
 
-    def configure_memory(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:  # noqa: D102
+        self.layers = chain(self.learner)
+
+    def configure_state(self) -> None:  # noqa: D102
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.assignments = Memory({name: torch.arange(len(layer.weight)) for name, layer in self.layers[:-1]})
 
@@ -120,11 +129,7 @@ class FedMA(Client):
         return Payload(tensors)
 
     def _class_counts(self) -> Tensor:
-        batches = self.training_data()
-        labels = batches.data.labels[batches.dataset]
-        if batches.label_map is not None:
-            labels = batches.label_map[labels]
-        return torch.bincount(labels, minlength=self.task.num_classes).int()
+        return torch.bincount(labels_of(self.training_data()), minlength=self.layers[-1][1].weight.shape[0]).int()
 
     def download(self, reply: Mapping[str, Tensor]) -> None:
         """Take the layers that are new to this client, one after another."""
@@ -168,25 +173,32 @@ class FedMA(Client):
             torch.arange(len(own), out=own)
 
     def _put(self, layer: nn.Conv2d | nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-        layout = torch.channels_last if self.channels_last and weight.dim() == 4 else torch.contiguous_format
+        channels_last = getattr(self.learner, "channels_last", False) and weight.dim() == 4
+        layout = torch.channels_last if channels_last else torch.contiguous_format
         weight = weight.detach().clone(memory_format=layout)  # a copy: a reply is the server's own memory
         _resize(layer, weight, None if bias is None else bias.detach().clone())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state whose layers may have other numbers of units than now."""
         for name, layer in self.layers:
-            if f"{name}.weight" in state_dict:
-                weight, bias = state_dict[f"{name}.weight"], state_dict.get(f"{name}.bias")
+            if f"learner.{name}.weight" in state_dict:
+                weight, bias = state_dict[f"learner.{name}.weight"], state_dict.get(f"learner.{name}.bias")
                 _resize(layer, weight.clone(), None if bias is None else bias.clone())
         return super().load_state_dict(state_dict, *args, **kwargs)
 
 
-def chain(backbone: Backbone) -> list[tuple[str, nn.Conv2d | nn.Linear]]:
-    """Return the layers of a network that is a plain chain of them, with their names in a client.
+def chain(learner: nn.Module) -> list[tuple[str, nn.Conv2d | nn.Linear]]:
+    """Return the layers of a learner's ``backbone``, which is a plain chain of them, with their names in the learner.
 
     Raises:
         ConfigError: when it is not.
     """
+    backbone = getattr(learner, "backbone", None)
+    if not isinstance(backbone, Backbone):
+        raise ConfigError(
+            f"model.learner: FedMA matches the units of a plain chain of layers, and {type(learner).__name__} has no "
+            "attribute `backbone` that is a lit_pfl.models.Backbone."
+        )
     layers: list[tuple[str, Any]] = []
     for name, module in backbone.named_modules(prefix="backbone"):
         kind = type(module)

@@ -5,8 +5,9 @@ from typing import Any
 
 from jsonargparse.typing import NonNegativeInt
 
-from lit_pfl.client import Client, Role
+from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
+from lit_pfl.sharing import EVERYTHING, Role, needs_head
 
 
 class FedPer(Client):
@@ -26,7 +27,7 @@ class FedPer(Client):
         Arivazhagan et al. 2019, Algorithms 1 and 2.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING
 
     private: frozenset[str]
 
@@ -34,32 +35,40 @@ class FedPer(Client):
         super().__init__(**kwargs)
         self.personal_layers = personal_layers
 
-    def configure_backbone(self) -> None:  # noqa: D102
-        super().configure_backbone()
+    def configure_learner(self) -> None:  # noqa: D102
+        super().configure_learner()
+        needs_head(self.learner, self.head_names, "FedPer")
         if isinstance(self.personal_layers, int):
             self.private = last_layers(self, self.personal_layers, "model.personal_layers")
         else:
             self.private = last_layers(self, 1, "").union(*map(self._found, self.personal_layers))
 
     def _found(self, pattern: str) -> set[str]:
-        prefix = "backbone.body."
-        body = [name.removeprefix(prefix) for name in self.roles() if name.startswith(prefix)]
-        found = {prefix + name for name in body if re.search(pattern, name)}
+        roles = self.roles()
+        prefix = self._prefix_of_the_body()
+        body = [name.removeprefix(prefix) for name, role in roles.items() if role != "head"]
+        found = {
+            name for name, role in roles.items() if role != "head" and re.search(pattern, name.removeprefix(prefix))
+        }
         if not found:
             raise ConfigError(
                 f"model.personal_layers: nothing of the body is named like {pattern!r}; it has {', '.join(body)}."
             )
         return found
 
+    def _prefix_of_the_body(self) -> str:
+        body = self.encoder_module
+        return next((f"{path}." for path, module in self.learner.named_modules() if module is body), "")
+
     def travels(self, name: str, role: Role) -> bool:  # noqa: D102
         return name not in self.private and super().travels(name, role)
 
 
 def last_layers(client: Client, count: int, option: str) -> frozenset[str]:
-    """Return the names in ``state_dict()`` of the backbone's last layers.
+    """Return the names in the learner's ``state_dict()`` of its last layers.
 
     Args:
-        client: a client with a backbone.
+        client: a client with a learner.
         count: how many, the classifier being one.
         option: what the number is called, for the error.
 
@@ -75,5 +84,5 @@ def last_layers(client: Client, count: int, option: str) -> frozenset[str]:
             owner = of
         layers[-1].append(name)
     if not 0 <= count <= len(layers):
-        raise ConfigError(f"{option}={count}: the backbone has {len(layers)} layers; give 0 to {len(layers)}.")
+        raise ConfigError(f"{option}={count}: the learner has {len(layers)} layers; give 0 to {len(layers)}.")
     return frozenset(name for layer in layers[len(layers) - count :] for name in layer)

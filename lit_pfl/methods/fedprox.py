@@ -8,7 +8,7 @@ from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor
 
 from lit_pfl.client import Client
-from lit_pfl.payload import Payload
+from lit_pfl.sharing import EVERYTHING
 
 
 class FedProx(Client):
@@ -24,7 +24,7 @@ class FedProx(Client):
         Li et al. 2020 (Federated Optimization in Heterogeneous Networks), Eq. 2 and Algorithm 2.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING
 
     def __init__(self, mu: NonNegativeFloat = 0.01, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -35,15 +35,14 @@ class FedProx(Client):
         if self.mu:
             self._start = {name: weight.detach().clone() for name, weight in self.shared_weights().items()}
 
-    def objective(self, images: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
-        loss = super().objective(images, labels)
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+        loss = super().objective(batch, batch_idx)
         if self.mu:
             loss = loss + self.mu / 2 * squared_distance(self.shared_weights(), self._start)
         return loss
 
-    def upload(self) -> Payload:  # noqa: D102
+    def end_round(self) -> None:  # noqa: D102
         self._start = {}  # a sleeping client keeps no copy
-        return super().upload()
 
 
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:

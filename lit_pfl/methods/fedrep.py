@@ -3,10 +3,11 @@
 from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
+from torch import nn
 
 from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
-from lit_pfl.payload import Payload
+from lit_pfl.sharing import BODY, needs_head
 
 
 class FedRep(Client):
@@ -29,7 +30,9 @@ class FedRep(Client):
         Collins et al. 2021, Algorithm 1.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm"})
+    shares = BODY
+
+    _trained: dict[str, list[nn.Parameter]]  # by the part that they belong to
 
     def __init__(
         self, mode: Literal["alternating", "joint"] = "alternating", body_epochs: PositiveInt = 1, **kwargs: Any
@@ -37,24 +40,38 @@ class FedRep(Client):
         super().__init__(**kwargs)
         self.mode, self.body_epochs = mode, body_epochs
 
-    def configure_memory(self) -> None:  # noqa: D102
-        if self.mode == "alternating" and self.task.local_epochs <= self.body_epochs:
-            raise ConfigError(
-                f"model.body_epochs={self.body_epochs} leaves none of federation.local_epochs="
-                f"{self.task.local_epochs} for the head; give at least {self.body_epochs + 1} local epochs, "
-                "or model.mode=joint."
-            )
-        if not list(self.backbone.body.parameters()):
+    def configure_state(self) -> None:  # noqa: D102
+        if self.spec.local_epochs is not None:
+            self._check(self.spec.local_epochs)
+        head = self.head_names
+        needs_head(self.learner, head, "FedRep")
+        trained = [(name, weight) for name, weight in self.learner.named_parameters() if weight.requires_grad]
+        self._trained = {
+            "head": [weight for name, weight in trained if name in head],
+            "body": [weight for name, weight in trained if name not in head],
+        }
+        if not self._trained["body"]:
             raise ConfigError("model.backbone: FedRep trains a body, and this one has no weights.")
 
-    def begin_epoch(self, epoch: int) -> None:  # noqa: D102
-        if self.mode == "alternating":
-            trains_body = epoch >= self.task.local_epochs - self.body_epochs
-            self.backbone.body.requires_grad_(trains_body)
-            self.backbone.head.requires_grad_(not trains_body)
+    def _check(self, local_epochs: int) -> None:
+        if self.mode == "alternating" and local_epochs <= self.body_epochs:
+            raise ConfigError(
+                f"model.body_epochs={self.body_epochs} leaves none of federation.local_epochs={local_epochs} for the "
+                f"head; give at least {self.body_epochs + 1} local epochs, or model.mode=joint."
+            )
 
-    def upload(self) -> Payload:
-        """Return the body. A round is over, so nothing is frozen any more."""
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
+        self._check(local_epochs)
         if self.mode == "alternating":
-            self.backbone.requires_grad_(True)
-        return super().upload()
+            trains_body = epoch >= local_epochs - self.body_epochs
+            self._train("body", trains_body)
+            self._train("head", not trains_body)
+
+    def end_round(self) -> None:
+        """Let nothing be frozen any more."""
+        self._train("body", True)
+        self._train("head", True)
+
+    def _train(self, part: str, trains: bool) -> None:
+        for weight in self._trained[part]:
+            weight.requires_grad_(trains)

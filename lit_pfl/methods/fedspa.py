@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 import torch
 from jsonargparse.typing import PositiveInt
+from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 
 from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners import recorded, unchanged
 from lit_pfl.nn import Memory
 from lit_pfl.ops import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
 from lit_pfl.payload import Payload
@@ -68,12 +70,11 @@ class FedSpa(Client):
             raise ConfigError(f"model.prune_rate={prune_rate}: give a share from 0 to 1.")
         self.density, self.prune_rate, self.rounds = density, prune_rate, rounds
         self.regrow, self.common_masks = regrow, common_masks
-        self._trained = False
 
-    def configure_memory(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:  # noqa: D102
         weights = {name: weight for name, weight in self.shared_weights().items() if weight.dim() > 1}
         densities = erk_densities({name: weight.shape for name, weight in weights.items()}, self.density)
-        seed = int(torch.randint(2**31, ())) + (0 if self.common_masks else 1 + self.task.client)
+        seed = int(torch.randint(2**31, ())) + (0 if self.common_masks else 1 + self.spec.client_id)
         generator = torch.Generator().manual_seed(seed)
         active = {name: max(1, round(densities[name] * weight.numel())) for name, weight in weights.items()}
         self.masks = Memory({name: random_mask(w.shape, active[name], generator) for name, w in weights.items()})
@@ -89,7 +90,7 @@ class FedSpa(Client):
     @torch.no_grad()
     def begin_round(self) -> None:  # noqa: D102
         for name, mask in self.masks.items():
-            weight = self.get_parameter(name)
+            weight = self.learner.get_parameter(name)
             weight.masked_fill_(~mask, 0)
             for optimizer in self.trainer.optimizers:
                 # the momentum of a weight that was active before would move it
@@ -97,25 +98,34 @@ class FedSpa(Client):
                     if isinstance(value, Tensor) and value.shape == weight.shape:
                         value.masked_fill_(~mask, 0)
         self.anchor.copy_(self.shared_parameters())
-        self._trained = True
+
+    def initial(self) -> Payload:
+        """Return the initial weights and masks."""
+        self.configure_model()
+        return Payload({**self.shared_parameters(), MASKS: pack_bits(self.masks.buffers())})
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """Exchange some of the active weights."""
+        if self.regrow != "none":
+            self._exchange_weights()
+
+    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+        self.round_number.copy_(reply[ROUND])
+        super().download({name: tensor for name, tensor in reply.items() if name != ROUND})
 
     @torch.no_grad()
     def upload(self) -> Payload:
-        """Return what was sent less what training made of it, and the new masks. On joining: initial weights, masks."""
-        shared = self.shared_parameters()
-        if not self._trained:
-            return Payload({**shared, MASKS: pack_bits(self.masks.buffers())})
-        self._trained = False
-        update = {name: self.anchor[name] - tensor for name, tensor in shared.items()}
+        """Return what was sent less what training made of it, and the new masks."""
+        update = {name: self.anchor[name] - tensor for name, tensor in self.shared_parameters().items()}
         if self.regrow != "none":
-            self._exchange_weights()
             update[MASKS] = pack_bits(self.masks.buffers())
         return Payload(update, sparse=self.masks)
 
     def _exchange_weights(self) -> None:
         completed = min(int(self.round_number) - 1, self.rounds)
         share = self.prune_rate / 2 * (1 + math.cos(math.pi * completed / self.rounds))
-        weights = {name: self.get_parameter(name) for name in self.masks}
+        weights = {name: self.learner.get_parameter(name) for name in self.masks}
         scores = self._gradients(list(weights.values())) if self.regrow == "gradient" else None
         for i, (name, weight) in enumerate(weights.items()):
             mask, score = self.masks[name], torch.rand_like(weight) if scores is None else scores[i].abs()
@@ -123,10 +133,10 @@ class FedSpa(Client):
 
     def _gradients(self, weights: list[Tensor]) -> Sequence[Tensor]:
         """Return gradients of a training batch, at masked weights too; running statistics stay as they are."""
-        images, labels = next(iter(self.training_data()))
-        before = [(buffer, buffer.clone()) for buffer in self.backbone.buffers()]
-        with torch.enable_grad():
-            loss = self.objective(images, labels)
+        batch = move_data_to_device(next(iter(self.training_data())), self.device)
+        before = [(buffer, buffer.clone()) for buffer in self.learner.buffers()]
+        with torch.enable_grad(), unchanged(self.learner), recorded(self.learner):
+            loss = self.objective(batch, 0)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
         for buffer, value in before:
             buffer.copy_(value)

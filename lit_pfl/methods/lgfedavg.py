@@ -4,8 +4,9 @@ from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
-from lit_pfl.client import Client, Role
+from lit_pfl.client import Client
 from lit_pfl.methods.fedper import last_layers
+from lit_pfl.sharing import EVERYTHING, Role, needs_head
 
 
 class LGFedAvg(Client):
@@ -27,7 +28,7 @@ class LGFedAvg(Client):
         Liang et al. 2020, Algorithm 1.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING
 
     common: frozenset[str]
 
@@ -35,8 +36,9 @@ class LGFedAvg(Client):
         super().__init__(**kwargs)
         self.shared_layers = shared_layers
 
-    def configure_backbone(self) -> None:  # noqa: D102
-        super().configure_backbone()
+    def configure_learner(self) -> None:  # noqa: D102
+        super().configure_learner()
+        needs_head(self.learner, self.head_names, "LGFedAvg")
         self.common = last_layers(self, self.shared_layers, "model.shared_layers")
 
     def travels(self, name: str, role: Role) -> bool:  # noqa: D102

@@ -1,22 +1,25 @@
 """Per-FedAvg: a common model that one step makes a client's own."""
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
+from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lit_pfl.client import Client, Score, evaluating
-from lit_pfl.data import BatchLoader
+from lit_pfl.client import Client
+from lit_pfl.data import in_batches_of, in_order, num_samples
+from lit_pfl.learners import Step, evaluating, recorded, size_of, split_batch, unchanged
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
+from lit_pfl.sharing import EVERYTHING
+from lit_pfl_callbacks.federated_loop import load_tensors
 
 Weights = Mapping[str, Tensor]
-Batch = tuple[Tensor, Tensor]
 
 
 class PerFedAvg(Client):
@@ -56,7 +59,7 @@ class PerFedAvg(Client):
         beta = 0.001.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING
 
     def __init__(
         self,
@@ -70,7 +73,6 @@ class PerFedAvg(Client):
         super().__init__(**kwargs)
         self.alpha, self.order, self.delta = alpha, order, delta
         self.inner_statistics, self.weighting = inner_statistics, weighting
-        self.is_adapted = False
 
     @property
     def parts(self) -> int:
@@ -80,94 +82,73 @@ class PerFedAvg(Client):
     def configure_server(self) -> Server:  # noqa: D102
         return {"uniform": UniformServer, "samples": Server}[self.weighting]()
 
-    def training_data(self) -> BatchLoader:
-        """Return batches that can be divided into ``parts`` of the usual size."""
-        batches = copy.copy(self.data.train)
-        batches.batch_size *= self.parts
-        return batches
+    def training_data(self) -> Any:
+        """Return batches that divide into ``parts`` of the usual size; a Trainer's own are divided as they come."""
+        batches = super().training_data()
+        return batches if self.data is None else in_batches_of(batches, batches.batch_size * self.parts)
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def plain_objective(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return f on a batch, at the weights that the backbone has now: what FedAvg's clients minimise."""
-        return super().objective(images, labels)
-
-    def objective(self, images: Tensor, labels: Tensor) -> Tensor:
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         """Return a scalar whose gradient by w is the step's, and whose value is ``f(w~; D2)``."""
-        inner, outer, *probe = self._divide(images, labels)
+        inner, outer, *probe = split_batch(batch, self.parts)
         weights = self._weights()
-        gradient = self._gradient(weights, inner)
+        with recorded(self.learner):
+            gradient = self._gradient(weights, inner, batch_idx)
         stepped = {name: w - self.alpha * gradient[name] for name, w in weights.items()}
-        loss = self._objective_at(stepped, outer)  # its gradient by w is the one by w~, since w~ = w - a constant
+        # its gradient by w is the one by w~, since w~ = w - a constant
+        loss = self._loss_at(stepped, outer, batch_idx)
         if self.order == "first":
             return loss
         g = _gradients(loss, weights)
-        # Both sides of the difference see the same dropout, else it would be that of two functions.
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            above = self._gradient({name: w + self.delta * g[name] for name, w in weights.items()}, *probe)
-        below = self._gradient({name: w - self.delta * g[name] for name, w in weights.items()}, *probe)
+        with recorded(self.learner):
+            # Both sides of the difference see the same dropout, else it would be that of two functions.
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                above = self._gradient(_moved(weights, g, self.delta), probe[0], batch_idx)
+            below = self._gradient(_moved(weights, g, -self.delta), probe[0], batch_idx)
         linear = [
             ((g[name] - self.alpha * (above[name] - below[name]) / (2 * self.delta)) * (w - w.detach())).sum()
             for name, w in weights.items()
         ]
         return loss.detach() + sum(linear)
 
-    def _divide(self, images: Tensor, labels: Tensor) -> list[Batch]:
-        if len(labels) < 2 * self.parts:
-            return [(images, labels)] * self.parts
-        return list(zip(images.tensor_split(self.parts), labels.tensor_split(self.parts), strict=True))
-
     def _weights(self) -> dict[str, Tensor]:
-        return {name: weight for name, weight in self.backbone.named_parameters() if weight.requires_grad}
+        return {name: weight for name, weight in self.learner.named_parameters() if weight.requires_grad}
 
-    def _gradient(self, weights: Weights, batch: Batch) -> dict[str, Tensor]:
+    def _gradient(self, weights: Weights, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Return the gradient of f at given weights, as constants."""
         at = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-        return _gradients(self._objective_at(at, batch, self.inner_statistics), at)
+        return _gradients(self._loss_at(at, batch, batch_idx, self.inner_statistics), at)
 
-    def _objective_at(self, weights: Weights, batch: Batch, statistics: bool = True) -> Tensor:
+    def _loss_at(self, weights: Weights, batch: Any, batch_idx: int, statistics: bool = True) -> Tensor:
         """Return f at given weights; ``statistics``: whether running statistics follow."""
-        buffers = {} if statistics else {name: buffer.clone() for name, buffer in self.backbone.named_buffers()}
-        tensors = {f"client.backbone.{name}": tensor for name, tensor in {**weights, **buffers}.items()}
-        return functional_call(_Objective(self), tensors, batch)
+        buffers = {} if statistics else {name: buffer.clone() for name, buffer in self.learner.named_buffers()}
+        tensors = {f"learner.{name}": tensor for name, tensor in {**weights, **buffers}.items()}
+        loss = functional_call(Step(self.learner), tensors, (batch, batch_idx))
+        if not self._penalizes:
+            return loss
+        return loss + functional_call(_Penalty(self), tensors)
 
     # ------------------------------------------------------------------------------------------------------ evaluating
 
     @contextmanager
-    def adapted(self) -> Iterator[None]:
+    def personalized(self) -> Iterator[L.LightningModule]:
         """Take one inner step on the client's own training data; put the model back afterwards."""
-        train, weights = self.data.train, self._weights()
-        batches = BatchLoader(train.data, train.dataset, train.batch_size, train.label_map)
-        with evaluating(self), torch.inference_mode(False), torch.enable_grad():
+        batches, weights = in_order(super().training_data()), self._weights()
+        n = num_samples(batches)
+        with torch.inference_mode(False), torch.enable_grad():
             gradient = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-            for images, labels in batches:
-                if self.channels_last:
-                    images = images.contiguous(memory_format=torch.channels_last)
-                for name, part in _gradients(self.plain_objective(images, labels), weights).items():
-                    gradient[name] += part * (len(labels) / len(train.dataset))
+            with evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
+                for index, batch in enumerate(batches):
+                    batch = move_data_to_device(batch, self.device)
+                    for name, part in _gradients(self.loss(self.learner, batch, index), weights).items():
+                        gradient[name] += part * (size_of(batch) / n)
         before = {name: weight.detach().clone() for name, weight in weights.items()}
-        self._set({name: weight - self.alpha * gradient[name] for name, weight in before.items()})
-        self.is_adapted = True
+        load_tensors(self.learner, {name: weight - self.alpha * gradient[name] for name, weight in before.items()})
         try:
-            yield
+            yield self.learner
         finally:
-            self._set(before)
-            self.is_adapted = False
-
-    @torch.no_grad()
-    def _set(self, weights: Weights) -> None:
-        for name, weight in self._weights().items():
-            weight.copy_(weights[name])
-
-    def evaluate(self, batches: Iterable[Batch]) -> Score:  # noqa: D102
-        with self.adapted():
-            return super().evaluate(batches)
-
-    def predict(self, images: Tensor) -> Tensor:  # noqa: D102
-        if self.is_adapted:
-            return super().predict(images)
-        with self.adapted():
-            return super().predict(images)
+            load_tensors(self.learner, before)
 
 
 class UniformServer(Server):
@@ -177,15 +158,20 @@ class UniformServer(Server):
         return [1 / len(uploads)] * len(uploads)
 
 
-class _Objective(nn.Module):
-    """A client's objective as a forward pass, so that it can be had at other weights."""
+class _Penalty(nn.Module):
+    """The L1 norm of a learner's masks as a forward pass, so that it can be had at other weights."""
 
     def __init__(self, client: PerFedAvg) -> None:
         super().__init__()
-        self.client = client
+        self.learner = client.learner
+        self.penalty = client.penalty
 
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.client.plain_objective(images, labels)
+    def forward(self) -> Tensor:
+        return self.penalty(self.learner)
+
+
+def _moved(weights: Weights, direction: Weights, step: float) -> dict[str, Tensor]:
+    return {name: weight + step * direction[name] for name, weight in weights.items()}
 
 
 def _gradients(loss: Tensor, weights: Weights) -> dict[str, Tensor]:

@@ -4,9 +4,10 @@ from typing import Any
 
 from jsonargparse.typing import NonNegativeFloat
 
-from lit_pfl.client import Client, Role
+from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import RankRule, hadamard, hadamard_layers
+from lit_pfl.sharing import Role
 
 
 class PFedPara(Client):
@@ -34,7 +35,7 @@ class PFedPara(Client):
         Nam et al. 2022, Propositions 1 and 2, and pFedPara.
     """
 
-    shares = frozenset({"body", "norm", "head"})
+    shares: frozenset[Role] = frozenset({"body", "norm", "head"})
 
     private: frozenset[str]
 
@@ -50,12 +51,13 @@ class PFedPara(Client):
             raise ConfigError("model.factorization: PFedPara has weights of a form of its own; leave it out.")
         self.ratio, self.rank_rule, self.personal = ratio, rank_rule, personal
 
-    def configure_backbone(self) -> None:  # noqa: D102
-        super().configure_backbone()
-        self.backbone.body = hadamard(self.backbone.body, self.ratio, self.rank_rule, self.personal)
+    def configure_learner(self) -> None:  # noqa: D102
+        super().configure_learner()
+        head = self.head_names
+        hadamard(self.learner, self.ratio, self.rank_rule, self.personal, keep=lambda path: f"{path}.weight" in head)
         self.private = frozenset(
             f"{name}.{factor}"
-            for name, layer in hadamard_layers(self)
+            for name, layer in hadamard_layers(self.learner)
             for factor, _ in layer.w2.named_parameters(prefix="w2")
             if self.personal
         )

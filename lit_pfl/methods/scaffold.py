@@ -9,10 +9,12 @@ from torch import Tensor
 
 from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners import single_optimizer
 from lit_pfl.nn import Memory
 from lit_pfl.ops import weighted_mean
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
+from lit_pfl.sharing import EVERYTHING
 
 CONTROL = "control."
 
@@ -40,7 +42,7 @@ class Scaffold(Client):
         Karimireddy et al. 2020, Algorithm 1, option II.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING
 
     control: Memory
 
@@ -50,9 +52,10 @@ class Scaffold(Client):
         self._of_all: dict[str, Tensor] = {}  # c
         self._start: dict[str, Tensor] = {}  # w_t
         self._correction: dict[str, Tensor] = {}  # c - c_i
+        self._change: dict[str, Tensor] = {}  # of c_i, until it is uploaded and the next round begins
         self._sum_of_lr = 0.0
 
-    def configure_memory(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:  # noqa: D102
         self.control = Memory(self.shared_weights()).zero_()
 
     def configure_server(self) -> "ScaffoldServer":  # noqa: D102
@@ -60,7 +63,7 @@ class Scaffold(Client):
 
     def configure_optimizers(self) -> Any:  # noqa: D102
         configured = super().configure_optimizers()
-        optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+        optimizer = single_optimizer(configured)
         plain = type(optimizer) is torch.optim.SGD and all(
             not group["momentum"] and not group["maximize"] for group in optimizer.param_groups
         )
@@ -82,30 +85,35 @@ class Scaffold(Client):
     def begin_round(self) -> None:  # noqa: D102
         self._start = {name: weight.detach().clone() for name, weight in self.shared_weights().items()}
         self._correction = {name: self._of_all[name].to(own.device) - own for name, own in self.control.items()}
-        self._sum_of_lr = 0.0
+        self._sum_of_lr, self._change = 0.0, {}
 
-    def objective(self, images: Tensor, labels: Tensor) -> Tensor:
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss, with c - c_i added to its gradient."""
         # Zeros that have a gradient, so that the training loss that is reported stays the loss.
         zeros = [
             ((weight - weight.detach()) * self._correction[name]).sum()
             for name, weight in self.shared_weights().items()
         ]
-        return super().objective(images, labels) + torch.stack(zeros).sum()
+        return super().objective(batch, batch_idx) + torch.stack(zeros).sum()
+
+    def end_round(self) -> None:  # noqa: D102
+        self._change = self._renew_control()
+        self._of_all, self._start, self._correction = {}, {}, {}  # a sleeping client keeps none of them
 
     def upload(self) -> Payload:
-        """Return the weights and the change of c_i, after a round; when joining, something of the same lay-out."""
-        change = dict(self.control.items())
-        if self._start:
-            change = self._renew_control()
-            self._of_all, self._start, self._correction = {}, {}, {}  # a sleeping client keeps none of them
+        """Return the weights and the change of c_i in this round, zero on joining."""
+        change = self._change or {name: torch.zeros_like(own) for name, own in self.control.items()}
         payload = super().upload()
         return Payload({**payload, **{CONTROL + name: tensor for name, tensor in change.items()}}, payload.sparse)
+
+    def fall_asleep(self) -> tuple[float, int]:  # noqa: D102
+        self._change = {}
+        return super().fall_asleep()
 
     @torch.no_grad()
     def _renew_control(self) -> dict[str, Tensor]:
         if not self._sum_of_lr:  # no step at all: nothing to read off
-            return {name: torch.zeros_like(own) for name, own in self.control.items()}
+            return {}
         change = {
             name: (self._start[name] - weight) / self._sum_of_lr - self._of_all[name].to(weight.device)
             for name, weight in self.shared_weights().items()

@@ -5,12 +5,17 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lit_pfl.client import Client, Factorization, evaluating
+from lit_pfl.client import Client, Factorization
+from lit_pfl.errors import ConfigError
+from lit_pfl.evaluation import mean_loss
+from lit_pfl.nn import Memory
 from lit_pfl.ops import cosine_similarity_matrix, least_similar, most_similar, random_others, softmax_over
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, MixingServer
+from lit_pfl.sharing import EVERYTHING
 
 Match = Literal["best", "random", "worst"]
 CRITERIA, EMBEDDING = "criteria_input", "embedding"
@@ -35,9 +40,9 @@ class SimFed(Client):
         SimFed, Eq. 1 to 8 and Algorithm 1.
     """
 
-    shares = frozenset({"body", "u", "v", "mu", "norm", "head"})
+    shares = EVERYTHING
 
-    criteria_input: Tensor
+    criteria_input: Memory
 
     def __init__(
         self,
@@ -50,21 +55,76 @@ class SimFed(Client):
         super().__init__(factorization=factorization, **kwargs)
         self.tau, self.alpha, self.match = tau, alpha, match
 
-    def configure_backbone(self) -> None:  # noqa: D102
-        super().configure_backbone()
-        self.register_buffer(CRITERIA, self._blank_image())
+    def configure_state(self) -> None:  # noqa: D102
+        if self.encoder_module is None:
+            raise ConfigError(
+                "model.encoder: SimFed compares what encoders make of an input; say which part of "
+                f"{type(self.learner).__name__} is one (--model.encoder net.encoder), or give it an attribute `body`."
+            )
+        if self.spec.example is None:
+            raise ConfigError(
+                f"model.learner: SimFed makes noise in the shape of an input; give {type(self.learner).__name__} an "
+                "example_input_array."
+            )
+        self.criteria_input = Memory({name: torch.zeros_like(x) for name, x in self._inputs().items()})
+
+    def _inputs(self) -> dict[str, Tensor]:
+        """Return those tensors of the example that noise takes the place of, by the names they travel under."""
+        inputs = noisy_tensors(self.spec.example)
+        return {CRITERIA if len(inputs) == 1 else f"{CRITERIA}.{i}": x for i, x in enumerate(inputs)}
 
     def configure_server(self) -> "SimFedServer":  # noqa: D102
-        noise = torch.randn_like(self._blank_image())
+        noise = {name: noise_like(x) for name, x in self._inputs().items()}
         return SimFedServer(self.tau, self.alpha, noise, self.match, seed=int(torch.randint(2**31, ())))
 
+    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+        noise = {name: reply[name] for name in self.criteria_input if name in reply}
+        if noise:
+            self.criteria_input.copy_(noise)
+        super().download({name: tensor for name, tensor in reply.items() if name not in noise})
+
     @torch.no_grad()
+    def embedding(self) -> Tensor:
+        """Return the (d,) embedding of the criteria input, Eq. 2."""
+        noise = dict(self.criteria_input.items())
+        drawn = {id(x): noise[name] for name, x in self._inputs().items()}
+        batch = apply_to_collection(self.spec.example, Tensor, lambda x: drawn.get(id(x), x).to(self.device))  # type: ignore[union-attr]
+        seen: list[Any] = []
+        assert self.encoder_module is not None
+        handle = self.encoder_module.register_forward_hook(lambda module, args, output: seen.append(output))
+        try:
+            mean_loss(self.learner, [batch])
+        finally:
+            handle.remove()
+        first = next((x for x in _tensors(seen) if x.is_floating_point()), None)
+        if first is None:
+            raise ConfigError(
+                f"model.encoder: training_step of {type(self.learner).__name__} does not call this part, or gets no "
+                "tensor from it; name another."
+            )
+        return first.flatten()
+
     def upload(self) -> Payload:
-        """Return the factors and the (d,) embedding of the criteria input, Eq. 2."""
-        with evaluating(self):
-            embedding = self.backbone.body(self.criteria_input).flatten()
+        """Return the factors and the embedding of the criteria input."""
         factors = super().upload()
-        return Payload({**factors, EMBEDDING: embedding}, factors.sparse)
+        return Payload({**factors, EMBEDDING: self.embedding()}, factors.sparse)
+
+
+def noisy_tensors(example: Any) -> list[Tensor]:
+    """Return those tensors of a batch that Gaussian noise can stand for; without any, those of whole numbers."""
+    tensors = [x for x in _tensors(example) if x.dim()]
+    return [x for x in tensors if x.is_floating_point()] or tensors
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    return found
+
+
+def noise_like(x: Tensor) -> Tensor:
+    """Return Gaussian noise in the shape of a tensor; for whole numbers, any from 0 to the largest."""
+    return torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, int(x.max()) + 1)
 
 
 class SimFedServer(MixingServer):
@@ -73,12 +133,14 @@ class SimFedServer(MixingServer):
     Args:
         tau: see :class:`SimFed`.
         alpha: see :class:`SimFed`.
-        criteria_input: (1, C, H, W) image sent to every client once.
+        criteria_input: tensors of noise sent to every client once, by name; (1, C, H, W) for images.
         match: see :class:`SimFed`.
         seed: of random matches.
     """
 
-    def __init__(self, tau: float, alpha: float, criteria_input: Tensor, match: Match = "best", seed: int = 0) -> None:
+    def __init__(
+        self, tau: float, alpha: float, criteria_input: Mapping[str, Tensor], match: Match = "best", seed: int = 0
+    ) -> None:
         self.tau, self.alpha, self.criteria_input = tau, alpha, criteria_input
         self.match, self.seed = match, seed
 
@@ -96,4 +158,4 @@ class SimFedServer(MixingServer):
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
-        self.model = Payload({**self.model, CRITERIA: self.criteria_input}, self.model.sparse)
+        self.model = Payload({**self.model, **self.criteria_input}, self.model.sparse)

@@ -229,7 +229,11 @@ class HadamardConv2d(_Hadamard, ComposedConv2d):
 
 
 def hadamard(
-    module: nn.Module, ratio: float = 0.72, rank_rule: RankRule = "ratio", personal: bool = False
+    module: nn.Module,
+    ratio: float = 0.72,
+    rank_rule: RankRule = "ratio",
+    personal: bool = False,
+    keep: Callable[[str], bool] = lambda path: False,
 ) -> nn.Module:
     """Replace every ``Conv2d`` and ``Linear`` inside a module by its Hadamard kind, freshly drawn, in place.
 
@@ -260,7 +264,7 @@ def hadamard(
         window, how = (height, width), geometry(layer)
         return HadamardConv2d(layer.in_channels, out, window, **how, bias=bias, rank=chosen, personal=personal)
 
-    return replace_layers(module, make)
+    return replace_layers(module, make, keep)
 
 
 def hadamard_layers(module: nn.Module) -> Iterator[tuple[str, _Hadamard]]:

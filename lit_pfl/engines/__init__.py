@@ -1,0 +1,42 @@
+"""Where clients run. The federation and whoever runs a server know this interface only."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import lightning as L
+from torch import Tensor
+
+from lit_pfl.payload import Payload
+
+
+class Trains(Protocol):
+    """What a round needs: somebody who lets clients train."""
+
+    def train(self, replies: Mapping[int, Payload]) -> Mapping[int, Mapping[str, Tensor]]:
+        """Let clients load their replies and train a round.
+
+        Args:
+            replies: by client id.
+
+        Returns:
+            Their uploads, by client id. A client whose fit ended by itself has none.
+        """
+
+
+class Engine(Trains, Protocol):
+    """Runs a federation's clients, wherever they are."""
+
+    def evaluate(self, client: int, split: Any, reply: Payload | None, trainer: L.Trainer) -> Any:
+        """Score a client's personalized model, with a reply loaded or as it is; leave it as it was."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that resumed clients need."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of :meth:`state_dict`."""
+
+    def stop(self) -> None:
+        """End all clients in good order."""
+
+    def abort(self) -> None:
+        """End all clients at once, as after an error."""

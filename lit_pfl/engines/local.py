@@ -1,0 +1,156 @@
+"""All clients in this process, one awake at a time."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import move_data_to_device
+from torch import Tensor
+
+from lit_pfl.client import Client
+from lit_pfl.errors import ConfigError
+from lit_pfl.evaluation import Score, Split, score
+from lit_pfl.learners import call_step, evaluating
+from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean
+from lit_pfl.links import LocalHub
+from lit_pfl.payload import Payload
+from lit_pfl_callbacks import FederatedLoop
+
+MakeTrainer = Callable[[FederatedLoop, MemoryCheckpointIO], L.Trainer]
+
+
+class LocalEngine:
+    """Runs a federation's clients: every one's own Trainer sleeps in a :class:`~lit_pfl.links.LocalHub`.
+
+    A client's Trainer is made when it first takes part. A client that is resumed joins again, and is told where the
+    federation stands.
+
+    Args:
+        clients: the clients by id.
+        seed: the seed from which the clients' random streams are drawn.
+        local_epochs: epochs that a client trains in a round.
+        make_trainer: makes a client's Trainer around the callback that joins it and the place for its checkpoints.
+
+    Attributes:
+        clients: the clients by id.
+        train_loss: sum of the training loss over samples, and number of samples, since it was last set to zero.
+    """
+
+    def __init__(self, clients: dict[int, Client], seed: int, local_epochs: int, make_trainer: MakeTrainer) -> None:
+        self.clients = clients
+        self.hub = LocalHub(seed)
+        self.local_epochs = local_epochs
+        self.make_trainer = make_trainer
+        self.train_loss = (0.0, 0)
+        self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def train(self, replies: Mapping[int, Payload]) -> dict[int, Mapping[str, Tensor]]:
+        """Let clients load their replies and train a round, one after another; return their uploads."""
+        return {client: self._train(client, reply) for client, reply in replies.items()}
+
+    def _train(self, client: int, reply: Payload) -> Mapping[str, Tensor]:
+        if client not in self.hub:
+            self._add_fit(client)
+            self.hub.start(client)
+        upload = self.hub.resume(client, reply)
+        if upload is None:
+            raise ConfigError(
+                f"Client {client}: its fit ended before the round did. Nothing may end it, neither the method nor a "
+                "callback of federation.client_trainer."
+            )
+        loss, n = self.clients[client].fall_asleep()
+        self.train_loss = (self.train_loss[0] + loss, self.train_loss[1] + n)
+        return upload
+
+    def _add_fit(self, client: int) -> None:
+        module = self.clients[client]
+        assert module.data is not None
+        loop = FederatedLoop(self.hub.link, every_n_epochs=self.local_epochs, num_samples=module.data.num_samples)
+        memory = MemoryCheckpointIO()
+        trainer = self.make_trainer(loop, memory)
+        make_lean(trainer, module, loop)
+        restored = self._restored.pop(client, None)
+        if restored is not None:
+            memory.checkpoint = restored
+        path, batches = None if restored is None else "memory", module.training_data()
+        self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
+
+    def stop(self) -> None:
+        """End all fits in good order; they can be taken up again."""
+        self._restored |= {client: self._state(client) for client in self.clients if client in self.hub}
+        self.hub.stop()
+
+    def abort(self) -> None:
+        """End all fits at once, as after an error."""
+        self.hub.abort()
+
+    # ------------------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate(self, client: int, split: Split, reply: Payload | None, trainer: L.Trainer) -> Score:
+        """Score a client's personalized model on its own data.
+
+        Args:
+            client: the client's id.
+            split: which data.
+            reply: what to load first; the client is put back afterwards.
+            trainer: whom a learner that has never trained may ask how things are.
+        """
+        with self._shown(client, reply, trainer) as learner:
+            return score(learner, getattr(self.clients[client].data, split), split)
+
+    def predict(self, client: int, reply: Payload | None, trainer: L.Trainer) -> list[Any]:
+        """Return what a client's personalized model predicts on its test data, batch by batch; see :meth:`evaluate`."""
+        module = self.clients[client]
+        assert module.data is not None
+        with self._shown(client, reply, trainer) as learner, evaluating(learner), torch.no_grad():
+            return [
+                call_step(learner, "predict_step", move_data_to_device(batch, learner.device), index)
+                for index, batch in enumerate(module.data.test)
+            ]
+
+    @contextmanager
+    def _shown(self, client: int, reply: Payload | None, trainer: L.Trainer) -> Iterator[L.LightningModule]:
+        module = self.clients[client]
+        with lent_trainer(module, trainer):
+            if reply is None:
+                with module.personalized() as learner:
+                    yield learner
+                return
+            before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+            module.download(reply)
+            try:
+                with module.personalized() as learner:
+                    yield learner
+            finally:
+                module.load_state_dict(before)
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return clients with optimizers and schedulers, and their random streams."""
+        return {
+            "clients": {client: self._state(client) for client in self.clients},
+            "streams": {client: stream.state_dict() for client, stream in self.hub.streams.items()},
+        }
+
+    def _state(self, client: int) -> dict[str, Any]:
+        module = self.clients[client]
+        if client in self.hub:
+            module.trainer.save_checkpoint("memory", weights_only=False)
+            memory = module.trainer.strategy.checkpoint_io
+            assert isinstance(memory, MemoryCheckpointIO)
+            return memory.checkpoint
+        return self._restored.get(client, {"state_dict": module.state_dict()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of :meth:`state_dict`."""
+        for client, own in state["clients"].items():
+            self.clients[client].load_state_dict(own["state_dict"])
+            if "loops" in own:
+                self._restored[client] = own
+        for client, stream in state["streams"].items():
+            self.hub.stream(client).load_state_dict(stream)

@@ -1,0 +1,136 @@
+"""How well clients do: scoring a learner by its own steps, and summing up over clients."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+from typing import Any, Literal, NamedTuple
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import move_data_to_device
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lit_pfl.learners import SkipBatch, call_step, evaluating, loss_of, recorded, size_of, unchanged
+from lit_pfl.lightning_internals import in_hook
+
+Split = Literal["val", "test"]
+STAGES: dict[str, str] = {"val": "validation", "test": "test"}
+LOSS = re.compile(r"(^|[/_.])loss$")
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a model does on some samples.
+
+    Args:
+        n: number of samples.
+        values: every metric that the learner logs, by name; empty without samples.
+        higher_is_better: of those metrics that say so.
+    """
+
+    n: int
+    values: Mapping[str, float]
+    higher_is_better: Mapping[str, bool] = field(default_factory=dict)
+
+
+class Row(NamedTuple):
+    """One client's score, a line of ``clients.csv``."""
+
+    client: int
+    round: int
+    split: str
+    model: str
+    n: int
+    scores: Mapping[str, float]
+
+
+def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> Score:
+    """Score a learner by its own ``validation_step`` or ``test_step``, outside of a Trainer's loops.
+
+    What it logs there and in the hooks around it is what it is scored by. A learner without the one step is scored by
+    the other, one with neither by the loss of its ``training_step``, in evaluation mode. The learner is left as it was.
+
+    Args:
+        learner: the learner.
+        batches: the samples.
+        split: which of them: validation or test data.
+    """
+    stages = [STAGES[split], *(stage for stage in STAGES.values() if stage != STAGES[split])]
+    stage = next((s for s in stages if is_overridden(f"{s}_step", learner)), None)
+    if stage is None:
+        n, loss = mean_loss(learner, batches)
+        return Score(n, {"loss": loss} if n else {})
+    n = 0
+    with torch.no_grad(), evaluating(learner), unchanged(learner), recorded(learner) as record:
+        for hook in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
+            _tell(learner, hook)
+        for index, batch in enumerate(batches):
+            batch = move_data_to_device(batch, learner.device)
+            record.batch_size = size_of(batch)
+            _tell(learner, f"on_{stage}_batch_start", batch, index)
+            outputs = call_step(learner, f"{stage}_step", batch, index)
+            _tell(learner, f"on_{stage}_batch_end", outputs, batch, index)
+            n += record.batch_size
+        if n:
+            _tell(learner, f"on_{stage}_epoch_end")
+            _tell(learner, f"on_{stage}_end")
+        return Score(n, record.compute() if n else {}, record.directions)
+
+
+def _tell(learner: L.LightningModule, hook: str, *args: Any) -> None:
+    if is_overridden(hook, learner):
+        with in_hook(learner, hook):
+            getattr(learner, hook)(*args)
+
+
+def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, float]:
+    """Return the number of samples and the mean loss of ``training_step`` on them, in evaluation mode, NaN without any.
+
+    The learner is left as it was; what it logs is not shown.
+    """
+    n, total = 0, 0.0
+    with torch.no_grad(), evaluating(learner), unchanged(learner), recorded(learner):
+        for index, batch in enumerate(batches):
+            batch = move_data_to_device(batch, learner.device)
+            size = size_of(batch)
+            try:
+                total += float(loss_of(call_step(learner, "training_step", batch, index))) * size
+            except SkipBatch:
+                continue
+            n += size
+    return n, total / n if n else math.nan
+
+
+def summary(rows: list[Row], split: str, higher_is_better: Mapping[str, bool]) -> dict[str, float]:
+    """Summarise scores over clients, each client counting once; clients without samples do not count.
+
+    Args:
+        rows: the scores.
+        split: which of them.
+        higher_is_better: the directions of metrics that have one.
+
+    Returns:
+        For every metric ``{split}/{name}``, the mean; its standard deviation ``{name}_std`` over clients; and where
+        its direction is known, ``{name}_worst10``, the mean over the worst tenth of clients (at least one). Of a loss
+        the mean only.
+    """
+    scored = [row for row in rows if row.split == split and row.n]
+    names = dict.fromkeys(name for row in scored for name in row.scores)
+    metrics: dict[str, float] = {}
+    for name in names:
+        values = sorted(row.scores[name] for row in scored if name in row.scores)
+        metrics[f"{split}/{name}"] = fmean(values)
+        if LOSS.search(name):
+            continue
+        metrics[f"{split}/{name}_std"] = pstdev(values)
+        if (higher := higher_is_better.get(name)) is not None:
+            metrics[f"{split}/{name}_worst10"] = fmean(worst_tenth(values, higher))
+    return metrics
+
+
+def worst_tenth(values: list[float], higher_is_better: bool) -> list[float]:
+    """Return the worst tenth of sorted values, at least one."""
+    count = math.ceil(len(values) / 10)
+    return values[:count] if higher_is_better else values[-count:]

@@ -1,0 +1,27 @@
+"""What clients train: the built-in image classifier, and how anybody's LightningModule is taken in."""
+
+from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, OptimizerCallable, SchedulerCallable
+from lit_pfl.learners.hooks import hand_on
+from lit_pfl.learners.logs import Recorder, recorded
+from lit_pfl.learners.optimizers import extend, single_optimizer
+from lit_pfl.learners.steps import SkipBatch, Step, call_step, evaluating, loss_of, size_of, split_batch, unchanged
+
+__all__ = [
+    "BackboneCallable",
+    "ImageClassifier",
+    "OptimizerCallable",
+    "Recorder",
+    "SchedulerCallable",
+    "SkipBatch",
+    "Step",
+    "call_step",
+    "evaluating",
+    "extend",
+    "hand_on",
+    "loss_of",
+    "recorded",
+    "single_optimizer",
+    "size_of",
+    "split_batch",
+    "unchanged",
+]

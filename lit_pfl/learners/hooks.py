@@ -1,0 +1,74 @@
+"""A Trainer calls the hooks of the module that it is given: a client, which hands them on to its learner."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lit_pfl.learners.logs import recorded
+from lit_pfl.lightning_internals import in_hook
+
+STAGES = ("validation", "test", "predict")
+#: hooks that tell something; where a client has one too, both are called, the client's first
+TOLD = (
+    "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
+    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "setup", "teardown",
+    *(f"on_{stage}_{when}" for stage in STAGES
+      for when in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")),
+)  # fmt: skip
+#: hooks that do something, or return it: the learner's takes the place of Lightning's, but not of the method's
+DONE = (
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "backward",
+    "optimizer_zero_grad", "optimizer_step", "lr_scheduler_step", "configure_gradient_clipping",
+    "configure_callbacks", "on_save_checkpoint", "on_load_checkpoint",
+)  # fmt: skip
+#: hooks that get data; where the data comes from elsewhere, as in a federation, nobody calls them
+DATA = ("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+
+
+def hand_on(
+    client: L.LightningModule,
+    learners: Sequence[L.LightningModule],
+    scored: L.LightningModule,
+    base: type[L.LightningModule],
+    data: bool,
+) -> None:
+    """Make a client hand on those hooks that its learners override; the others stay as absent as they were.
+
+    Args:
+        client: the module that the Trainer knows.
+        learners: the learner, and further ones of the same kind. What those log in training is not shown: it would be
+            under the same names.
+        scored: the one of them that is evaluated.
+        base: the client's own base class; hooks of classes below it are a method's.
+        data: whether hooks that get data are handed on too.
+    """
+    first, *_ = learners
+    for hook in (*TOLD, *DONE, *(DATA if data else ())):
+        if not is_overridden(hook, first):
+            continue
+        own = getattr(client, hook) if is_overridden(hook, client) else None
+        if hook not in TOLD:
+            if own is None or not is_overridden(hook, client, base):
+                client.__dict__[hook] = _handing_on(hook, None, [first])
+        else:
+            evaluation = any(hook.startswith(f"on_{stage}_") for stage in STAGES)
+            client.__dict__[hook] = _handing_on(hook, own, [scored] if evaluation else learners)
+
+
+def _handing_on(hook: str, own: Callable[..., Any] | None, learners: Iterable[L.LightningModule]) -> Callable[..., Any]:
+    def handing_on(*args: Any, **kwargs: Any) -> Any:
+        if own is not None:
+            own(*args, **kwargs)
+        answers = [_call(learner, hook, muted=i > 0, args=args, kwargs=kwargs) for i, learner in enumerate(learners)]
+        return answers[0]
+
+    return handing_on
+
+
+def _call(learner: L.LightningModule, hook: str, muted: bool, args: Any, kwargs: Any) -> Any:
+    with in_hook(learner, hook), recorded(learner) if muted else nullcontext():
+        return getattr(learner, hook)(*args, **kwargs)

@@ -1,0 +1,83 @@
+"""What a learner logs, caught outside of any loop of a Trainer."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+#: "val_loss" of one module and "loss" of another are the same score
+STAGE = re.compile(r"^(val|valid|validation|test)[/_.]")
+REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
+
+
+class Recorder:
+    """Takes the place of ``LightningModule.log``: keeps values, and makes one number of each name at the end.
+
+    Values are averaged over samples, or reduced as ``log(reduce_fx=...)`` says; torchmetrics are computed at the end.
+
+    Attributes:
+        batch_size: number of samples of the present batch; the weight of a value that is logged without one.
+    """
+
+    def __init__(self) -> None:
+        self.batch_size = 1
+        self._values: dict[str, list[tuple[Tensor, int]]] = {}
+        self._reductions: dict[str, Any] = {}
+        self._metrics: dict[str, Metric] = {}
+
+    def log(
+        self, name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any
+    ) -> None:
+        """Keep a value."""
+        name = STAGE.sub("", name)
+        if isinstance(value, Metric):
+            self._metrics[name] = value
+            return
+        value = torch.as_tensor(value).detach()
+        self._values.setdefault(name, []).append((value, self.batch_size if batch_size is None else batch_size))
+        self._reductions[name] = reduce_fx
+
+    def compute(self) -> dict[str, float]:
+        """Return one number for each name, and reset the metrics."""
+        scores = {name: self._reduced(name) for name in self._values}
+        for name, metric in self._metrics.items():
+            scores[name] = float(metric.compute())
+            metric.reset()
+        return scores
+
+    def _reduced(self, name: str) -> float:
+        values = torch.stack([value.double().mean() for value, _ in self._values[name]])
+        reduction = self._reductions[name]
+        if reduction not in ("mean", torch.mean):
+            return float(REDUCTIONS.get(reduction, reduction)(values))
+        weights = torch.tensor([weight for _, weight in self._values[name]], dtype=torch.float64, device=values.device)
+        return float((values * weights).sum() / weights.sum())
+
+    @property
+    def directions(self) -> dict[str, bool]:
+        """Whether higher is better, by name, of those metrics that know."""
+        return {
+            name: metric.higher_is_better
+            for name, metric in self._metrics.items()
+            if metric.higher_is_better is not None
+        }
+
+
+@contextmanager
+def recorded(learner: L.LightningModule) -> Iterator[Recorder]:
+    """Record what a learner logs in place of telling its Trainer."""
+    recorder = Recorder()
+    outside = learner.__dict__.get("log")
+    learner.__dict__["log"] = recorder.log  # log_dict calls it too
+    try:
+        yield recorder
+    finally:
+        if outside is None:
+            del learner.__dict__["log"]
+        else:
+            learner.__dict__["log"] = outside

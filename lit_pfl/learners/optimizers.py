@@ -1,0 +1,46 @@
+"""What a learner's ``configure_optimizers`` returns, made to serve a method."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import optimizers_in
+
+
+def single_optimizer(configured: Any) -> torch.optim.Optimizer:
+    """Return the one optimizer in what ``configure_optimizers`` returned.
+
+    Raises:
+        ConfigError: when there is none, or more than one.
+    """
+    found = optimizers_in(configured)
+    if len(found) != 1:
+        raise ConfigError(
+            f"model.learner: its configure_optimizers gives {len(found)} optimizers; a client's learner needs exactly "
+            "one, as automatic optimization does."
+        )
+    return found[0]
+
+
+def extend(optimizer: torch.optim.Optimizer, twin: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Let an optimizer train a second network too: beside every parameter its twin, in the same group.
+
+    Groups stay as many, so schedules that are attached already go on as they are.
+
+    Args:
+        optimizer: a fresh optimizer of the first network.
+        twin: returns the second network's parameter for one of the first.
+
+    Raises:
+        ConfigError: when the optimizer prepared a state for its parameters already.
+    """
+    if optimizer.state:
+        raise ConfigError(
+            f"model.learner: {type(optimizer).__name__} keeps a state of its parameters from the start, to which a "
+            "second network's cannot be added; use SGD, Adam, AdamW or another that begins at its first step."
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [*group["params"], *map(twin, group["params"])]

@@ -1,0 +1,119 @@
+"""Calling a learner's steps as a Trainer would."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import lightning as L
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import in_hook
+
+
+class SkipBatch(Exception):
+    """A learner's ``training_step`` returned None: no step is taken on this batch."""
+
+
+def call_step(learner: L.LightningModule, name: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    """Call ``training_step`` or another step of a learner, with the arguments that it wants."""
+    with in_hook(learner, name):
+        return getattr(learner, name)(batch, *(batch_idx, dataloader_idx)[: _further_arguments(type(learner), name)]  # type: ignore[arg-type])
+
+
+@cache
+def _further_arguments(kind: Any, name: str) -> int:
+    """Return how many of ``batch_idx`` and ``dataloader_idx`` a step takes beside the batch."""
+    _, *parameters = inspect.signature(getattr(kind, name)).parameters.values()
+    if any(p.name == "dataloader_iter" for p in parameters):
+        raise ConfigError(f"{kind.__name__}.{name} takes a dataloader_iter; a client's learner takes batches.")
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return 1 if many else min(len(positional), 3) - 1
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """Return the loss in what a ``training_step`` returned.
+
+    Raises:
+        SkipBatch: when it returned None.
+    """
+    if outputs is None:
+        raise SkipBatch
+    return outputs["loss"] if isinstance(outputs, Mapping) else outputs
+
+
+class Step(nn.Module):
+    """A learner's training loss as a forward pass, so that ``torch.func.functional_call`` gives it at other weights.
+
+    The learner's tensors are named ``learner.<name>`` in it.
+    """
+
+    def __init__(self, learner: L.LightningModule) -> None:
+        super().__init__()
+        self.learner = learner
+
+    def forward(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        return loss_of(call_step(self.learner, "training_step", batch, batch_idx))
+
+
+def size_of(batch: Any) -> int:
+    """Return the number of samples of a batch: the length of its first tensor, wherever that is; 1 without one."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, tuple | list):
+        return next((size_of(part) for part in batch if isinstance(part, Tensor | Mapping | tuple | list)), 1)
+    return 1
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """Divide a batch into consecutive parts of equal size, up to one sample; one too small serves as all of them.
+
+    Args:
+        batch: tensors, in whatever they are held, that have its samples along their first dimension.
+        parts: how many; each has at least two samples.
+    """
+    size = size_of(batch)
+    if size < 2 * parts:
+        return [batch] * parts
+
+    def part(index: int) -> Any:
+        def cut(x: Tensor) -> Tensor:
+            return x.tensor_split(parts)[index] if x.dim() and len(x) == size else x
+
+        return apply_to_collection(batch, Tensor, cut)
+
+    return [part(index) for index in range(parts)]
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and back, every part as it was."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Put the plain attributes of a module and its parts back afterwards: hidden states, caches, counters.
+
+    They are in no checkpoint, so a resumed run would not have what an evaluation leaves behind.
+    """
+    before = [(part, part.__dict__.copy()) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)

@@ -1,0 +1,20 @@
+"""What is done to Lightning's own classes: every private name of Lightning is used in this room only."""
+
+from lit_pfl.lightning_internals.batch_loop import make_lean
+from lit_pfl.lightning_internals.checkpoint_io import AtomicCheckpointIO, MemoryCheckpointIO
+from lit_pfl.lightning_internals.hooks import in_hook, lent_trainer, name_metrics, optimizers_in
+from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule
+from lit_pfl.lightning_internals.undisturbed import undisturbed
+
+__all__ = [
+    "AtomicCheckpointIO",
+    "MemoryCheckpointIO",
+    "NoProfiler",
+    "QuickModule",
+    "in_hook",
+    "lent_trainer",
+    "make_lean",
+    "name_metrics",
+    "optimizers_in",
+    "undisturbed",
+]

@@ -1,0 +1,59 @@
+"""A module inside another one, in the hook of a Trainer that knows only the outer one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from torchmetrics import Metric
+
+
+class in_hook:
+    """Let a module know which hook it is called in: what it logs is then taken as from that hook.
+
+    Args:
+        module: the inner module.
+        hook: the hook's name.
+    """
+
+    def __init__(self, module: L.LightningModule, hook: str) -> None:
+        self.module, self.hook = module, hook
+
+    def __enter__(self) -> None:
+        # Past Module's own __setattr__, which would take longer than all the rest.
+        attributes = self.module.__dict__
+        self.outside, attributes["_current_fx_name"] = attributes.get("_current_fx_name"), self.hook
+
+    def __exit__(self, *_: object) -> None:
+        self.module.__dict__["_current_fx_name"] = self.outside
+
+
+def name_metrics(module: L.LightningModule, prefix: str) -> None:
+    """Let the metrics of an inner module be known by their names in the outer one, where a resumed Trainer looks.
+
+    Args:
+        module: the inner module.
+        prefix: its name in the outer one, with a dot.
+    """
+    metrics = {id(part): prefix + name for name, part in module.named_modules() if isinstance(part, Metric)}
+    module._metric_attributes = metrics or None
+
+
+def optimizers_in(configured: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in what ``configure_optimizers`` returned."""
+    return [] if configured is None else _configure_optimizers(configured)[0]
+
+
+@contextmanager
+def lent_trainer(module: L.LightningModule, trainer: L.Trainer) -> Iterator[None]:
+    """Lend a module, and those inside it, a Trainer for as long as it has none of its own."""
+    if module._trainer is not None:
+        yield
+        return
+    module.trainer = trainer
+    try:
+        yield
+    finally:
+        module.trainer = None

@@ -1,0 +1,69 @@
+"""What methods have in common whose clients train a second, personal model beside the common one."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lit_pfl.client import Client
+from lit_pfl.learners import extend, recorded, single_optimizer
+from lit_pfl.sharing import EVERYTHING
+
+
+class TwoModels(Client):
+    """A client with two learners: ``learner``, which is averaged as in FedAvg, and ``personal``, which never travels.
+
+    ``personal`` starts as a copy of the learner and is what is evaluated. One optimizer steps on one loss, the sum of
+    both learners' losses on the same batch, so that every step of the Trainer is one step of each. What is done to one
+    must not be felt by the other: a subclass detaches where the losses meet; gradients are clipped for each by itself;
+    and both see the same random numbers (:meth:`same_draws`), those that either would see alone. Then ``learner`` is
+    FedAvg's bit for bit, with every optimizer that treats parameters one by one.
+
+    The training loss that is reported is the sum. What the personal learner logs in training is not shown.
+    """
+
+    shares = EVERYTHING
+
+    personal: L.LightningModule
+
+    def configure_state(self) -> None:  # noqa: D102
+        self.personal = copy.deepcopy(self.learner)
+
+    @property
+    def learners(self) -> dict[str, L.LightningModule]:  # noqa: D102
+        return {"learner": self.learner, "personal": self.personal}
+
+    @property
+    def scored(self) -> L.LightningModule:  # noqa: D102
+        return self.personal
+
+    def configure_optimizers(self) -> Any:  # noqa: D102
+        configured = super().configure_optimizers()
+        names = {id(weight): name for name, weight in self.learner.named_parameters()}
+        extend(single_optimizer(configured), lambda weight: self.personal.get_parameter(names[id(weight)]))
+        return configured
+
+    @contextmanager
+    def same_draws(self) -> Iterator[None]:
+        """Put the random state back afterwards, so that what follows draws the same numbers once more."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            yield
+
+    def personal_loss(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return what the personal learner minimises by itself, see :meth:`Client.loss`."""
+        with recorded(self.personal):
+            return self.loss(self.personal, batch, batch_idx)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip each learner's gradients by themselves, as if it were trained alone."""
+        if not gradient_clip_val:
+            return
+        clip = nn.utils.clip_grad_value_ if gradient_clip_algorithm == "value" else nn.utils.clip_grad_norm_
+        for learner in self.learners.values():
+            clip(learner.parameters(), gradient_clip_val)

@@ -1,0 +1,129 @@
+"""What travels: the role of every tensor of a learner, and how parts of a learner are found."""
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lit_pfl.errors import ConfigError
+from lit_pfl.nn import factorized_layers
+
+Role = Literal["body", "head", "u", "v", "mu", "norm", "norm_stats"]
+EVERYTHING: frozenset[Role] = frozenset({"body", "u", "v", "mu", "norm", "head"})
+BODY: frozenset[Role] = EVERYTHING - {"head"}
+NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+def roles_of(learner: nn.Module, head: frozenset[str]) -> dict[str, Role]:
+    """Return the role of every entry of a learner's ``state_dict()``.
+
+    ``head`` is all of the classifier, however its weight is made. Of the body, ``u``, ``v`` and ``mu`` are the factors
+    of factorized weights, ``norm`` the affine parameters and ``norm_stats`` the running statistics of normalisation
+    layers, and ``body`` is all the rest. A tensor with two names (tied weights) has its role under the first.
+
+    Args:
+        learner: the learner.
+        head: names of the head's entries, see :func:`names_of_head`.
+    """
+    factors = {name for name, _ in factorized_layers(learner)}
+    norms = {name for name, module in learner.named_modules() if isinstance(module, _NORMS)}
+
+    def role(name: str) -> Role:
+        owner, _, leaf = name.rpartition(".")
+        if leaf in NORM_STATISTICS:
+            return "norm_stats"
+        if name in head:
+            return "head"
+        if owner in factors and leaf in ("u", "v", "mu"):
+            return leaf  # type: ignore[return-value]
+        return "norm" if owner in norms else "body"
+
+    return {name: role(name) for name in _first_names(learner)}
+
+
+def _first_names(learner: nn.Module) -> Iterator[str]:
+    seen: set[int] = set()
+    for name, tensor in learner.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name
+
+
+def names_of_head(learner: nn.Module, pattern: str | None) -> frozenset[str]:
+    """Return the names of the head's entries in a learner's ``state_dict()``; none where it has no known head.
+
+    Args:
+        learner: the learner.
+        pattern: a regular expression searched in the names; by default the head is the learner's attribute ``head``.
+
+    Raises:
+        ConfigError: when the pattern finds nothing, or is no regular expression.
+    """
+    names = list(learner.state_dict())
+    if pattern is not None:
+        try:
+            found = frozenset(name for name in names if re.search(pattern, name))
+        except re.error as error:
+            raise ConfigError(f"model.head={pattern!r} is no regular expression: {error}.") from None
+        if not found:
+            raise ConfigError(
+                f"model.head={pattern!r} is found in no name of {type(learner).__name__}, which has "
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}."
+            )
+        return found
+    head = getattr(learner, "head", None)
+    if not isinstance(head, nn.Module):
+        return frozenset()
+    prefixes = tuple(f"{path}." for path, module in learner.named_modules(remove_duplicate=False) if module is head)
+    return frozenset(name for name in names if name.startswith(prefixes))
+
+
+def encoder_of(learner: nn.Module, path: str | None) -> nn.Module | None:
+    """Return the part of a learner that embeds its input, or None where it is not known.
+
+    Args:
+        learner: the learner.
+        path: where it is (``net.encoder``); by default the learner's attribute ``body``, or else ``encoder``.
+
+    Raises:
+        ConfigError: when there is no such part.
+    """
+    if path is not None:
+        try:
+            return learner.get_submodule(path)
+        except AttributeError:
+            parts = [name for name, _ in learner.named_modules() if name]
+            raise ConfigError(
+                f"model.encoder={path!r} is no part of {type(learner).__name__}, which has "
+                f"{', '.join(parts[:8])}{', ...' if len(parts) > 8 else ''}."
+            ) from None
+    parts_named = (getattr(learner, name, None) for name in ("body", "encoder"))
+    return next((part for part in parts_named if isinstance(part, nn.Module)), None)
+
+
+def needs_head(learner: L.LightningModule, head: frozenset[str], method: str) -> None:
+    """Refuse a learner whose head is not known, for a method that treats it in a way of its own.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    if not head:
+        raise ConfigError(
+            f"model.head: {method} has to know which parameters of {type(learner).__name__} are its head; give a "
+            "regular expression over their names, such as --model.head '^out', or an attribute `head`."
+        )
+
+
+def owners(learner: nn.Module, names: list[str]) -> list[tuple[str, nn.Module, str]]:
+    """Return, for names in a ``state_dict()``, the module that each tensor belongs to and what it is called there."""
+    return [(name, learner.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+
+
+def travelling(parts: list[tuple[str, nn.Module, str]]) -> dict[str, Tensor]:
+    """Return the tensors themselves, by name, whoever has replaced them since."""
+    with torch.no_grad():
+        return {name: getattr(owner, leaf).detach() for name, owner, leaf in parts}
