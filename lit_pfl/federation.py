@@ -160,7 +160,9 @@ class Federation(QuickModule):
 
     def _build(self, client: int) -> Client:
         data = self.data.client(client)
-        task = Task(client, data.channels, data.image_size, data.num_classes, data.labels_agree, self.local_epochs)
+        images, _ = data.example
+        channels, image_size = images.shape[1], images.shape[-1]
+        task = Task(client, channels, image_size, data.num_classes or 0, data.labels_agree, self.local_epochs)
         with self._drawing("weights"):  # the same stream for all: common initial weights
             module = self.pattern.build(task)
         module.data = data
@@ -182,12 +184,12 @@ class Federation(QuickModule):
         return np.random.default_rng([self.seed or 0, *words])
 
     def _num_samples(self, client: int) -> int:
-        return len(self.clients[client].data.train.dataset)
+        return self.clients[client].data.num_samples
 
     def _choose_threads(self) -> int:
         """Count one batch's work: a further thread for every 20 million operations of a forward pass."""
         client = next(iter(self.clients.values()))
-        images = torch.zeros(self.data.batch_size, client.task.channels, client.task.image_size, client.task.image_size)
+        images = client.data.example[0].expand(client.data.train.batch_size, -1, -1, -1)
         with FlopCounterMode(display=False) as counter, evaluating(client), torch.no_grad():
             client(images)
         return max(1, min(torch.get_num_threads(), round(counter.get_total_flops() / 2e7)))
