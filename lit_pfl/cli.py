@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 import warnings
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,7 +70,7 @@ class Parser(LightningArgumentParser):
 
 def _names_of_subclasses(cls: type) -> set[str]:
     subclasses: list[type] = cls.__subclasses__()
-    names = {sub.__name__ for sub in subclasses if not sub.__name__.startswith("_")}
+    names = {sub.__name__ for sub in subclasses if not sub.__name__.startswith("_") and not isabstract(sub)}
     return names.union(*map(_names_of_subclasses, subclasses))
 
 

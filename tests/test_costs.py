@@ -6,7 +6,7 @@ import torch
 
 from lit_pfl import Federation
 from lit_pfl.client import Client, Factorization, Task
-from lit_pfl.data import FederatedDataModule, ImageSet
+from lit_pfl.data import ImageDataModule, ImageSet
 from lit_pfl.methods import FactorizedFL, FedAvg, FedFOMO
 from lit_pfl.models import ResNet9
 from lit_pfl.nn import factorized_layers
@@ -17,7 +17,7 @@ LABEL, DOMAIN = 49.5, 99
 CLIENTS = 20
 
 
-class Noise(FederatedDataModule):
+class Noise(ImageDataModule):
     """Colour images of 32 x 32 pixels without any meaning, a few for each client."""
 
     def load(self) -> ImageSet:

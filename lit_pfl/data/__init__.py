@@ -1,10 +1,12 @@
 """Data sets, split among clients."""
 
 from lit_pfl.data.augment import Augment, CropFlip, ResizedCropJitter
-from lit_pfl.data.datamodule import ClientData, FederatedDataModule
+from lit_pfl.data.datamodule import ImageDataModule
 from lit_pfl.data.domains import GROUPS, Domains
+from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.labels import label_permutation
-from lit_pfl.data.loader import BatchLoader, ImageSet
+from lit_pfl.data.loader import BatchLoader, ImageSet, ResidentLoader
+from lit_pfl.data.loaders import example_of, in_batches_of, in_order, labels_of, num_samples, part_of
 from lit_pfl.data.partition import (
     IID,
     BalancedDirichlet,
@@ -35,10 +37,18 @@ __all__ = [
     "Domains",
     "FashionMNIST",
     "FederatedDataModule",
+    "ImageDataModule",
     "ImageSet",
     "Partition",
+    "ResidentLoader",
     "ResizedCropJitter",
     "TinyImageNet",
     "Uniform",
+    "example_of",
+    "in_batches_of",
+    "in_order",
     "label_permutation",
+    "labels_of",
+    "num_samples",
+    "part_of",
 ]

@@ -1,48 +1,23 @@
 """A data set as a federation sees it: one part for every client."""
 
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from abc import abstractmethod
+from typing import Literal
 
-import lightning as L
 import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from lit_pfl.data.augment import Augment
+from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.labels import label_permutation
 from lit_pfl.data.loader import BatchLoader, ImageSet
 from lit_pfl.data.partition import IID, Partition, matched_split
 from lit_pfl.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class ClientData:
-    """One client's data.
-
-    Args:
-        train: batches for training.
-        val: batches of validation data.
-        test: batches of test data.
-        channels: of an image.
-        image_size: height and width of an image in pixels.
-        num_classes: number of classes this client tells apart.
-        labels_agree: whether label c means the same at every client, so that heads may be shared.
-    """
-
-    train: BatchLoader
-    val: BatchLoader
-    test: BatchLoader
-    channels: int
-    image_size: int
-    num_classes: int
-    labels_agree: bool
-
-
-class FederatedDataModule(L.LightningDataModule, ABC):
-    """A data set split among clients. A new source overrides :meth:`load` only.
+class ImageDataModule(FederatedDataModule):
+    """Images of classes, split among clients. A new source overrides :meth:`load` only.
 
     All samples of the source are shuffled and cut into a training, a test and a validation part; the training part is
     dealt to the clients by ``partition``. Where the partition has several domains, this is done for each of them, with
@@ -170,25 +145,25 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         assert self.data is not None, "setup() comes first"
         self.data = self.data.to(device)
 
-    def client(self, client: int) -> ClientData:
+    def client(self, client_id: int) -> ClientData:
         """Return a client's data.
 
         Args:
-            client: its index, from 0.
+            client_id: its index, from 0.
 
         Raises:
             ConfigError: when there is no such client.
         """
         data = self.data
         assert data is not None, "setup() comes first"
-        if not 0 <= client < self.num_clients:
-            raise ConfigError(f"There is no client {client}; data.num_clients={self.num_clients}.")
+        if not 0 <= client_id < self.num_clients:
+            raise ConfigError(f"There is no client {client_id}; data.num_clients={self.num_clients}.")
         device = data.images.device
-        classes = self.domains[client * len(self.domains) // self.num_clients]
-        label_map = self._label_map(client, classes, data)
+        classes = self.domains[client_id * len(self.domains) // self.num_clients]
+        label_map = self._label_map(client_id, classes, data)
 
         def loader(part: str) -> BatchLoader:
-            indices = torch.from_numpy(self.indices[part][client]).to(device)
+            indices = torch.from_numpy(self.indices[part][client_id]).to(device)
             if part == "train":
                 return BatchLoader(data, indices, self.batch_size, label_map, shuffle=True, augment=self.augment)
             return BatchLoader(data, indices, self.eval_batch_size, label_map)
@@ -197,8 +172,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
             loader("train"),
             loader("val"),
             loader("test"),
-            channels=data.channels,
-            image_size=data.images.shape[-1],
+            example=(torch.zeros(1, data.channels, *data.images.shape[2:]), torch.zeros(1, dtype=torch.int64)),
             num_classes=len(classes),
             labels_agree=len(self.domains) == 1 and not self.permute_labels,
         )
@@ -216,41 +190,3 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     def clients(self) -> list[int]:
         """Ids of the clients that have training data: all, unless the partition may leave some empty."""
         return [client for client, indices in enumerate(self.indices["train"]) if len(indices)]
-
-    def train_dataloader(self) -> "ClientSets":
-        """Return the sets of clients that train in a round."""
-        assert self.trainer is not None
-        federation: Any = self.trainer.lightning_module
-        return ClientSets(federation.participants)
-
-    def val_dataloader(self) -> "ClientSets":
-        """Return all clients."""
-        return ClientSets(lambda round: self.clients)
-
-    test_dataloader = predict_dataloader = val_dataloader
-
-
-class ClientSets:
-    """What a federation's Trainer iterates over: lists of client ids, at present one client a list.
-
-    Args:
-        choose: returns the clients of a round, by the number of rounds before it. Their number is always the same.
-    """
-
-    def __init__(self, choose: Callable[[int], list[int]]) -> None:
-        self.choose = choose
-        self.set_epoch(0)
-        self.sampler = self.batch_sampler = self  # where a Trainer looks for someone to tell the epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Take note of the number of rounds completed; a Trainer calls this before every epoch."""
-        self.clients = self.choose(epoch)
-
-    def __len__(self) -> int:
-        return len(self.clients)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        # A generator, so that the clients are looked up at the first step: a resumed Trainer asks for the iterator
-        # before it tells the epoch.
-        for client in self.clients:
-            yield [client]

@@ -1,7 +1,10 @@
 """A data set in memory, and batches cut from it."""
 
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,18 +40,78 @@ class ImageSet:
         return replace(self, **tensors)
 
 
-class BatchLoader:
-    """Batches of one client: (B, C, H, W) float32 images, normalised and augmented, and (B,) int64 labels.
+def leaves_one_out(n: int, batch_size: int) -> bool:
+    """Say whether the last of n samples in batches would be alone although there are other batches."""
+    return 1 < batch_size < n and n % batch_size == 1
 
-    A last batch of a single image is left out when there are others, since batch norm cannot train on one; it comes in
-    the next epoch's order. No other image is left out.
+
+class ResidentLoader(ABC):
+    """Batches of one client, cut from samples that are held in memory once for all clients.
+
+    A last training batch of a single sample is left out when there are others, since batch norm cannot train on one;
+    it comes in the next epoch's order. No other sample is left out.
+
+    Args:
+        indices: (n,) positions of this client's samples.
+        batch_size: samples a batch.
+        shuffle: whether every epoch has another order, from PyTorch's default generator; for training.
+    """
+
+    def __init__(self, indices: Tensor, batch_size: int, shuffle: bool = False) -> None:
+        self.dataset = indices
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+
+    @abstractmethod
+    def batch(self, indices: Tensor) -> Any:
+        """Return the batch of some samples, by their positions among those of all clients."""
+
+    def __len__(self) -> int:
+        batches = -(-len(self.dataset) // self.batch_size)
+        return batches - 1 if self._leaves_one_out() else batches
+
+    def _leaves_one_out(self) -> bool:
+        return self.shuffle and leaves_one_out(len(self.dataset), self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.dataset
+        if self.shuffle:
+            order = order[torch.randperm(len(order)).to(order.device)]
+        if self._leaves_one_out():
+            order = order[:-1]
+        for indices in order.split(self.batch_size) if len(order) else ():
+            yield self.batch(indices)
+
+    # What methods ask, through lit_pfl.data.loaders, which says what these mean.
+
+    @property
+    def num_samples(self) -> int:  # noqa: D102
+        return len(self.dataset)
+
+    def in_order(self, batch_size: int | None = None) -> Self:  # noqa: D102
+        return self._with(shuffle=False, batch_size=batch_size or self.batch_size)
+
+    def part_of(self, positions: Tensor) -> Self:  # noqa: D102
+        return self._with(dataset=self.dataset[positions.to(self.dataset.device)])
+
+    def in_batches_of(self, batch_size: int) -> Self:  # noqa: D102
+        return self._with(batch_size=batch_size)
+
+    def _with(self, **changes: Any) -> Self:
+        other = copy.copy(self)
+        vars(other).update(changes)
+        return other
+
+
+class BatchLoader(ResidentLoader):
+    """Batches of one client: (B, C, H, W) float32 images, normalised and augmented, and (B,) int64 labels.
 
     Args:
         data: where the images are.
         indices: (n,) positions of this client's images.
         batch_size: images a batch.
         label_map: (num_classes,) this client's label of every class, or None.
-        shuffle: whether every epoch has another order, from PyTorch's default generator; for training.
+        shuffle: see :class:`ResidentLoader`, also for what is left out.
         augment: changes training images.
     """
 
@@ -61,29 +124,18 @@ class BatchLoader:
         shuffle: bool = False,
         augment: Augment | None = None,
     ) -> None:
+        super().__init__(indices, batch_size, shuffle)
         self.data = data
-        self.dataset = indices
-        self.batch_size = batch_size
         self.label_map = label_map
-        self.shuffle = shuffle
         self.augment = augment
 
-    def __len__(self) -> int:
-        batches = -(-len(self.dataset) // self.batch_size)
-        return batches - 1 if self._leaves_one_out() else batches
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (B, C, H, W) images and (B,) labels."""
+        labels = self.data.labels[indices]
+        return self._images(indices), labels if self.label_map is None else self.label_map[labels]
 
-    def _leaves_one_out(self) -> bool:
-        return self.shuffle and 1 < self.batch_size < len(self.dataset) and len(self.dataset) % self.batch_size == 1
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self.dataset
-        if self.shuffle:
-            order = order[torch.randperm(len(order)).to(order.device)]
-        if self._leaves_one_out():
-            order = order[:-1]
-        for batch in order.split(self.batch_size) if len(order) else ():
-            labels = self.data.labels[batch]
-            yield self._images(batch), labels if self.label_map is None else self.label_map[labels]
+    def in_order(self, batch_size: int | None = None) -> Self:  # noqa: D102
+        return super().in_order(batch_size)._with(augment=None)
 
     def _images(self, batch: Tensor) -> Tensor:
         data = self.data

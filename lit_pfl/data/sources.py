@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from jsonargparse.typing import PositiveInt
 
-from lit_pfl.data.datamodule import FederatedDataModule
+from lit_pfl.data.datamodule import ImageDataModule
 from lit_pfl.data.loader import ImageSet
 from lit_pfl.errors import ConfigError
 
 
-class Digits(FederatedDataModule):
+class Digits(ImageDataModule):
     """1,797 real handwritten digits that come with scikit-learn: no download.
 
     Args:
         image_size: the 8 x 8 images are enlarged to this height and width in pixels.
         batch_size: images in a training batch.
-        kwargs: see :class:`~lit_pfl.data.FederatedDataModule`.
+        kwargs: see :class:`~lit_pfl.data.ImageDataModule`.
     """
 
     def __init__(self, image_size: PositiveInt = 16, batch_size: PositiveInt = 16, **kwargs: Any) -> None:
@@ -36,14 +36,14 @@ class Digits(FederatedDataModule):
         return ImageSet(images, torch.from_numpy(digits.target).long(), 10, *_statistics([0.305], [0.376]), channels=1)
 
 
-class _TorchvisionData(FederatedDataModule):
+class _TorchvisionData(ImageDataModule):
     """A data set that torchvision reads, official training and test data together.
 
     Args:
         root: folder that holds the data set, as torchvision lays it out.
         download: whether to fetch the data set into ``root`` when it is not there.
         image_size: height and width in pixels that images are brought to.
-        kwargs: see :class:`~lit_pfl.data.FederatedDataModule`.
+        kwargs: see :class:`~lit_pfl.data.ImageDataModule`.
 
     Raises:
         ConfigError: when the data set is not there.
@@ -138,7 +138,7 @@ class _GreyImages(_TorchvisionData):
     Args:
         channels: 3 repeats the grey channel, without using more memory; 1 is the data set's own.
         kwargs: ``root``, ``download`` and ``image_size`` (28 is the data set's own), and see
-            :class:`~lit_pfl.data.FederatedDataModule`.
+            :class:`~lit_pfl.data.ImageDataModule`.
     """
 
     def __init__(self, channels: PositiveInt = 3, **kwargs: Any) -> None:
@@ -175,7 +175,7 @@ class TinyImageNet(_TorchvisionData):
     Args:
         image_size: height and width in pixels that images are brought to; 64 is the data set's own.
         kwargs: ``root``, which holds the folder ``tiny-imagenet-200``, and ``download``, and see
-            :class:`~lit_pfl.data.FederatedDataModule`.
+            :class:`~lit_pfl.data.ImageDataModule`.
 
     Raises:
         ConfigError: when the data set is not there, or not all of it.

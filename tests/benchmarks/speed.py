@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from lit_pfl import Federation
-from lit_pfl.data import FederatedDataModule, ImageSet, Partition
+from lit_pfl.data import ImageDataModule, ImageSet, Partition
 from lit_pfl.methods import FedAvg
 from lit_pfl.models import CNN, MLP, Backbone, ResNet9
 
@@ -52,7 +52,7 @@ class Equal(Partition):
         return list(np.arange(len(labels)).reshape(num_clients, -1))
 
 
-class Images(FederatedDataModule):
+class Images(ImageDataModule):
     """Images in memory, in their own size."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, clients: int, each: int, batch_size: int) -> None:
@@ -86,7 +86,7 @@ def read(name: str, root: str | None) -> tuple[torch.Tensor, torch.Tensor]:
 
 def bare(data: Images, backbone: Callable[[int, int], Backbone]) -> Callable[[], None]:
     """Return one round of FedAvg in plain PyTorch, as one would write it."""
-    clients, channels = range(data.num_clients), data.client(0).channels
+    clients, channels = range(data.num_clients), data.client(0).example[0].shape[1]
     images, labels = data.source
     indices = [data.client(k).train.dataset for k in clients]
     models = [backbone(channels, 10) for _ in clients]

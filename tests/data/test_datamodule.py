@@ -221,7 +221,8 @@ def test_digits_train_shuffled_and_evaluate_in_order():
             tested = torch.cat([labels for _, labels in getattr(client, part)])
             assert torch.equal(tested, data.data.labels[data.indices[part][k]])
         images, _ = next(iter(client.test))
-        assert images.shape == (50, client.channels, client.image_size, client.image_size) == (50, 1, 8, 8)
+        assert images.shape[1:] == client.example[0].shape[1:]
+        assert images.shape == (50, 1, 8, 8)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -353,7 +354,7 @@ def test_svhn(tmp_path, monkeypatch):
     assert np.array_equal(data.data.images.numpy(), np.concatenate([made["train"][0], made["test"][0]]))
     assert np.array_equal(data.data.labels.numpy(), np.concatenate([made["train"][1], made["test"][1]]))
     assert data.data.labels.dtype == torch.int64
-    assert data.client(0).channels == 3
+    assert data.client(0).example[0].shape[1] == 3
 
 
 NAMES = ["n02", "n10", "n01"]  # in no order, as in the official file
@@ -397,7 +398,8 @@ def test_tiny_imagenet(tmp_path, image_size):
     assert (images.int() - torch.tensor(colours).view(-1, 1, 1, 1)).abs().max() <= 1
     assert data.data.labels.tolist() == classes
     client = data.client(1)
-    assert (client.channels, client.image_size, client.num_classes) == (3, image_size, 200)
+    assert client.example[0].shape == (1, 3, image_size, image_size)
+    assert client.num_classes == 200
     batch, _ = next(iter(client.test))
     expected = torch.tensor([(colours[i] / 255 - 0.5) / 0.5 for i in data.indices["test"][1]])
     torch.testing.assert_close(batch.mean((1, 2, 3)), expected, atol=0.01, rtol=0)

@@ -19,7 +19,7 @@ from lit_pfl.data import (
     ClientDirichlet,
     Dirichlet,
     Domains,
-    FederatedDataModule,
+    ImageDataModule,
     ImageSet,
     Uniform,
     label_permutation,
@@ -56,7 +56,7 @@ TABLE_4 = [
 ]  # fmt: skip
 
 
-class Fabricated(FederatedDataModule):
+class Fabricated(ImageDataModule):
     """Images of four pixels that hold, in base 256, the image's own position."""
 
     def __init__(self, sizes: list[int], **options):

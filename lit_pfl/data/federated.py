@@ -1,0 +1,106 @@
+"""What a federation asks of its data: one part for every client."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+
+from lit_pfl.data.loaders import num_samples
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """One client's data.
+
+    Args:
+        train: batches for training, anew at every iteration: a loader of this package such as
+            :class:`~lit_pfl.data.BatchLoader`, or a PyTorch DataLoader over a map-style ``Dataset``.
+        val: batches of validation data; ``()`` for none.
+        test: batches of test data; ``()`` for none.
+        example: a batch of one sample or a few, made without random numbers, from which networks learn the shapes of
+            what they will see.
+        num_classes: number of classes this client tells apart; None where its task is not to tell classes apart.
+        labels_agree: whether label c means the same at every client, so that heads may be shared.
+    """
+
+    train: Any
+    val: Any
+    test: Any
+    example: Any
+    num_classes: int | None = None
+    labels_agree: bool = True
+
+    @property
+    def num_samples(self) -> int:
+        """Number of training samples."""
+        return num_samples(self.train)
+
+
+class FederatedDataModule(L.LightningDataModule, ABC):
+    """Data split among clients. A new kind overrides :attr:`clients` and :meth:`client`, and what Lightning calls."""
+
+    @property
+    @abstractmethod
+    def clients(self) -> list[int]:
+        """Ids of the clients that have training data; there after :meth:`setup`."""
+
+    @abstractmethod
+    def client(self, client_id: int) -> ClientData:
+        """Return a client's data.
+
+        Args:
+            client_id: its id, from 0.
+
+        Raises:
+            ConfigError: when there is no such client.
+        """
+
+    def move_to(self, device: torch.device) -> None:
+        """Hold the data on a device, if this kind holds data at all; otherwise batches are moved one by one."""
+
+    # A federation chooses who trains in a round, and who is scored on validation data.
+    participants: Callable[[int], list[int]] | None = None
+    validated: Callable[[], list[int]] | None = None
+
+    def train_dataloader(self) -> "ClientSets":
+        """Return the sets of clients that train in a round."""
+        return ClientSets(self.participants or (lambda completed: self.clients))
+
+    def val_dataloader(self) -> "ClientSets":
+        """Return the clients that are scored on validation data."""
+        return ClientSets(lambda completed: self.validated() if self.validated else self.clients)
+
+    def test_dataloader(self) -> "ClientSets":
+        """Return all clients."""
+        return ClientSets(lambda completed: self.clients)
+
+    predict_dataloader = test_dataloader
+
+
+class ClientSets:
+    """What a federation's Trainer iterates over: lists of client ids, at present one client a list.
+
+    Args:
+        choose: returns the clients of a round, by the number of rounds before it. Their number is always the same.
+    """
+
+    def __init__(self, choose: Callable[[int], list[int]]) -> None:
+        self.choose = choose
+        self.set_epoch(0)
+        self.sampler = self.batch_sampler = self  # where a Trainer looks for someone to tell the epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take note of the number of rounds completed; a Trainer calls this before every epoch."""
+        self.clients = self.choose(epoch)
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator, so that the clients are looked up at the first step: a resumed Trainer asks for the iterator
+        # before it tells the epoch.
+        for client in self.clients:
+            yield [client]
