@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from lit_pfl import Federation
-from lit_pfl.client import Client, Factorization, Task
+from lit_pfl.client import Client, Factorization
 from lit_pfl.data import ImageDataModule, ImageSet
 from lit_pfl.methods import FactorizedFL, FedAvg, FedFOMO
 from lit_pfl.models import ResNet9
 from lit_pfl.nn import factorized_layers
-from tiny import trainer
+from tiny import spec, trainer
 
 # The tables' rounds: half of 99 for the label scenario (R = 50), 99 for the domain scenario (R = 100).
 LABEL, DOMAIN = 49.5, 99
@@ -86,7 +86,7 @@ SIZES = {1e-4: 2.731, 3e-4: 2.515, 5e-4: 2.283, 7e-4: 2.068, 1e-3: 1.784}
 def test_the_size_follows_the_threshold_as_in_the_paper(threshold, millions):
     """With entries of mu spread as they must have been there, a normal distribution of deviation 1.86e-3."""
     kind = Factorization(form="FFxIO", threshold=threshold)
-    member = FactorizedFL(mixes="uvm", factorization=kind, share_head=False).build(Task())
+    member = FactorizedFL(mixes="uvm", factorization=kind, share_head=False).build(spec())
     torch.manual_seed(0)
     for _, layer in factorized_layers(member):
         torch.nn.init.normal_(layer.mu, std=1.86e-3)
@@ -99,7 +99,7 @@ def test_parameter_counts():
     network = ResNet9(3, 10)
     assert sum(p.numel() for p in network.parameters()) == 2_571_338
     assert sum(t.numel() for t in network.state_dict().values()) == 2_574_290
-    member = FactorizedFL().build(Task())
+    member = FactorizedFL().build(spec())
     body = [layer for _, layer in factorized_layers(member.backbone.body)]
     assert sum(layer.u.numel() + layer.v.numel() for layer in body) == 270_616
     assert sum(layer.u.numel() for layer in body) == 88

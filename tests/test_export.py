@@ -10,13 +10,13 @@ from torch import nn
 from torchvision.models import SwinTransformer
 
 from lit_pfl import Payload
-from lit_pfl.client import Factorization, Task
+from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
 from lit_pfl.export import load_model, save_model, to_dense
 from lit_pfl.methods import SimFed
 from lit_pfl.models import CNN, ResNet9, ResNet18, TorchvisionModel
 from lit_pfl.nn import FactorizedConv2d, FactorizedLinear, HadamardConv2d, factorize, factorized_layers, hadamard
-from tiny import TinyNet, assert_equal, client, digits, run
+from tiny import TinyNet, assert_equal, client, digits, run, spec
 
 WAYS = {
     "dense": lambda network: network,
@@ -274,7 +274,7 @@ def test_the_whole_life(threshold):
     [scored] = [row for row in federation.rows if row.client == 2]
     save_model(member.backbone, "client 2.safetensors")
 
-    fresh = method.build(Task(2, channels=1, image_size=8))
+    fresh = method.build(spec(2, channels=1, image_size=8))
     assert fresh.evaluate(batches).acc != scored.acc
     load_model("client 2.safetensors", fresh.backbone)
     assert (fresh.evaluate(batches).acc, fresh.evaluate(batches).loss) == (scored.acc, scored.loss)

@@ -62,9 +62,9 @@ def test_all_clients_start_from_the_same_weights_and_train_on_their_own_batches(
     states = weights(federation)
     assert not torch.equal(states[0]["backbone.head.weight"], states[1]["backbone.head.weight"])
     with federation._drawing("weights"):
-        a = federation.pattern.build(federation.clients[0].task)
+        a = federation.prototype.build(federation.clients[0].spec)
     with federation._drawing("weights"):
-        b = federation.pattern.build(federation.clients[1].task)
+        b = federation.prototype.build(federation.clients[1].spec)
     assert_equal(a.state_dict(), b.state_dict())
 
 
@@ -148,7 +148,7 @@ class Broken(FedAvg):
 
     def upload(self):
         payload = super().upload()
-        if self.task.client == 2 and self.current_epoch == 1:
+        if self.spec.client_id == 2 and self.current_epoch == 1:
             return Payload({name: tensor * float("nan") for name, tensor in payload.items()})
         return payload
 
@@ -168,7 +168,7 @@ def test_too_few_usable_uploads_end_the_run():
 def test_an_error_in_a_client_names_the_client():
     class Failing(FedAvg):
         def training_step(self, batch, batch_idx):
-            if self.task.client == 1:
+            if self.spec.client_id == 1:
                 raise ArithmeticError("no")
             return super().training_step(batch, batch_idx)
 
@@ -317,7 +317,7 @@ def test_defaults_of_a_pattern_are_shared_by_no_one():
     federation = run(client(FedAvg), rounds=1)
     memory = [p.data_ptr() for member in federation.clients.values() for p in member.parameters()]
     assert len(set(memory)) == len(memory)
-    assert list(federation.pattern.parameters()) == []
+    assert list(federation.prototype.parameters()) == []
     assert list(federation.parameters()) == []
-    assert federation.pattern.make_backbone is TinyNet
-    assert federation.pattern.make_optimizer is momentum_sgd
+    assert federation.prototype.make_backbone is TinyNet
+    assert federation.prototype.make_optimizer is momentum_sgd

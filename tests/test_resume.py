@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lit_pfl import Federation
-from lit_pfl.checkpoint import AtomicCheckpointIO
 from lit_pfl.cli import last_checkpoint
 from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import AtomicCheckpointIO
 from lit_pfl.methods import FedAvg, SimFed, StandAlone
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from tiny import assert_equal, client, digits, trainer

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl import Client, Federation
+from lit_pfl.client import ClientSpec
 from lit_pfl.data import BatchLoader, Digits
 from lit_pfl.models import Backbone
 
@@ -59,9 +60,27 @@ def run(method: Client, data: Digits | None = None, rounds: int = 2, **options: 
     return federation
 
 
+def spec(
+    client: int = 0,
+    channels: int = 3,
+    image_size: int = 32,
+    num_classes: int = 10,
+    labels_agree: bool = True,
+    local_epochs: int = 1,
+) -> ClientSpec:
+    """Return what a client that classifies images is to learn."""
+    example = torch.zeros(1, channels, image_size, image_size), torch.zeros(1, dtype=torch.int64)
+    return ClientSpec(client, example, num_classes, labels_agree, local_epochs)
+
+
+def short(name: str) -> str:
+    """Return a tensor's name in an image classifier, or what comes before ``backbone.`` in another learner."""
+    return name.removeprefix("learner.").replace("personal.backbone.", "personal.")
+
+
 def weights(federation: Federation) -> dict[int, dict[str, Tensor]]:
-    """Return copies of all clients' states."""
-    return {k: {name: t.clone() for name, t in c.state_dict().items()} for k, c in federation.clients.items()}
+    """Return copies of all clients' states, by the names that they travel under."""
+    return {k: {short(name): t.clone() for name, t in c.state_dict().items()} for k, c in federation.clients.items()}
 
 
 def assert_equal(a: Any, b: Any, where: str = "") -> None:

@@ -1,7 +1,7 @@
 """Calling a learner's steps as a Trainer would."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -21,15 +21,16 @@ class SkipBatch(Exception):
 def call_step(learner: L.LightningModule, name: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
     """Call ``training_step`` or another step of a learner, with the arguments that it wants."""
     with in_hook(learner, name):
-        return getattr(learner, name)(batch, *(batch_idx, dataloader_idx)[: _further_arguments(type(learner), name)]  # type: ignore[arg-type])
+        further = (batch_idx, dataloader_idx)[: _further_arguments(type(learner), name)]
+        return getattr(learner, name)(batch, *further)
 
 
 @cache
-def _further_arguments(kind: Any, name: str) -> int:
+def _further_arguments(kind: Hashable, name: str) -> int:
     """Return how many of ``batch_idx`` and ``dataloader_idx`` a step takes beside the batch."""
     _, *parameters = inspect.signature(getattr(kind, name)).parameters.values()
     if any(p.name == "dataloader_iter" for p in parameters):
-        raise ConfigError(f"{kind.__name__}.{name} takes a dataloader_iter; a client's learner takes batches.")
+        raise ConfigError(f"{kind}.{name} takes a dataloader_iter; a client's learner takes batches.")
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return 1 if many else min(len(positional), 3) - 1

@@ -72,7 +72,7 @@ class QuadraticClient(Client):
     problem: Quadratics
 
     def _loss_now(self) -> Tensor:
-        k, w = self.task.client, torch.cat([self.backbone.body.first, self.backbone.body.second])
+        k, w = self.spec.client_id, torch.cat([self.backbone.body.first, self.backbone.body.second])
         away = w - torch.tensor(self.problem.b[k])
         return away @ torch.tensor(self.problem.a[k]) @ away / 2
 
@@ -114,7 +114,7 @@ class SoftmaxRegression:
             [(images, labels)] = BatchLoader(train.data, train.dataset, len(train.dataset), train.label_map)
             self.data.append((images.flatten(1).double().numpy(), np.eye(10)[labels.numpy()]))
         with federation._drawing("weights"):
-            self.start = flat(federation.pattern.build(federation.clients[0].task).state_dict())
+            self.start = flat(federation.prototype.build(federation.clients[0].spec).state_dict())
 
     def _log_probabilities(self, k: int, w: np.ndarray) -> np.ndarray:
         logits = self.data[k][0] @ w[:640].reshape(10, 64).T + w[640:]

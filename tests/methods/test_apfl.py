@@ -24,11 +24,11 @@ from two_layers import (
     scores,
 )
 
-from lit_pfl.client import Factorization, Task
+from lit_pfl.client import Factorization
 from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import APFL, FedAvg, StandAlone
-from tiny import TinyNet, assert_equal, client, digits, run, weights
+from tiny import TinyNet, assert_equal, client, digits, run, spec, weights
 
 MIXINGS = ["parameters", "logits"]
 
@@ -95,7 +95,7 @@ class Twice(APFL):
     """The common model's gradient is there once more when the personal one's comes."""
 
     def objective(self, images, labels):
-        return super().objective(images, labels) + nn.functional.cross_entropy(self.backbone(images), labels)
+        return super().objective((images, labels), 0) + nn.functional.cross_entropy(self.backbone(images), labels)
 
 
 class Attached(APFL):
@@ -146,7 +146,7 @@ def test_alpha_one_is_stand_alone_for_factorized_networks():
 
 def test_statistics_of_mixed_parameters_are_the_mixture_s():
     """In training mode batch norm takes the batch's own statistics: what it then has kept is what it has seen."""
-    member = client(APFL, mixing="parameters", backbone=NormNet).build(Task(channels=1, image_size=8))
+    member = client(APFL, mixing="parameters", backbone=NormNet).build(spec(channels=1, image_size=8))
     with torch.no_grad():
         for weight in member.personal.parameters():
             weight.add_(torch.randn_like(weight))
@@ -167,7 +167,7 @@ def test_statistics_of_mixed_parameters_are_the_mixture_s():
 @pytest.mark.parametrize(("backbone", "mixing"), [(TwoLayers, "parameters"), (TinyNet, "logits")])
 def test_networks_with_batch_norm_mix_logits_by_default(backbone, mixing):
     method = client(APFL, backbone=backbone)
-    assert method.build(Task(channels=1, image_size=8)).mixing == mixing
+    assert method.build(spec(channels=1, image_size=8)).mixing == mixing
     assert method.mixing is None
 
 
@@ -178,7 +178,7 @@ def test_alpha_stays_between_0_and_1_and_moves_once_a_round():
     class Watched(APFL):
         def _adapt(self, loss, alpha):
             super()._adapt(loss, alpha)
-            moved.append((self.task.client, self.trainer.current_epoch))
+            moved.append((self.spec.client_id, self.trainer.current_epoch))
 
     federation = run(client(Watched, **options), digits(2), rounds=4, local_epochs=3)
     assert sorted(moved) == [(k, 3 * r) for k in range(2) for r in range(4)]

@@ -16,10 +16,10 @@ from two_layers import (
     scores,
 )
 
-from lit_pfl.client import Factorization, Task
+from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import Ditto, FedAvg, StandAlone
-from tiny import TinyNet, assert_equal, client, digits, run, weights
+from tiny import TinyNet, assert_equal, client, digits, run, spec, weights
 
 TRAINERS = [
     {},
@@ -117,7 +117,7 @@ def test_factorized_models_are_those_of_fedavg_and_stand_alone(l1_mode):
 
 @pytest.mark.parametrize("schedule", ["interleaved", "separate"])
 def test_the_personal_model_never_travels_and_starts_as_the_common_one(schedule):
-    member = client(Ditto, schedule=schedule).build(Task(channels=1, image_size=8, local_epochs=2))
+    member = client(Ditto, schedule=schedule).build(spec(channels=1, image_size=8, local_epochs=2))
     assert_equal(dict(member.personal.state_dict()), dict(member.backbone.state_dict()))
     assert not {id(p) for p in member.personal.parameters()} & {id(p) for p in member.backbone.parameters()}
     federation = run(client(Ditto, schedule=schedule), digits(2, permute_labels=True), local_epochs=2)
@@ -139,7 +139,7 @@ def test_absent_clients_and_resuming(tmp_path):
 
 
 def test_errors():
-    task = Task(channels=1, image_size=8)
+    task = spec(channels=1, image_size=8)
     with pytest.raises(ConfigError, match=r"model\.personal_epochs=1 leaves none of federation\.local_epochs=1"):
         client(Ditto, schedule="separate").build(task)
 
@@ -149,6 +149,6 @@ def test_initial_weights_are_those_of_fedavg():
     states = []
     for method in (Ditto, FedAvg):
         torch.manual_seed(5)
-        states.append(arrays(client(method, backbone=TinyNet).build(Task(channels=1, image_size=8)).backbone))
+        states.append(arrays(client(method, backbone=TinyNet).build(spec(channels=1, image_size=8)).backbone))
     for name in states[0]:
         assert (states[0][name] == states[1][name]).all()

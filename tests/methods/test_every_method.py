@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 import lit_pfl.methods
 from lit_pfl import Client, Federation
-from lit_pfl.checkpoint import AtomicCheckpointIO
 from lit_pfl.cli import last_checkpoint, main
-from lit_pfl.client import Task
 from lit_pfl.data import Digits
 from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import AtomicCheckpointIO
 from lit_pfl.models import Backbone
 from lit_pfl.payload import Payload
-from tiny import Backwards, assert_equal, trainer, weights
+from tiny import Backwards, assert_equal, spec, trainer, weights
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS = sorted(
@@ -81,7 +80,7 @@ class MethodTester:
         method: Client = parser.instantiate(parser.parse_object({"model": model})).model
         method.make_backbone = MixedNet
         try:
-            method.build(Task(channels=1, image_size=8, local_epochs=2))
+            method.build(spec(channels=1, image_size=8, local_epochs=2))
         except ConfigError:
             method.make_backbone = PlainNet
         return method
@@ -251,7 +250,7 @@ def test_with_other_networks(tester, backbone):
     method = tester.method()
     method.make_backbone = backbone
     try:
-        method.build(Task(channels=1, image_size=8, local_epochs=2))
+        method.build(spec(channels=1, image_size=8, local_epochs=2))
     except ConfigError as error:  # some cannot; then they say why
         assert "model.backbone" in str(error)  # noqa: PT017
     else:

@@ -6,14 +6,14 @@ import torch
 
 import lit_pfl.data.datamodule as datamodule
 from lit_pfl import Payload
-from lit_pfl.client import Factorization, Task
+from lit_pfl.client import Factorization
 from lit_pfl.data import label_permutation
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FactorizedFL, FedAvg, StandAlone
 from lit_pfl.methods.factorized_fl import FactorizedFLServer, MatchingRule
 from lit_pfl.nn import factorized_layers
 from lit_pfl.server import ClientInfo, Server
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, digits, run, spec, weights
 
 V = "backbone.body.0.v"
 
@@ -159,7 +159,7 @@ def test_the_v_that_is_compared_is_that_before_the_classifier():
 
     for layers, last in ((1, "body.6.0"), (2, "body.9")):
         method = FactorizedFL(backbone=lambda c, k, n=layers: ResNet9(c, k, width=4, fc_layers=n))
-        member = method.build(Task())
+        member = method.build(spec())
         names = [name for name, _ in factorized_layers(member.backbone)]
         assert member.criterion == f"backbone.{names[-2]}.v"
         assert names[-2].startswith(last)
@@ -193,7 +193,7 @@ def test_a_proximal_step_is_soft_thresholding_at_lambda_times_the_learning_rate(
     kind = Factorization(form="FFxIO", l1=0.3, l1_mode="proximal")
     sgd = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
     member = client(FactorizedFL, factorization=kind, optimizer=sgd, scheduler=None).build(
-        Task(channels=1, image_size=8)
+        spec(channels=1, image_size=8)
     )
     layer = member.backbone.body[0]
     torch.nn.init.normal_(layer.mu, std=0.05)
@@ -229,9 +229,9 @@ class Relabelled(FactorizedFL):
 
     order: list[int] | None = None
 
-    def configure_backbone(self) -> None:
-        super().configure_backbone()
-        if self.task.client == 1 and self.order is not None:
+    def configure_learner(self) -> None:
+        super().configure_learner()
+        if self.spec.client_id == 1 and self.order is not None:
             head = self.backbone.head
             with torch.no_grad():
                 for tensor in (head.v, head.mu, head.bias):
@@ -268,5 +268,5 @@ def test_options_that_do_not_go_together_are_refused():
         FactorizedFL(mixes="um", factorization=Factorization(form="FFxIO", mask=False))
     with pytest.raises(ConfigError, match="rawview"):
         client(FactorizedFL, factorization=Factorization(form="IFxOF", pi="rawview")).build(
-            Task(channels=1, image_size=8)
+            spec(channels=1, image_size=8)
         )

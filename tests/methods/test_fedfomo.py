@@ -48,7 +48,7 @@ def test_rounds_equal_the_formulas(norm, order):
     train = [arrays(member.training_data()) for member in members]
     held = [arrays(member.held_back()) for member in members]
     with federation._drawing("weights"):
-        start = flat(federation.pattern.build(federation.clients[0].task).state_dict())
+        start = flat(federation.prototype.build(federation.clients[0].spec).state_dict())
 
     theta, base, p = [start] * 4, [start] * 4, np.zeros((4, 4))
     for round in range(rounds):

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from lit_pfl import Federation, Payload
 from lit_pfl.cli import last_checkpoint
-from lit_pfl.client import Factorization, Task
+from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedMA
 from lit_pfl.models import CNN, MLP, VGG9, Backbone, ResNet9
 from lit_pfl.ops import Matching, nearest_units, unit_matrix
 from lit_pfl.server import ClientInfo
-from tiny import assert_equal, digits, momentum_sgd, run, step_schedule, trainer, weights
+from tiny import assert_equal, digits, momentum_sgd, run, spec, step_schedule, trainer, weights
 
 DEPTH = 4
 
@@ -49,7 +49,7 @@ def members(num_clients=3, seed=0, **options):
     clients = {}
     for k in range(num_clients):
         torch.manual_seed(seed)
-        clients[k] = fedma(**options).build(Task(client=k, channels=1, image_size=8))
+        clients[k] = fedma(**options).build(spec(client=k, channels=1, image_size=8))
         clients[k].data = data.client(k)
         clients[k].eval()
     server = clients[0].configure_server()
@@ -412,10 +412,10 @@ def test_with_nobody_left_the_sub_round_is_tried_again():
     sub_round(clients, server)
     for client in clients.values():
         for _ in range(2):  # nothing was usable: the same reply comes twice
-            client.download(server.reply(client.task.client))
+            client.download(server.reply(client.spec.client_id))
             client.begin_round()
             state = {name: tensor.clone() for name, tensor in client.state_dict().items()}
-        client.download(server.reply(client.task.client))
+        client.download(server.reply(client.spec.client_id))
         assert_equal(dict(client.state_dict()), state)
         assert {n: (t.shape, t.dtype) for n, t in client.upload().items()} == server.layout(0)
 
@@ -547,7 +547,7 @@ def backbone_of(*body, head=None):
 def test_backbones_that_are_no_chain_are_named(backbone, complaint):
     size = 16 if "S*" in complaint else 8
     with pytest.raises(ConfigError, match=complaint):
-        fedma(backbone=backbone).build(Task(channels=1, image_size=size))
+        fedma(backbone=backbone).build(spec(channels=1, image_size=size))
 
 
 def test_a_factorization_is_refused():
@@ -564,7 +564,7 @@ def test_the_networks_of_the_field_do(backbone, size, depth):
 
 def test_the_default_is_the_papers():
     method = FedMA()
-    client = method.build(Task())
+    client = method.build(spec())
     assert sum(parameter.numel() for parameter in client.backbone.parameters()) == 3_491_530
     [group] = client.configure_optimizers().param_groups
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.01, 0.9, 1e-4)

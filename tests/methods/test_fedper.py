@@ -4,11 +4,11 @@ import pytest
 from quadratic import run_whole_and_in_two_parts
 from two_layers import ALL, BODY, SGD, Recorded, assert_absent_clients_stay, assert_close, gradient, scores
 
-from lit_pfl.client import Factorization, Task
+from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedPer, StandAlone
 from lit_pfl.models import CNN, ResNet9
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, digits, run, spec, weights
 
 CONVOLUTION = {"backbone.body.0.weight", "backbone.body.0.bias", "backbone.body.1.weight", "backbone.body.1.bias"}
 STATISTICS = {f"backbone.body.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -37,7 +37,7 @@ def test_what_travels(personal_layers, permuted, norm_stats, expected):
 
 def test_last_layers_of_networks_of_several_kinds():
     def personal(backbone, layers, **options):
-        member = FedPer(personal_layers=layers, backbone=backbone, **options).build(Task(channels=1, image_size=28))
+        member = FedPer(personal_layers=layers, backbone=backbone, **options).build(spec(channels=1, image_size=28))
         return {name.rpartition(".")[0] for name in member.private}
 
     assert personal(CNN, 2) == {"backbone.head", "backbone.body.7"}
@@ -95,4 +95,4 @@ def test_absent_clients_and_resuming(tmp_path):
 )
 def test_errors(personal_layers, message):
     with pytest.raises(ConfigError, match=message):
-        client(FedPer, personal_layers=personal_layers).build(Task(channels=1, image_size=8))
+        client(FedPer, personal_layers=personal_layers).build(spec(channels=1, image_size=8))

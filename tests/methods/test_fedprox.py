@@ -99,8 +99,8 @@ def test_heads_at_home_are_not_held():
     assert 0 < shared < sum(p.numel() for p in member.backbone.parameters())
     images, labels = next(iter(federation.data.client(0).val))
     member.eval()
-    with_term, member.mu = member.objective(images, labels), 0.0
-    torch.testing.assert_close(with_term - member.objective(images, labels), torch.tensor(50 * 0.01 * shared))
+    with_term, member.mu = member.objective((images, labels), 0), 0.0
+    torch.testing.assert_close(with_term - member.objective((images, labels), 0), torch.tensor(50 * 0.01 * shared))
 
 
 def test_resumed_equals_uninterrupted(tmp_path):

@@ -6,11 +6,10 @@ import torch
 from quadratic import run_whole_and_in_two_parts
 from two_layers import BODY, HEAD, SGD, Recorded, assert_absent_clients_stay, assert_close, gradient, scores
 
-from lit_pfl.client import Task
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedPer, FedRep
 from lit_pfl.models import Backbone
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, digits, run, spec, weights
 
 
 @pytest.mark.parametrize(("local_epochs", "body_epochs"), [(2, 1), (3, 1), (3, 2)])
@@ -91,7 +90,7 @@ def test_absent_clients_and_resuming(tmp_path):
 
 
 def test_errors():
-    task = Task(channels=1, image_size=8)
+    task = spec(channels=1, image_size=8)
     with pytest.raises(ConfigError, match=r"model\.body_epochs=1 leaves none of federation\.local_epochs=1"):
         client(FedRep).build(task)
     client(FedRep, mode="joint").build(task)

@@ -9,14 +9,14 @@ from quadratic import chosen, equal, run_whole_and_in_two_parts, sgd, softmax_re
 from torch import nn
 
 from lit_pfl import Payload
-from lit_pfl.client import Factorization, Task
+from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedSpa
 from lit_pfl.methods.fedspa import FedSpaServer
 from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.ops import erk_densities, pack_bits
 from lit_pfl.server import ClientInfo
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, digits, run, spec, weights
 
 CONV, HEAD = "backbone.body.0.weight", "backbone.head.weight"
 
@@ -82,7 +82,7 @@ def test_rounds_equal_the_formulas(participation):
     made = client(FedSpa, backbone=TwoLayers, optimizer=sgd(0.5), scheduler=None, density=0.4, rounds=3)
     federation = run(made, unequal(), rounds=rounds, local_epochs=2, participation=participation)
     with federation._drawing("weights"):
-        fresh = federation.pattern.build(federation.clients[0].task)
+        fresh = federation.prototype.build(federation.clients[0].spec)
     w = {name: fresh.get_parameter(name).detach().double() for name in NAMES}
     m = {k: {name: mask.clone() for name, mask in fresh.masks.items()} for k in range(4)}
     data = {}
@@ -213,10 +213,10 @@ def test_gradients_are_those_of_the_dense_network_and_leave_no_trace():
     assert_equal(weights(federation)[0], before)
     assert all(parameter.grad is None for parameter in member.parameters())
 
-    copy = FedAvg(backbone=federation.pattern.make_backbone).build(member.task)
+    copy = FedAvg(backbone=federation.prototype.make_backbone).build(member.spec)
     copy.load_state_dict({name: value for name, value in before.items() if name in copy.state_dict()})
     copy.backbone.body[-1].p = 0.0
-    copy.objective(images, labels).backward()
+    copy.objective((images, labels), 0).backward()
     for gradient, name in zip(got, (CONV, HEAD), strict=True):
         torch.testing.assert_close(gradient, copy.get_parameter(name).grad)
         assert gradient[before[name] == 0].any()
@@ -240,12 +240,12 @@ def test_masks_may_differ_from_the_start():
     assert not torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[1], heads[2])
     with federation._drawing("weights"):
-        again = federation.pattern.build(federation.clients[1].task)
+        again = federation.prototype.build(federation.clients[1].spec)
     assert torch.equal(again.masks[HEAD], heads[1])
 
 
 def test_it_starts_from_the_weights_of_other_methods():
-    tasks = Task(channels=1, image_size=8)
+    tasks = spec(channels=1, image_size=8)
     torch.manual_seed(0)
     sparse = client(FedSpa).build(tasks)
     torch.manual_seed(0)
@@ -309,7 +309,7 @@ def test_traffic_is_that_of_active_weights_and_of_masks(regrow):
 
 
 def test_traffic_of_resnet9_is_half():
-    member = client(FedSpa, backbone=ResNet9).build(Task())
+    member = client(FedSpa, backbone=ResNet9).build(spec())
     server = member.configure_server()
     joined = member.upload()
     server.start({0: ClientInfo(10, joined)})

@@ -4,11 +4,10 @@ import pytest
 from quadratic import run_whole_and_in_two_parts
 from two_layers import HEAD, SGD, Recorded, assert_absent_clients_stay, assert_close, gradient, scores
 
-from lit_pfl.client import Task
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, LGFedAvg, StandAlone
 from lit_pfl.models import ResNet18
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, digits, run, spec, weights
 
 BODY = {"backbone.body.0.weight", "backbone.body.0.bias", "backbone.body.1.weight", "backbone.body.1.bias"}
 CLASSIFIER = {"backbone.head.weight", "backbone.head.bias"}
@@ -62,10 +61,10 @@ def test_absent_clients_and_resuming(tmp_path):
 @pytest.mark.parametrize("classes", [10, 100])
 def test_it_sends_what_fedslr_counts(classes):
     """FedSLR, Table 2: 5,120 elements of ResNet-18 on CIFAR-10, 51,200 on CIFAR-100."""
-    member = LGFedAvg(backbone=lambda c, n: ResNet18(c, n, norm="group", bias=False)).build(Task(num_classes=classes))
+    member = LGFedAvg(backbone=lambda c, n: ResNet18(c, n, norm="group", bias=False)).build(spec(num_classes=classes))
     assert member.upload().elements == 512 * classes
 
 
 def test_errors():
     with pytest.raises(ConfigError, match=r"model\.shared_layers=3: the backbone has 2 layers"):
-        client(LGFedAvg, shared_layers=3).build(Task(channels=1, image_size=8))
+        client(LGFedAvg, shared_layers=3).build(spec(channels=1, image_size=8))

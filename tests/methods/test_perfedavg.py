@@ -22,11 +22,10 @@ from two_layers import (
 )
 
 from lit_pfl import Federation
-from lit_pfl.client import Task
 from lit_pfl.data import BatchLoader
 from lit_pfl.methods import FedAvg, PerFedAvg
 from lit_pfl.models import Backbone
-from tiny import assert_equal, client, digits, run, trainer, weights
+from tiny import assert_equal, client, digits, run, spec, trainer, weights
 
 
 def divided(batch, parts):
@@ -87,9 +86,9 @@ def test_hessian_free_is_exact_on_a_quadratic(delta):
     """(I - alpha H3) grad f(w - alpha grad f(w; D1); D2), where differences are exact for any delta."""
     linear = lambda *_: Backbone(nn.Flatten(), nn.Linear(4, 1))  # noqa: E731
     method = LeastSquares(alpha=0.2, order="hessian_free", delta=delta, backbone=linear)
-    member = method.build(Task(channels=1, image_size=2)).double()
+    member = method.build(spec(channels=1, image_size=2)).double()
     images, labels = torch.randn(12, 1, 2, 2, dtype=torch.double), torch.randn(12, dtype=torch.double)
-    loss = member.objective(images, labels)
+    loss = member.objective((images, labels), 0)
     loss.backward()
 
     x = np.concatenate([images.flatten(1).numpy(), np.ones((12, 1))], axis=1)
@@ -114,7 +113,7 @@ def test_hessian_free_sees_one_function_on_both_sides():
     sizes = []
     for order in ("first", "hessian_free"):
         torch.manual_seed(0)
-        member = PerFedAvg(order=order, delta=1e-3, backbone=Dropped).build(Task(channels=1, image_size=8))
+        member = PerFedAvg(order=order, delta=1e-3, backbone=Dropped).build(spec(channels=1, image_size=8))
         member.objective(torch.randn(90, 1, 8, 8), torch.randint(10, (90,))).backward()
         sizes.append(float(member.backbone.head.weight.grad.norm()))
     assert sizes[1] < 2 * sizes[0]
@@ -160,7 +159,7 @@ def test_batch_norm_counts_every_pass_or_the_last():
     counts = {}
     for inner in (True, False):
         for order in ("first", "hessian_free"):
-            member = client(PerFedAvg, order=order, inner_statistics=inner).build(Task(channels=1, image_size=8))
+            member = client(PerFedAvg, order=order, inner_statistics=inner).build(spec(channels=1, image_size=8))
             member.objective(torch.randn(12, 1, 8, 8), torch.randint(10, (12,)))
             counts[inner, order] = int(member.backbone.body[1].num_batches_tracked)
     assert counts == {(True, "first"): 2, (True, "hessian_free"): 4, (False, "first"): 1, (False, "hessian_free"): 1}

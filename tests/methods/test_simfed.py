@@ -144,6 +144,6 @@ def test_the_gradient_of_the_l1_term_is_lambda_times_sign():
     for l1 in (0.0, 0.25):
         member.factorization = Factorization(l1=l1)
         member.zero_grad()
-        member.objective(images, labels).backward()
+        member.objective((images, labels), 0).backward()
         gradients.append(member.backbone.body[0].mu.grad.clone())
     torch.testing.assert_close(gradients[1] - gradients[0], 0.25 * member.backbone.body[0].mu.detach().sign())

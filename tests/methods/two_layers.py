@@ -112,7 +112,7 @@ class Recorded:
             def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
                 images, labels = batch
                 noted = images.flatten(1).double().numpy(), labels.numpy()
-                batches.setdefault(self.task.client, []).append(noted)
+                batches.setdefault(self.spec.client_id, []).append(noted)
                 return super().training_step(batch, batch_idx)
 
         pattern = client(Recording, **{"backbone": TwoLayers, "optimizer": sgd, "scheduler": None, **options})
@@ -125,7 +125,7 @@ class Recorded:
 
     def start(self) -> Arrays:
         with self.federation._drawing("weights"):
-            return arrays(self.federation.pattern.build(self.members[0].task).backbone)
+            return arrays(self.federation.prototype.build(self.members[0].spec).backbone)
 
     def averaged(
         self, train: Callable[[int, int, Arrays, list[Batch]], None], shared: tuple[str, ...], uniform: bool = False
