@@ -16,7 +16,7 @@ from lit_pfl.data import BatchLoader, ClientData
 from lit_pfl.errors import ConfigError
 from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.module import QuickModule
-from lit_pfl.nn import FactorizedConv2d, Form, HadamardConv2d, Pi, factorize, factorized_layers, l1_norm_of_masks
+from lit_pfl.nn import FactorizedConv2d, Form, HadamardConv2d, Pi, Start, factorize, factorized_layers, l1_norm_of_masks
 from lit_pfl.ops import soft_threshold
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
@@ -64,7 +64,19 @@ class Factorization:
             ``proximal``: every optimizer step is followed by soft thresholding at lambda times the learning rate.
             ``inert``: not at all, as in Factorized-FL's released code, whose penalty has no gradient.
         threshold: entries of mu below it in size count as zero wherever the model is used or sent.
+        below_threshold: what becomes of these entries where mu travels. ``keep``: they stay at home and are added to
+            the reply, so that they grow on until they are sent (error feedback). ``drop``: each is lost with the next
+            reply, and starts from zero in every round. ``send``: they travel all the same; the threshold is for using
+            the model only, as in Factorized-FL's released code.
         pi: how the matrices of form ``FFxIO`` become weights, see :class:`~lit_pfl.nn.FactorizedConv2d`.
+        start: how weights start. ``dense``: as those of the dense network of the same seed, u v^T their best
+            approximation of this rank and mu the rest; without a mask the approximation only. ``paper``: u and v drawn
+            Xavier-uniform and mu zero, as Factorized-FL says. ``released``: the same, but mu and the bias of linear
+            layers drawn so too, as in its released code. Papers that do not say (SimFed) get ``dense``: a weight of
+            rank 1 learns slowly until mu has grown.
+
+    Source:
+        Error feedback: Seide et al. 2014; Karimireddy et al. 2019.
     """
 
     form: Form = "IFxOF"
@@ -73,7 +85,9 @@ class Factorization:
     l1: NonNegativeFloat = 1e-4
     l1_mode: Literal["subgradient", "proximal", "inert"] = "subgradient"
     threshold: NonNegativeFloat = 0.0
+    below_threshold: Literal["keep", "drop", "send"] = "keep"
     pi: Pi = "spatial"
+    start: Start = "dense"
 
 
 @dataclass(frozen=True)
@@ -192,7 +206,7 @@ class Client(QuickModule, ABC):
         self.backbone.train()
         if self.factorization is not None:
             f = self.factorization
-            factorize(self.backbone, f.form, f.rank, f.mask, f.pi, f.threshold)
+            factorize(self.backbone, f.form, f.rank, f.mask, f.pi, f.threshold, f.start)
 
     def configure_memory(self) -> None:
         """Make what the client remembers from round to round besides its network; the network is there."""
@@ -330,14 +344,24 @@ class Client(QuickModule, ABC):
         """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
         shared = self.shared_parameters()
         masks = {f"{name}.mu": layer for name, layer in factorized_layers(self) if f"{name}.mu" in shared}
-        if self.factorization is not None and self.factorization.threshold:
+        f = self.factorization
+        if f is not None and f.threshold and f.below_threshold != "send":
             with torch.no_grad():
                 shared |= {name: mu for name, layer in masks.items() if (mu := layer.sparse_mu) is not None}
         return Payload(shared, sparse=masks)
 
+    @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:
-        """Load a reply of the server."""
+        """Load a reply of the server, and add to it what this client has of every mu in it and did not send."""
+        f = self.factorization
+        unsent: dict[str, Tensor] = {}
+        # No memory is needed: until the reply is loaded, what was not sent is what mu has below the threshold.
+        if f is not None and f.threshold and f.below_threshold == "keep":
+            masks = {f"{name}.mu": layer for name, layer in factorized_layers(self) if f"{name}.mu" in reply}
+            unsent = {name: rest for name, layer in masks.items() if (rest := layer.unsent_mu) is not None}
         load_tensors(self, reply)
+        for name, rest in unsent.items():
+            self.get_parameter(name).add_(rest)
 
     # ------------------------------------------------------------------------------------------------------ evaluating
 

@@ -119,7 +119,8 @@ class FedFOMO(Client):
         load_tensors(self, base)
         start = self.evaluate(held_back).loss
         load_tensors(self, trained)
-        candidates = [*models.values(), {name: trained[name] for name in self.shared_parameters()}]
+        sent = super().upload().clone()
+        candidates = [*models.values(), {name: sent[name] for name in self.shared_parameters()}]
         losses = []
         for candidate in candidates:
             load_tensors(self, candidate)
@@ -133,7 +134,8 @@ class FedFOMO(Client):
             mixture = weighted_mean(
                 [Payload(candidate) for candidate in candidates], (weights / weights.sum()).tolist()
             )
-            load_tensors(self, mixture)
+            load_tensors(self, trained)
+            super().download(mixture)  # which adds what was not sent
         else:
             load_tensors(self, base)
 
