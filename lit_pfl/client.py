@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lit_pfl.data import ClientData
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import mean_loss
+from lit_pfl.factorization import Factorization
 from lit_pfl.learners import (
     BackboneCallable,
     ImageClassifier,
@@ -24,14 +24,12 @@ from lit_pfl.learners import (
     SkipBatch,
     call_step,
     hand_on,
-    loss_of,
     single_optimizer,
     size_of,
+    training_loss,
 )
 from lit_pfl.lightning_internals import QuickModule, name_metrics
 from lit_pfl.models import ResNet9
-from lit_pfl.nn import Form, Pi, factorize, factorized_layers, l1_norm_of_masks
-from lit_pfl.ops import soft_threshold
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
 from lit_pfl.sharing import Role, encoder_of, names_of_head, owners, roles_of, travelling
@@ -55,31 +53,6 @@ class ClientSpec:
     num_classes: int | None = None
     labels_agree: bool = True
     local_epochs: int | None = None
-
-
-@dataclass(frozen=True)
-class Factorization:
-    """Weights ``pi(u v^T + mu)`` in place of dense ones.
-
-    Args:
-        form: shape of a convolution's factors, ``IFxOF`` (SimFed) or ``FFxIO`` (Factorized-FL).
-        rank: number of columns of u and v.
-        mask: whether there is a mu.
-        l1: weight of the L1 norm of mu in the objective, lambda.
-        l1_mode: how the norm is minimised. ``subgradient``: as part of the loss; mu gets small, never exactly zero.
-            ``proximal``: every optimizer step is followed by soft thresholding at lambda times the learning rate.
-            ``inert``: not at all, as in Factorized-FL's released code, whose penalty has no gradient.
-        threshold: entries of mu below it in size count as zero wherever the model is used or sent.
-        pi: how the matrices of form ``FFxIO`` become weights, see :class:`~lit_pfl.nn.FactorizedConv2d`.
-    """
-
-    form: Form = "IFxOF"
-    rank: PositiveInt = 1
-    mask: bool = True
-    l1: NonNegativeFloat = 1e-4
-    l1_mode: Literal["subgradient", "proximal", "inert"] = "subgradient"
-    threshold: NonNegativeFloat = 0.0
-    pi: Pi = "spatial"
 
 
 class Client(QuickModule, ABC):
@@ -236,8 +209,7 @@ class Client(QuickModule, ABC):
     def configure_learner(self) -> None:
         """Change ``self.learner`` before it is known what travels; by default factorize it if that is asked for."""
         if self.factorization is not None:
-            f = self.factorization
-            factorize(self.learner, f.form, f.rank, f.mask, f.pi, f.threshold)
+            self.factorization.factorize(self.learner)
 
     def configure_state(self) -> None:
         """Make what the client keeps from round to round beside its learner; what travels is known."""
@@ -260,9 +232,8 @@ class Client(QuickModule, ABC):
         """Return what the learner's own returns."""
         configured = self.learner.configure_optimizers()
         optimizer = single_optimizer(configured)
-        if self._l1 and self._l1_mode == "proximal":
-            masks = {id(layer.mu) for _, layer in factorized_layers(self)}
-            optimizer.register_step_post_hook(lambda optimizer, *_: _shrink(optimizer, masks, self._l1))
+        if self.factorization is not None:
+            self.factorization.shrink_after_steps(optimizer, self)
         return configured
 
     @property
@@ -274,15 +245,6 @@ class Client(QuickModule, ABC):
     def backbone(self) -> nn.Module:
         """The image classifier's network."""
         return self.learner.backbone  # type: ignore[return-value]
-
-    @property
-    def _l1(self) -> float:
-        f = self.factorization
-        return f.l1 if f is not None and f.mask else 0.0
-
-    @property
-    def _l1_mode(self) -> str:
-        return self.factorization.l1_mode if self.factorization is not None else "inert"
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -321,16 +283,12 @@ class Client(QuickModule, ABC):
         Raises:
             SkipBatch: when its ``training_step`` returns None.
         """
-        loss = loss_of(call_step(learner, "training_step", batch, batch_idx))
-        return loss + self.penalty(learner) if self._penalizes else loss
+        return self.penalized(training_loss(learner, batch, batch_idx), learner)
 
-    @property
-    def _penalizes(self) -> bool:
-        return bool(self._l1) and self._l1_mode == "subgradient"
-
-    def penalty(self, learner: nn.Module) -> Tensor:
-        """Return ``l1 * sum |mu|`` of a factorized learner."""
-        return self._l1 * l1_norm_of_masks(learner)
+    def penalized(self, loss: Tensor, learner: nn.Module) -> Tensor:
+        """Return a loss with the L1 norm of a learner's masks, if it is factorized."""
+        f = self.factorization
+        return loss + f.penalty(learner) if f is not None and f.penalizes else loss
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
         """Return what is minimised on a batch; a method adds to it."""
@@ -404,16 +362,17 @@ class Client(QuickModule, ABC):
 
     def upload(self) -> Payload:
         """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
-        shared = self.shared_parameters()
-        masks = {f"{name}.mu": layer for name, layer in factorized_layers(self.learner) if f"{name}.mu" in shared}
-        if self.factorization is not None and self.factorization.threshold:
-            with torch.no_grad():
-                shared |= {name: mu for name, layer in masks.items() if (mu := layer.sparse_mu) is not None}
-        return Payload(shared, sparse=masks)
+        shared, f = self.shared_parameters(), self.factorization
+        return Payload(shared) if f is None else Payload(f.sent(self.learner, shared), f.masks(self.learner, shared))
 
+    @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:
-        """Load a reply of the server."""
+        """Load a reply of the server, and add to it what this client has of every mu in it and did not send."""
+        f = self.factorization
+        unsent = {} if f is None else f.unsent(self.learner, reply)
         load_tensors(self.learner, reply)
+        for name, rest in unsent.items():
+            self.learner.get_parameter(name).add_(rest)
 
     # ------------------------------------------------------------------------------------------------------ evaluating
 
@@ -448,12 +407,3 @@ def _once_configured(configure_server: Any) -> Any:
 
     configured.__doc__ = configure_server.__doc__
     return configured
-
-
-@torch.no_grad()
-def _shrink(optimizer: torch.optim.Optimizer, masks: set[int], l1: float) -> None:
-    """Take the proximal step of ``l1 * sum |mu|`` after a gradient step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in masks and parameter.grad is not None:  # a frozen one took no step
-                parameter.copy_(soft_threshold(parameter, l1 * group["lr"]))

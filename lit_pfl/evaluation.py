@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lit_pfl.learners import SkipBatch, call_step, evaluating, loss_of, recorded, size_of, unchanged
+from lit_pfl.learners import SkipBatch, call_step, evaluating, recorded, size_of, training_loss, unchanged
 from lit_pfl.lightning_internals import in_hook
 
 Split = Literal["val", "test"]
@@ -96,7 +96,7 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
             batch = move_data_to_device(batch, learner.device)
             size = size_of(batch)
             try:
-                total += float(loss_of(call_step(learner, "training_step", batch, index))) * size
+                total += float(training_loss(learner, batch, index)) * size
             except SkipBatch:
                 continue
             n += size

@@ -152,8 +152,8 @@ def test_factorized_fl_matches_as_its_scenario_has_it(made, scenario, tau, epsil
     assert (method.rule.tau, method.rule.epsilon, method.rule.min_matches) == (tau, epsilon, matches)
     assert (method.rule.mixing, method.rule.below_tau, method.rule.match) == ("simultaneous", "drop", "best")
     f = method.factorization
-    assert (f.form, f.rank, f.mask, f.l1, f.threshold, f.l1_mode, f.pi) == (
-        "FFxIO", 1, True, 5e-4, 5e-4, "subgradient", "spatial",
+    assert (f.form, f.rank, f.mask, f.l1, f.threshold, f.l1_mode, f.pi, f.start, f.below_threshold) == (
+        "FFxIO", 1, True, 5e-4, 5e-4, "subgradient", "spatial", "paper", "keep",
     )  # fmt: skip
     assert "mu" not in method.shares
 
@@ -170,9 +170,9 @@ def test_variants_of_factorized_fl_differ_from_it_as_their_names_say(made):
     fedavg, without = method("fig8g/factorized_fedavg"), method("fig8g/factorized_fedavg_without_mu")
     assert isinstance(fedavg, FedAvg)
     assert isinstance(without, FedAvg)
-    assert [(m.factorization.form, m.factorization.mask) for m in (fedavg, without)] == [
-        ("FFxIO", True),
-        ("FFxIO", False),
+    assert [(m.factorization.form, m.factorization.mask, m.factorization.start) for m in (fedavg, without)] == [
+        ("FFxIO", True, "paper"),
+        ("FFxIO", False, "paper"),
     ]
     assert "mu" not in method("fig8g/factorized_fl_uv").shares
     assert "v" not in method("fig8g/factorized_fl_um").shares
@@ -186,6 +186,7 @@ def test_the_released_code_goes_on_top_of_a_row(made):
     assert method.rule.mixing == "sequential"
     f = method.factorization
     assert (f.form, f.pi, f.l1_mode, f.threshold) == ("FFxIO", "rawview", "inert", 5e-4)
+    assert (f.start, f.below_threshold) == ("released", "send")
     assert (method.rule.tau, method.rule.min_matches) == (0.95, 4)
 
 
@@ -205,6 +206,7 @@ def test_a_single_client_of_figure_8h_and_8i(made):
     for exponent in ("1e-4", "3e-4", "5e-4", "7e-4", "1e-3"):
         f = made(f"factorized_fl/fig8i/lambda_{exponent}").model.factorization
         assert (f.l1, f.threshold, f.form, f.l1_mode) == (float(exponent), float(exponent), "FFxIO", "inert")
+        assert f.start == "paper"
 
 
 def test_variants_of_simfed_differ_from_it_as_their_names_say(made):
@@ -215,7 +217,7 @@ def test_variants_of_simfed_differ_from_it_as_their_names_say(made):
         assert isinstance(method(name), SimFed)
         assert (method(name).tau, method(name).alpha) == (0.9, 30)
     f = method("simfed").factorization
-    assert (f.form, f.l1, f.mask) == ("IFxOF", 1e-4, True)
+    assert (f.form, f.l1, f.mask, f.start) == ("IFxOF", 1e-4, True, "dense")
     assert method("similarity_matching").factorization is None
     assert (method("worst_matching").match, method("random_matching").match) == ("worst", "random")
     assert (method("without_masks").factorization.form, method("without_masks").factorization.mask) == ("IFxOF", False)

@@ -4,7 +4,16 @@ from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, Optim
 from lit_pfl.learners.hooks import hand_on
 from lit_pfl.learners.logs import Recorder, recorded
 from lit_pfl.learners.optimizers import extend, single_optimizer
-from lit_pfl.learners.steps import SkipBatch, Step, call_step, evaluating, loss_of, size_of, split_batch, unchanged
+from lit_pfl.learners.steps import (
+    SkipBatch,
+    Step,
+    call_step,
+    evaluating,
+    size_of,
+    split_batch,
+    training_loss,
+    unchanged,
+)
 
 __all__ = [
     "BackboneCallable",
@@ -18,10 +27,10 @@ __all__ = [
     "evaluating",
     "extend",
     "hand_on",
-    "loss_of",
     "recorded",
     "single_optimizer",
     "size_of",
     "split_batch",
+    "training_loss",
     "unchanged",
 ]

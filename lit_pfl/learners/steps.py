@@ -1,7 +1,7 @@
 """Calling a learner's steps as a Trainer would."""
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ class SkipBatch(Exception):
 def call_step(learner: L.LightningModule, name: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
     """Call ``training_step`` or another step of a learner, with the arguments that it wants."""
     with in_hook(learner, name):
-        further = (batch_idx, dataloader_idx)[: _further_arguments(type(learner), name)]
+        further = (batch_idx, dataloader_idx)[: _further_arguments(type(learner), name)]  # type: ignore[arg-type]
         return getattr(learner, name)(batch, *further)
 
 
@@ -47,19 +47,35 @@ def loss_of(outputs: Any) -> Tensor:
     return outputs["loss"] if isinstance(outputs, Mapping) else outputs
 
 
+def training_loss(learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
+    """Return the loss that a learner's ``training_step`` gives for a batch.
+
+    Raises:
+        SkipBatch: when it returns None.
+    """
+    return loss_of(call_step(learner, "training_step", batch, batch_idx))
+
+
 class Step(nn.Module):
-    """A learner's training loss as a forward pass, so that ``torch.func.functional_call`` gives it at other weights.
+    """A learner's loss as a forward pass, so that ``torch.func.functional_call`` gives it at other weights.
 
     The learner's tensors are named ``learner.<name>`` in it.
+
+    Args:
+        learner: the learner.
+        loss: gives its loss from the learner, a batch and the batch's index.
     """
 
-    def __init__(self, learner: L.LightningModule) -> None:
+    def __init__(
+        self, learner: L.LightningModule, loss: Callable[[L.LightningModule, Any, int], Tensor] = training_loss
+    ) -> None:
         super().__init__()
         self.learner = learner
+        self.loss = loss
 
     def forward(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
-        return loss_of(call_step(self.learner, "training_step", batch, batch_idx))
+        return self.loss(self.learner, batch, batch_idx)
 
 
 def size_of(batch: Any) -> int:

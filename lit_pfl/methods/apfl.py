@@ -88,7 +88,7 @@ class APFL(TwoModels):
         """Return the loss of the personal learner with mixed parameters; only v and alpha get gradients."""
         with recorded(self.personal):
             loss = functional_call(Step(self.personal), self._mixture(alpha, "learner."), (batch, batch_idx))
-        return loss + self.penalty(self.personal) if self._penalizes else loss
+        return self.penalized(loss, self.personal)
 
     def _mixture(self, alpha: Tensor, prefix: str = "") -> dict[str, Tensor]:
         w = dict(self.learner.named_parameters())

@@ -50,7 +50,8 @@ class FactorizedFL(Client):
             every round or the ``worst``; or ``none``.
         mixing: ``simultaneous``: all mixtures are of what was uploaded; ``sequential``: each client mixes what others
             before it, in random order, have mixed already, as the released code does.
-        factorization: how weights are factorized.
+        factorization: how weights are factorized. By default mu starts at zero, as the paper says, and weights at rank
+            1; the much faster ``start="dense"`` is what this library's own configurations have.
         optimizer: see :class:`~lit_pfl.Client`; the paper's by default.
         kwargs: see :class:`~lit_pfl.Client`.
 
@@ -73,7 +74,7 @@ class FactorizedFL(Client):
         below_tau: Literal["drop", "zero"] = "drop",
         match: Literal["best", "random", "worst", "none"] = "best",
         mixing: Literal["simultaneous", "sequential"] = "simultaneous",
-        factorization: Factorization | None = Factorization(form="FFxIO", l1=5e-4, threshold=5e-4),
+        factorization: Factorization | None = Factorization(form="FFxIO", l1=5e-4, threshold=5e-4, start="paper"),
         optimizer: OptimizerCallable = lambda parameters: torch.optim.SGD(
             parameters, lr=1e-3, momentum=0.9, weight_decay=1e-6
         ),

@@ -121,7 +121,8 @@ class FedFOMO(Client):
         load_tensors(self.learner, base)
         start = self.mean_loss(held_back)
         load_tensors(self.learner, trained)
-        candidates = [*models.values(), {name: trained[name] for name in self.shared_parameters()}]
+        sent = super().upload().clone()
+        candidates = [*models.values(), {name: sent[name] for name in self.shared_parameters()}]
         losses = []
         for candidate in candidates:
             load_tensors(self.learner, candidate)
@@ -135,7 +136,8 @@ class FedFOMO(Client):
             mixture = weighted_mean(
                 [Payload(candidate) for candidate in candidates], (weights / weights.sum()).tolist()
             )
-            load_tensors(self.learner, mixture)
+            load_tensors(self.learner, trained)
+            super().download(mixture)  # which adds what was not sent
         else:
             load_tensors(self.learner, base)
 

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from lightning.pytorch.utilities import move_data_to_device
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from lit_pfl.client import Client
@@ -124,10 +124,7 @@ class PerFedAvg(Client):
         """Return f at given weights; ``statistics``: whether running statistics follow."""
         buffers = {} if statistics else {name: buffer.clone() for name, buffer in self.learner.named_buffers()}
         tensors = {f"learner.{name}": tensor for name, tensor in {**weights, **buffers}.items()}
-        loss = functional_call(Step(self.learner), tensors, (batch, batch_idx))
-        if not self._penalizes:
-            return loss
-        return loss + functional_call(_Penalty(self), tensors)
+        return functional_call(Step(self.learner, self.loss), tensors, (batch, batch_idx))
 
     # ------------------------------------------------------------------------------------------------------ evaluating
 
@@ -156,18 +153,6 @@ class UniformServer(Server):
 
     def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
         return [1 / len(uploads)] * len(uploads)
-
-
-class _Penalty(nn.Module):
-    """The L1 norm of a learner's masks as a forward pass, so that it can be had at other weights."""
-
-    def __init__(self, client: PerFedAvg) -> None:
-        super().__init__()
-        self.learner = client.learner
-        self.penalty = client.penalty
-
-    def forward(self) -> Tensor:
-        return self.penalty(self.learner)
 
 
 def _moved(weights: Weights, direction: Weights, step: float) -> dict[str, Tensor]:

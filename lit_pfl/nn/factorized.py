@@ -4,7 +4,7 @@
 their L1 norm are those of the papers' matrix, and a forward pass needs one fused multiply-add.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn.composed import ComposedConv2d, ComposedLinear, geometry
 from lit_pfl.nn.replace import replace_layers
+from lit_pfl.ops import low_rank_factors
 
 Form = Literal["IFxOF", "FFxIO"]
 Pi = Literal["spatial", "rawview"]
+Start = Literal["paper", "released", "dense"]
 
 
 class _Factorized(nn.Module):
@@ -24,7 +26,7 @@ class _Factorized(nn.Module):
     Attributes:
         u: (rows, rank).
         v: (columns, rank).
-        mu: like the weight, zero at first; None without a mask.
+        mu: like the weight, zero when it is made; None without a mask.
         bias: (out,) or None.
         threshold: entries of mu below it in size count as zero wherever the model is used or sent, but not while it is
             trained.
@@ -55,8 +57,41 @@ class _Factorized(nn.Module):
             if zero is not None:
                 nn.init.zeros_(zero)
 
+    @torch.no_grad()
+    def load_dense(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Become a dense layer: u v^T the best approximation of its weight by their rank, mu the rest.
+
+        Without a mask that approximation is all. Columns of the factors that the weight has no use for, because their
+        number is more than its rank, add nothing and can still learn: u stays as drawn, v is zero.
+
+        Args:
+            weight: of the shape of the dense layer's.
+            bias: (out,), for a layer with a bias.
+
+        Raises:
+            ConfigError: when the weight holds NaN or infinity.
+
+        Source:
+            Khodak et al. 2021, spectral initialization; that mu takes the rest is of this library.
+        """
+        if not weight.is_meta and not weight.isfinite().all():
+            raise ConfigError(f"{self}: the weight to start from holds NaN or infinity; start='paper' needs none.")
+        u, v = low_rank_factors(self._matrix(weight), self.u.shape[1])
+        used = u.shape[1]
+        self.u[:, :used] = u.to(self.u).where((u != 0).any(0), self.u[:, :used])
+        self.v.zero_()[:, :used] = v.to(self.v)
+        if self.mu is not None:
+            self.mu.zero_()
+            self.mu.copy_(weight - self.weight)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Return u and v as tensors whose product, summed over a last dimension of size rank, is the weight."""
+        raise NotImplementedError
+
+    def _matrix(self, weight: Tensor) -> Tensor:
+        """Return the matrix, (rows, columns), that pi makes a weight of."""
         raise NotImplementedError
 
     @property
@@ -65,6 +100,11 @@ class _Factorized(nn.Module):
         if self.mu is None or not self.threshold:
             return self.mu
         return self.mu * (self.mu.abs() >= self.threshold)
+
+    @property
+    def unsent_mu(self) -> Tensor | None:
+        """What :attr:`sparse_mu` leaves out of ``mu``; of an entry that is not finite, nothing."""
+        return None if self.mu is None else self.mu.where(self.mu.abs() < self.threshold, 0)
 
     @property
     def weight(self) -> Tensor:
@@ -104,6 +144,9 @@ class FactorizedLinear(_Factorized, ComposedLinear):
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         return self.u.unsqueeze(0), self.v.unsqueeze(1)
+
+    def _matrix(self, weight: Tensor) -> Tensor:
+        return weight.T
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"{self.in_features}, {self.out_features}, rank={self.u.shape[1]}, mask={self.mu is not None}"
@@ -180,10 +223,30 @@ class FactorizedConv2d(_Factorized, ComposedConv2d):
         v = self.v.view(inputs, out, rank).transpose(0, 1)
         return self.u.view(1, 1, height, width, rank), v.view(out, inputs, 1, 1, rank)
 
+    def _matrix(self, weight: Tensor) -> Tensor:
+        if self.pi == "spatial":
+            weight = weight.permute((1, 2, 0, 3) if self.form == "IFxOF" else (2, 3, 1, 0))
+        return weight.reshape(len(self.u), len(self.v))
+
     def extra_repr(self) -> str:  # noqa: D102
         out, inputs, height, width = self.weight_shape
         shape = f"{inputs * self.groups}, {out}, kernel_size=({height}, {width}), form={self.form}"
         return f"{shape}, rank={self.u.shape[1]}, mask={self.mu is not None}"
+
+
+def _released(new: FactorizedConv2d | FactorizedLinear, dense: nn.Conv2d | nn.Linear) -> None:
+    if isinstance(new, FactorizedLinear):
+        for tensor in (new.mu, new.bias):
+            if tensor is not None:
+                nn.init.xavier_uniform_(tensor.view(-1, tensor.shape[-1]))
+
+
+#: what is done to a layer that was drawn as the paper has it, given the one that it replaces
+_STARTS: dict[Start, Callable[[FactorizedConv2d | FactorizedLinear, nn.Conv2d | nn.Linear], None]] = {
+    "paper": lambda new, dense: None,
+    "released": _released,
+    "dense": lambda new, dense: new.load_dense(dense.weight, dense.bias),
+}
 
 
 def factorize(
@@ -193,8 +256,9 @@ def factorize(
     mask: bool = True,
     pi: Pi = "spatial",
     threshold: float = 0.0,
+    start: Start = "paper",
 ) -> nn.Module:
-    """Replace every ``Conv2d`` and ``Linear`` inside a module by its factorized kind, freshly drawn, in place.
+    """Replace every ``Conv2d`` and ``Linear`` inside a module by its factorized kind, in place.
 
     Args:
         module: any network.
@@ -203,13 +267,20 @@ def factorize(
         mask: whether there is a mu.
         pi: how the matrices of form ``FFxIO`` become weights, see :class:`FactorizedConv2d`.
         threshold: entries of mu below it in size count as zero in evaluation mode.
+        start: how the new weights start. ``paper``: u and v drawn Xavier-uniform, mu and the bias zero (Factorized-FL).
+            ``released``: the same, but in linear layers mu and the bias are drawn so too, as the code does that
+            Factorized-FL's authors released. ``dense``: as the weight and the bias that are replaced, trained or not
+            (:meth:`FactorizedLinear.load_dense`).
 
     Returns:
         The same network; or a new layer, if ``module`` is such a layer itself.
 
     Raises:
-        ConfigError: for a convolution that pads with anything but zeros, or a lazy layer without its shape.
+        ConfigError: for a convolution that pads with anything but zeros, a lazy layer without its shape, a start that
+            there is not, and a dense one from weights that are not finite.
     """
+    if start not in _STARTS:
+        raise ConfigError(f"start={start!r} is no way to start; choose one of {', '.join(_STARTS)}.")
 
     def make(layer: nn.Conv2d | nn.Linear) -> nn.Module:
         new: FactorizedConv2d | FactorizedLinear
@@ -220,6 +291,7 @@ def factorize(
             out, _, *window = layer.weight.shape
             how: dict[str, Any] = {**geometry(layer), "bias": bias, "form": form, "rank": rank, "mask": mask, "pi": pi}
             new = FactorizedConv2d(layer.in_channels, out, (window[0], window[1]), **how)
+        _STARTS[start](new.to(layer.weight), layer)
         new.threshold = threshold
         return new
 

@@ -2,6 +2,7 @@
 
 from lit_pfl.ops.averaging import weighted_mean
 from lit_pfl.ops.clusters import Linkage, bipartition
+from lit_pfl.ops.low_rank import low_rank_factors
 from lit_pfl.ops.matching import (
     Matching,
     assignment_gains,
@@ -33,6 +34,7 @@ __all__ = [
     "erk_densities",
     "gather_inputs",
     "least_similar",
+    "low_rank_factors",
     "match_units",
     "merge_units",
     "most_similar",

@@ -169,7 +169,7 @@ def test_the_v_that_is_compared_is_that_before_the_classifier():
 
 
 def trained(**options):
-    kind = Factorization(form="FFxIO", **options)
+    kind = Factorization(form="FFxIO", start="paper", **options)
     return run(client(FactorizedFL, factorization=kind, match="none"), rounds=2).clients[0]
 
 
