@@ -146,12 +146,12 @@ class Client(QuickModule, ABC):
         client.configure(spec)
         return client
 
-    def configure(self, spec: ClientSpec, data_hooks: bool = False) -> None:
+    def configure(self, spec: ClientSpec, alone: bool = False) -> None:
         """Make this client ready to train and to share.
 
         Args:
             spec: what it is to learn.
-            data_hooks: whether the learner's own data loaders are wanted.
+            alone: whether a Trainer is given this client by itself, and asks it for loaders and evaluation.
         """
         if self.share_head and not spec.labels_agree:
             raise ConfigError(
@@ -175,10 +175,11 @@ class Client(QuickModule, ABC):
         self.configure_state()
         for name, learner in self.learners.items():
             name_metrics(learner, f"{name}.")
-        hand_on(self, list(self.learners.values()), self.scored, Client, data_hooks)
-        for stage in ("validation", "test", "predict"):
-            if is_overridden(f"{stage}_step", self.scored):
-                self.__dict__[f"{stage}_step"] = self._evaluating_step(f"{stage}_step")
+        hand_on(self, list(self.learners.values()), self.scored, Client, alone)
+        if alone:
+            for step in ("validation_step", "test_step", "predict_step"):
+                if is_overridden(step, self.scored):
+                    self.__dict__[step] = self._evaluating_step(step)
 
     def _check_learner(self) -> None:
         name = type(self.learner).__name__
@@ -221,7 +222,7 @@ class Client(QuickModule, ABC):
     def configure_model(self) -> None:
         """Get ready for a Trainer that is given this client by itself."""
         if not self.is_configured:
-            self.configure(ClientSpec(example=getattr(self.learner, "example_input_array", None)), data_hooks=True)
+            self.configure(ClientSpec(example=getattr(self.learner, "example_input_array", None)), alone=True)
 
     @property
     def is_configured(self) -> bool:

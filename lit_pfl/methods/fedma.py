@@ -80,7 +80,7 @@ class FedMA(Client):
             raise ConfigError("model.factorization: FedMA matches the units of dense layers; leave it out.")
         self.matching = matching
 
-    def configure(self, spec: ClientSpec, data_hooks: bool = False) -> None:  # noqa: D102
+    def configure(self, spec: ClientSpec, alone: bool = False) -> None:  # noqa: D102
         given = self.learner is not None
         common = int(torch.randint(2**31, ()))  # the same for all clients
         with torch.random.fork_rng(devices=[]):
@@ -89,7 +89,7 @@ class FedMA(Client):
                 for layer in self.learner.modules():
                     if isinstance(layer, nn.Conv2d | nn.Linear):
                         layer.reset_parameters()
-            super().configure(spec, data_hooks)
+            super().configure(spec, alone)
 
     def configure_learner(self) -> None:  # noqa: D102
         self.layers = chain(self.learner)

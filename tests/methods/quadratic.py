@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lit_pfl import Client, Federation
-from lit_pfl.client import Score
 from lit_pfl.data import BatchLoader, Digits, Dirichlet, Uniform
 from lit_pfl.models import Backbone
 from tiny import client, digits, trainer
@@ -67,20 +66,17 @@ class Point(nn.Module):
 
 
 class QuadraticClient(Client):
-    """What lies below a method: its objective and its evaluation are those of a quadratic."""
+    """What lies below a method: the loss of its learner is that of a quadratic."""
 
     problem: Quadratics
 
-    def _loss_now(self) -> Tensor:
-        k, w = self.spec.client_id, torch.cat([self.backbone.body.first, self.backbone.body.second])
+    def loss(self, learner: Any, batch: Any, batch_idx: int) -> Tensor:
+        k, w = self.spec.client_id, torch.cat([learner.backbone.body.first, learner.backbone.body.second])
         away = w - torch.tensor(self.problem.b[k])
         return away @ torch.tensor(self.problem.a[k]) @ away / 2
 
-    def objective(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self._loss_now()
-
-    def evaluate(self, batches: Any) -> Score:
-        return Score(1, 0.0, float(self._loss_now().detach()))
+    def mean_loss(self, batches: Any) -> float:
+        return float(self.loss(self.learner, None, 0).detach())
 
 
 def sgd(lr: float, **options: Any) -> Callable[[Any], torch.optim.Optimizer]:
@@ -129,7 +125,7 @@ class SoftmaxRegression:
         return np.concatenate([(by_logit.T @ images).ravel(), by_logit.sum(0)])
 
 
-def flat(tensors: Mapping[str, Tensor], prefix: str = "backbone.") -> np.ndarray:
+def flat(tensors: Mapping[str, Tensor], prefix: str = "learner.backbone.") -> np.ndarray:
     """Return the tensors of a name as one vector in double precision, in their order."""
     return np.concatenate([t.detach().double().numpy().ravel() for n, t in tensors.items() if n.startswith(prefix)])
 
