@@ -1,10 +1,11 @@
 """The client's side of a method: a LightningModule around a backbone."""
 
-import copy
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torchmetrics.functional.classification import multiclass_stat_scores
 from lit_pfl.data import BatchLoader, ClientData
 from lit_pfl.errors import ConfigError
 from lit_pfl.models import Backbone, ResNet9
-from lit_pfl.module import QuickModule
+from lit_pfl.module import QuickModule, own_copy
 from lit_pfl.nn import FactorizedConv2d, Form, HadamardConv2d, Pi, factorize, factorized_layers, l1_norm_of_masks
 from lit_pfl.ops import soft_threshold
 from lit_pfl.payload import Payload
@@ -41,6 +42,7 @@ class Task:
         num_classes: number of classes.
         labels_agree: whether label c means the same at every client.
         local_epochs: epochs that the client trains in a round.
+        width: channels after the first layer of a network that suits the images, for a client without one of its own.
     """
 
     client: int = 0
@@ -49,6 +51,7 @@ class Task:
     num_classes: int = 10
     labels_agree: bool = True
     local_epochs: int = 1
+    width: int = 64
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,12 @@ class Client(QuickModule, ABC):
     The client given to a :class:`~lit_pfl.Federation` is a pattern without weights; :meth:`build` makes the real ones.
 
     Args:
-        backbone: makes the network from the number of image channels and of classes.
+        backbone: makes the network from the number of image channels and of classes. By default a ResNet-9 that is
+            quick to try on the data set, narrower than the papers' (``data.width``).
         optimizer: makes the optimizer from the parameters.
-        scheduler: makes a learning rate scheduler, stepped after every local epoch.
+        scheduler: makes a learning rate scheduler.
+        scheduler_counts: what the scheduler counts: the ``epochs`` that the client has trained, or the ``rounds`` of
+            the federation, whoever took part in them.
         factorization: factorize every layer; None leaves the weights dense.
         norm_stats: ``local``: running statistics of normalisation layers never travel; ``averaged``: they travel with
             the layer's affine parameters.
@@ -119,9 +125,10 @@ class Client(QuickModule, ABC):
 
     def __init__(
         self,
-        backbone: BackboneCallable = lambda channels, classes: ResNet9(channels, classes),
+        backbone: BackboneCallable | None = None,
         optimizer: OptimizerCallable = lambda parameters: torch.optim.SGD(parameters, lr=0.05, weight_decay=1e-4),
         scheduler: SchedulerCallable | None = None,
+        scheduler_counts: Literal["epochs", "rounds"] = "epochs",
         factorization: Factorization | None = None,
         norm_stats: Literal["local", "averaged"] = "local",
         reset_optimizer: bool = False,
@@ -132,12 +139,14 @@ class Client(QuickModule, ABC):
         self.make_backbone = backbone
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
+        self.scheduler_counts = scheduler_counts
         self.factorization = factorization
         self.norm_stats = norm_stats
         self.reset_optimizer = reset_optimizer
         self.share_head = share_head
         self.channels_last = channels_last
         self.task = Task()
+        self.completed_rounds = 0  # of the federation, which keeps it up to date
         self._losses: list[tuple[Tensor, int]] = []
 
     # Abstract also because the command line takes a base class that can be made itself for the default, and then does
@@ -156,10 +165,7 @@ class Client(QuickModule, ABC):
                 "model.share_head=true: heads cannot be shared where labels differ from client to client; "
                 "set it to false or leave it out."
             )
-        client = copy.copy(self)
-        # Not a deep copy: factories given on the command line hold on to all of its parser. Module's tables must be
-        # own.
-        client.__dict__ = {k: v.copy() if isinstance(v, dict | list) else v for k, v in self.__dict__.items()}
+        client = own_copy(self)
         client.task = task
         client.configure_backbone()
         client._shared = [
@@ -183,7 +189,8 @@ class Client(QuickModule, ABC):
 
     def configure_backbone(self) -> None:
         """Make ``self.backbone`` for ``self.task``."""
-        self.backbone = self.make_backbone(self.task.channels, self.task.num_classes)
+        make = self.make_backbone or partial(ResNet9, width=self.task.width)
+        self.backbone = make(self.task.channels, self.task.num_classes)
         self.backbone.eval()
         # Anew, so that what is drawn from here on is the same for clients with other numbers of classes.
         torch.manual_seed(torch.initial_seed() + 1)
@@ -212,7 +219,9 @@ class Client(QuickModule, ABC):
             optimizer.register_step_post_hook(lambda optimizer, *_: _shrink(optimizer, masks, self._l1))
         if self.make_scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.make_scheduler(optimizer)}
+        epochs = {"epochs": 1, "rounds": self.task.local_epochs}[self.scheduler_counts]
+        scheduler = {"scheduler": self.make_scheduler(optimizer), "frequency": epochs}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def trained_parameters(self) -> Iterable[nn.Parameter]:
         """Return what the optimizer gets."""
@@ -240,8 +249,18 @@ class Client(QuickModule, ABC):
             if self.reset_optimizer:
                 for optimizer in self.trainer.optimizers:
                     optimizer.state.clear()
+            if self.scheduler_counts == "rounds":
+                self._catch_up()
             self.begin_round()
         self.begin_epoch(epoch)
+
+    def _catch_up(self) -> None:
+        """Step the schedule for the rounds that the client missed."""
+        with warnings.catch_warnings():  # PyTorch's, that a newcomer's optimizer has not stepped
+            warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step")
+            for config in self.trainer.lr_scheduler_configs:
+                while config.scheduler.last_epoch < self.completed_rounds:
+                    config.scheduler.step()  # type: ignore[call-arg]
 
     def begin_round(self) -> None:
         """Prepare for a round's training; the reply is loaded."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -89,6 +90,8 @@ class Coordinator:
             if info.num_samples < 1:
                 raise ConfigError(f"Client {client} has no training sample.")
         self._layout = {client: _layout(info.initial) for client, info in clients.items()}
+        tensors = (tensor for info in clients.values() for tensor in info.initial.values())
+        self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
 
     def begin_round(self) -> None:
@@ -101,8 +104,14 @@ class Coordinator:
         self.ledger.sent_down(client, reply)
         return reply
 
-    def collect(self, uploads: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def collect(
+        self, uploads: Mapping[int, Mapping[str, Tensor]], trouble: Mapping[int, UploadError] | None = None
+    ) -> None:
         """End a round: refuse what cannot be used, hand the rest to the server in the order of client ids.
+
+        Args:
+            uploads: by client id.
+            trouble: what is known to be wrong with clients that have been set back to where they began the round.
 
         Raises:
             UploadError: when fewer uploads are usable than the quorum asks for.
@@ -113,10 +122,13 @@ class Coordinator:
         for client, tensors in sorted(uploads.items()):
             upload = tensors if isinstance(tensors, Payload) else Payload(tensors)
             try:
+                if trouble and client in trouble:
+                    raise trouble[client]
                 self._check(client, upload)
             except UploadError as error:
                 self.refused.append(error)
-                rank_zero_warn(f"Round {self.round} goes on without one upload. {error}")
+                back = " The client begins its next round from where it began this one." * (client in (trouble or {}))
+                rank_zero_warn(f"Round {self.round} goes on without one upload. {error}{back}")
                 continue
             self.ledger.sent_up(client, upload)
             usable[client] = upload
@@ -154,10 +166,10 @@ class Coordinator:
         return {"round": self.round, "ledger": self.ledger.state_dict(), "server": self.server.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
+        """Take over a state of :meth:`state_dict`, on the clients' device. :meth:`start` comes first."""
         self.round = state["round"]
         self.ledger.load_state_dict(state["ledger"])
-        self.server.load_state_dict(state["server"])
+        self.server.load_state_dict(move_data_to_device(state["server"], self._device))
 
 
 def _layout(payload: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

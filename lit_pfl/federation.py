@@ -19,11 +19,13 @@ from lit_pfl.checkpoint import AtomicCheckpointIO, MemoryCheckpointIO
 from lit_pfl.client import Client, Task, evaluating
 from lit_pfl.coordinator import Coordinator, Ledger
 from lit_pfl.data import FederatedDataModule
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.last_good import LastGoodState
 from lit_pfl.lean import make_lean
-from lit_pfl.links import LocalHub, undisturbed
-from lit_pfl.module import NoProfiler, QuickModule
+from lit_pfl.links import LocalHub
+from lit_pfl.module import QuickModule
 from lit_pfl.server import ClientInfo
+from lit_pfl.trainers import check_client_options, check_outer, client_trainer
 from lit_pfl_callbacks import FederatedLoop
 
 
@@ -55,14 +57,18 @@ class Federation(QuickModule):
         local_epochs: epochs that a client trains in a round.
         participation: who trains in a round: a share of the clients (0.1, at least one client) or a number (10). Drawn
             anew every round, from the seed and the round's number alone.
+        evaluate_clients: who is validated during a fit: a share of the clients or a number, the same ones every time,
+            drawn from the seed. Tests are always of all clients.
         evaluate: which state of the personalized models is evaluated: ``before`` aggregation, as trained, or
-            ``after``, as the clients would start the next round.
+            ``after``, as the clients would start the next round. A client that has never trained is evaluated as it
+            would join now.
         quorum: the share of a round's uploads that must be usable; a smaller round raises an UploadError.
         seed: seed of everything random: initial weights, participation, batches, augmentation. By default the one
             given to ``lightning.seed_everything``.
         threads: CPU threads to use for training and evaluation. By default one for small models, where more would wait
             for each other, and up to PyTorch's own number for larger ones.
-        client_trainer: further options of every client's own Trainer, for example ``{"gradient_clip_val": 10}``.
+        client_trainer: further options of every client's own Trainer, for example ``{"gradient_clip_val": 10}``;
+            not those that the federation decides, such as ``max_epochs``.
 
     Attributes:
         clients: the clients by id, once set up.
@@ -91,13 +97,15 @@ class Federation(QuickModule):
         seed: NonNegativeInt | None = None,
         threads: PositiveInt | None = None,
         client_trainer: dict[str, Any] | None = None,
+        evaluate_clients: float = 1.0,
     ) -> None:
         super().__init__()
-        if participation <= 0 or (participation > 1 and participation != int(participation)):
-            raise ConfigError(
-                f"federation.participation={participation}: give a share above 0 and up to 1, "
-                "or a whole number of clients."
-            )
+        for name, share in (("participation", participation), ("evaluate_clients", evaluate_clients)):
+            if share <= 0 or (share > 1 and share != int(share)):
+                raise ConfigError(
+                    f"federation.{name}={share}: give a share above 0 and up to 1, or a whole number of clients."
+                )
+        check_client_options(client_trainer or {})
         if not 0 <= quorum <= 1:
             raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
         self.automatic_optimization = False
@@ -105,6 +113,7 @@ class Federation(QuickModule):
         self.__dict__["pattern"] = client
         self.local_epochs = local_epochs
         self.participation = participation
+        self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
         self.quorum = quorum
         self.seed = seed
@@ -114,6 +123,7 @@ class Federation(QuickModule):
         self.rows: list[Row] = []
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
         self._uploads: dict[int, Any] = {}
+        self._trouble: dict[int, UploadError] = {}  # what clients' training left that is not finite
         self._train_loss = (0.0, 0)  # sum over samples, number of samples
         self._validated: dict[str, float] = {}
         self._named: set[str] = set()
@@ -131,6 +141,11 @@ class Federation(QuickModule):
             )
         return data
 
+    def configure_callbacks(self) -> list[L.Callback]:
+        """See that the Trainer's options suit a federation; of all hooks the one before Lightning's own checks."""
+        check_outer(self.trainer)
+        return []
+
     def setup(self, stage: str) -> None:
         """Build the clients and the server, once."""
         if self.trainer.world_size > 1:
@@ -143,24 +158,31 @@ class Federation(QuickModule):
         data, device = self.data, self.trainer.strategy.root_device
         data.move_to(device)
         if not self.clients:
-            if self.participation > len(data.clients):
-                raise ConfigError(
-                    f"federation.participation={self.participation:g} is more than the {len(data.clients)} clients."
-                )
+            for name in ("participation", "evaluate_clients"):
+                if getattr(self, name) > len(data.clients):
+                    raise ConfigError(
+                        f"federation.{name}={getattr(self, name):g} is more than the {len(data.clients)} clients."
+                    )
             if self.seed is None:
                 self.seed = torch.initial_seed()
             self.clients = {client: self._build(client) for client in data.clients}
+            self._settle(device)  # before the server takes its first tensors from them
             self.hub = LocalHub(self.seed)
             self.coordinator = Coordinator(self._make_server(), self.quorum)
             self.coordinator.start({k: ClientInfo(self._num_samples(k), c.upload()) for k, c in self.clients.items()})
             if self.threads is None:
                 self.threads = self._choose_threads()
+        self._settle(device)
+
+    def _settle(self, device: torch.device) -> None:
         for client in self.clients.values():
             client.settle(device)
 
     def _build(self, client: int) -> Client:
         data = self.data.client(client)
-        task = Task(client, data.channels, data.image_size, data.num_classes, data.labels_agree, self.local_epochs)
+        task = Task(
+            client, data.channels, data.image_size, data.num_classes, data.labels_agree, self.local_epochs, data.width
+        )
         with self._drawing("weights"):  # the same stream for all: common initial weights
             module = self.pattern.build(task)
         module.data = data
@@ -187,7 +209,8 @@ class Federation(QuickModule):
     def _choose_threads(self) -> int:
         """Count one batch's work: a further thread for every 20 million operations of a forward pass."""
         client = next(iter(self.clients.values()))
-        images = torch.zeros(self.data.batch_size, client.task.channels, client.task.image_size, client.task.image_size)
+        shape = (self.data.batch_size, client.task.channels, client.task.image_size, client.task.image_size)
+        images = torch.zeros(shape, device=client.device)
         with FlopCounterMode(display=False) as counter, evaluating(client), torch.no_grad():
             client(images)
         return max(1, min(torch.get_num_threads(), round(counter.get_total_flops() / 2e7)))
@@ -200,16 +223,23 @@ class Federation(QuickModule):
 
     def participants(self, completed: int) -> list[int]:
         """Return the ids of the clients that train in the round after ``completed`` rounds."""
+        return self._draw(self.participation, "participation", completed)
+
+    def validated(self) -> list[int]:
+        """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
+        return self._draw(self.evaluate_clients if self.trainer.state.fn == "fit" else 1.0, "evaluation")
+
+    def _draw(self, share: float, *purpose: str | int) -> list[int]:
         ids = list(self.clients)
-        count = round(self.participation * len(ids)) if self.participation <= 1 else int(self.participation)
+        count = round(share * len(ids)) if share <= 1 else int(share)
         if count >= len(ids):
             return ids
-        chosen = self._generator("participation", completed).choice(len(ids), max(1, count), replace=False)
+        chosen = self._generator(*purpose).choice(len(ids), max(1, count), replace=False)
         return [ids[i] for i in sorted(chosen)]
 
     def on_train_epoch_start(self) -> None:
         """Begin a round."""
-        self._uploads = {}
+        self._uploads, self._trouble = {}, {}
         self._train_loss = (0.0, 0)
         self._validated = {}
         self.coordinator.begin_round()
@@ -224,7 +254,7 @@ class Federation(QuickModule):
                 if self.trainer.is_last_batch:
                     optimizer = self.optimizers()
                     assert not isinstance(optimizer, list)
-                    optimizer.step(closure=lambda: self.coordinator.collect(self._uploads))
+                    optimizer.step(closure=lambda: self.coordinator.collect(self._uploads, self._trouble))
             except BaseException:
                 self.hub.abort()
                 raise
@@ -233,47 +263,36 @@ class Federation(QuickModule):
         if client not in self.hub:
             self._add_fit(client)
             self.hub.start(client)
-        self._uploads[client] = self.hub.resume(client, self.coordinator.reply(client))
         module = self.clients[client]
+        module.completed_rounds = self.coordinator.round
+        before = LastGoodState(module, module.trainer.optimizers)
+        upload = self.hub.resume(client, self.coordinator.reply(client))
+        if upload is None:
+            raise ConfigError(
+                f"Client {client}: its fit ended before round {self.coordinator.round + 1} did. Nothing may end it, "
+                "neither the method nor a callback of federation.client_trainer."
+            )
         for parameter in module.parameters():
             parameter.grad = None  # a sleeping client keeps no gradients
         loss, n = module.pop_train_loss()
+        if trouble := before.trouble(client, upload):
+            before.restore()
+            self._trouble[client] = trouble
+            loss, n = 0.0, 0
+        self._uploads[client] = upload
         self._train_loss = (self._train_loss[0] + loss, self._train_loss[1] + n)
 
     def _add_fit(self, client: int) -> None:
         module = self.clients[client]
         loop = FederatedLoop(self.hub.link, every_n_epochs=self.local_epochs, num_samples=self._num_samples(client))
         memory = MemoryCheckpointIO()
-        try:
-            with undisturbed():
-                trainer = L.Trainer(**self._client_trainer_options(loop, memory))
-        except TypeError as error:
-            raise ConfigError(f"federation.client_trainer: {error}") from None
+        trainer = client_trainer(self.trainer, self.client_trainer, loop, memory)
         make_lean(trainer, module, loop)
         restored = self._restored.pop(client, None)
         if restored is not None:
             memory.checkpoint = restored
         path, batches = None if restored is None else "memory", module.training_data()
         self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
-
-    def _client_trainer_options(self, loop: FederatedLoop, memory: MemoryCheckpointIO) -> dict[str, Any]:
-        device = self.trainer.strategy.root_device
-        options: dict[str, Any] = {
-            "accelerator": {"cuda": "gpu"}.get(device.type, device.type),
-            "devices": [device.index] if device.type == "cuda" else 1,
-            "precision": self.trainer.precision,
-            "deterministic": torch.are_deterministic_algorithms_enabled() or None,
-            "max_epochs": -1,
-            "profiler": NoProfiler(),
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            **self.client_trainer,
-        }
-        options["callbacks"] = [*options.get("callbacks", []), loop]
-        options["plugins"] = [*options.get("plugins", []), memory]
-        return options
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -372,20 +391,21 @@ class Federation(QuickModule):
             for client in clients:
                 with self._as_evaluated(client) as module:
                     score = module.evaluate(getattr(self.data.client(client), split))
-                self.rows.append(
-                    Row(client, self.coordinator.round, split, self.evaluated_model, *vars(score).values())
-                )
+                model = self.evaluated_model(client)
+                self.rows.append(Row(client, self.coordinator.round, split, model, *vars(score).values()))
 
-    @property
-    def evaluated_model(self) -> str:
-        """What is evaluated, for ``clients.csv``."""
-        return f"personalized:{self.evaluate}"
+    def evaluated_model(self, client: int) -> str:
+        """Return what is evaluated of a client, for ``clients.csv``."""
+        return f"personalized:{self.evaluate if self._has_trained(client) else 'joining'}"
+
+    def _has_trained(self, client: int) -> bool:
+        return client in self.hub or client in self._restored
 
     @contextmanager
     def _as_evaluated(self, client: int) -> Iterator[Client]:
         """Show a client as it is to be evaluated; leave it as it was."""
         module = self.clients[client]
-        if self.evaluate == "before":
+        if self.evaluate == "before" and self._has_trained(client):
             yield module
             return
         before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

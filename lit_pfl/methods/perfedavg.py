@@ -14,6 +14,7 @@ from lit_pfl.client import Client, Score, evaluating
 from lit_pfl.data import BatchLoader
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
+from lit_pfl.trainers import refuse_scaled_gradients
 
 Weights = Mapping[str, Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -51,6 +52,9 @@ class PerFedAvg(Client):
         weighting: the mean of the models: ``uniform``, as in the paper, or by numbers of ``samples``, as in FedAvg.
         kwargs: see :class:`~lit_pfl.Client`.
 
+    Raises:
+        ConfigError: with ``trainer.precision=16-mixed``.
+
     Source:
         Fallah et al. 2020, Algorithm 1 with its approximations FO and HF; their experiments have alpha = 0.01,
         beta = 0.001.
@@ -79,6 +83,10 @@ class PerFedAvg(Client):
 
     def configure_server(self) -> Server:  # noqa: D102
         return {"uniform": UniformServer, "samples": Server}[self.weighting]()
+
+    def configure_optimizers(self) -> Any:  # noqa: D102
+        refuse_scaled_gradients(self.trainer, "PerFedAvg")
+        return super().configure_optimizers()
 
     def training_data(self) -> BatchLoader:
         """Return batches that can be divided into ``parts`` of the usual size."""
