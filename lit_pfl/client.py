@@ -1,6 +1,5 @@
 """The client's side of a method: a learner under a method."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +23,12 @@ from lit_pfl.learners import (
     SkipBatch,
     call_step,
     hand_on,
+    set_schedules_to,
     single_optimizer,
     size_of,
     training_loss,
 )
-from lit_pfl.lightning_internals import QuickModule, name_metrics
+from lit_pfl.lightning_internals import QuickModule, name_metrics, own_copy
 from lit_pfl.models import ResNet9
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
@@ -65,9 +65,12 @@ class Client(QuickModule, ABC):
     :class:`~lit_pfl_callbacks.FederatedLoop` among its callbacks, it is one site of a federation.
 
     Args:
-        backbone: makes the classifier's network from the number of image channels and of classes.
+        backbone: makes the classifier's network from the number of image channels and of classes. By default a ResNet-9
+            with which a first try is quick, narrower than the papers'.
         optimizer: makes the classifier's optimizer from the parameters. A learner has its own, like its schedule.
-        scheduler: makes the classifier's learning rate scheduler, stepped after every local epoch.
+        scheduler: makes the classifier's learning rate scheduler.
+        scheduler_counts: what schedules of epochs count: the ``epochs`` that the client has trained, or the ``rounds``
+            of the federation, whoever took part in them.
         factorization: factorize every convolution and linear layer of the learner; None leaves the weights dense.
         norm_stats: ``local``: running statistics of normalisation layers never travel; ``averaged``: they travel with
             the layer's affine parameters.
@@ -91,9 +94,10 @@ class Client(QuickModule, ABC):
 
     def __init__(
         self,
-        backbone: BackboneCallable = lambda channels, classes: ResNet9(channels, classes),
+        backbone: BackboneCallable = lambda channels, classes: ResNet9(channels, classes, width=8),
         optimizer: OptimizerCallable = lambda parameters: torch.optim.SGD(parameters, lr=0.05, weight_decay=1e-4),
         scheduler: SchedulerCallable | None = None,
+        scheduler_counts: Literal["epochs", "rounds"] = "epochs",
         factorization: Factorization | None = None,
         norm_stats: Literal["local", "averaged"] = "local",
         reset_optimizer: bool = False,
@@ -107,6 +111,7 @@ class Client(QuickModule, ABC):
         self.make_backbone = backbone
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
+        self.scheduler_counts = scheduler_counts
         self.factorization = factorization
         self.norm_stats = norm_stats
         self.reset_optimizer = reset_optimizer
@@ -116,6 +121,7 @@ class Client(QuickModule, ABC):
         self.head = head
         self.encoder = encoder
         self.data = None
+        self.completed_rounds = 0  # of the federation, which keeps it up to date
         self._losses: list[tuple[Tensor, int]] = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -137,12 +143,7 @@ class Client(QuickModule, ABC):
 
         A classifier's fresh weights are drawn from PyTorch's default generator; a learner that was given is copied.
         """
-        client = copy.copy(self)
-        # Not a deep copy: factories given on the command line hold on to all of its parser. Module's tables must be
-        # own.
-        client.__dict__ = {k: v.copy() if isinstance(v, dict | list) else v for k, v in self.__dict__.items()}
-        if self.learner is not None:
-            client.learner = copy.deepcopy(self.learner)
+        client = own_copy(self)
         client.configure(spec)
         return client
 
@@ -262,6 +263,8 @@ class Client(QuickModule, ABC):
             if self.reset_optimizer:
                 for optimizer in self.trainer.optimizers:
                     optimizer.state.clear()
+            if self.scheduler_counts == "rounds":
+                set_schedules_to(self.completed_rounds, local_epochs, self.trainer)
             self.begin_round()
         self.begin_epoch(epoch, local_epochs)
 

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lit_pfl.engines import Trains
+from lit_pfl.engines import Trains, Upload
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
@@ -76,7 +77,7 @@ class Coordinator:
         self.ledger = Ledger()
         self.round = 0
         self.refused: list[UploadError] = []
-        self._uploads: dict[int, Mapping[str, Tensor]] = {}
+        self._uploads: dict[int, Upload] = {}
         self._layout: dict[int, dict[str, tuple[torch.Size, torch.dtype]]] = {}
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
@@ -91,6 +92,8 @@ class Coordinator:
             if info.num_samples < 1:
                 raise ConfigError(f"Client {client} has no training sample.")
         self._layout = {client: _layout(info.initial) for client, info in clients.items()}
+        tensors = (tensor for info in clients.values() for tensor in info.initial.values())
+        self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
 
     def begin_round(self) -> None:
@@ -100,7 +103,7 @@ class Coordinator:
 
     def train(self, engine: Trains, clients: Sequence[int]) -> None:
         """Let some of a round's participants train; all at once or one after another makes no difference."""
-        self._uploads |= engine.train({client: self.reply(client) for client in clients})
+        self._uploads |= engine.train({client: self.reply(client) for client in clients}, self.round)
 
     def end_round(self) -> None:
         """End the round with what has been uploaded; see :meth:`collect`. Without any upload it did not take place."""
@@ -114,8 +117,11 @@ class Coordinator:
         self.ledger.sent_down(client, reply)
         return reply
 
-    def collect(self, uploads: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def collect(self, uploads: Mapping[int, Upload]) -> None:
         """Refuse those uploads of a round that cannot be used, hand the others to the server by client id.
+
+        Args:
+            uploads: by client id; an UploadError in place of one says what is known to be wrong with it already.
 
         Raises:
             UploadError: when fewer uploads are usable than the quorum asks for.
@@ -124,8 +130,10 @@ class Coordinator:
         self.refused = []
         usable: dict[int, Payload] = {}
         for client, tensors in sorted(uploads.items()):
-            upload = tensors if isinstance(tensors, Payload) else Payload(tensors)
             try:
+                if isinstance(tensors, UploadError):
+                    raise tensors
+                upload = tensors if isinstance(tensors, Payload) else Payload(tensors)
                 self._check(client, upload)
             except UploadError as error:
                 self.refused.append(error)
@@ -167,10 +175,10 @@ class Coordinator:
         return {"round": self.round, "ledger": self.ledger.state_dict(), "server": self.server.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
+        """Take over a state of :meth:`state_dict`, on the clients' device. :meth:`start` comes first."""
         self.round = state["round"]
         self.ledger.load_state_dict(state["ledger"])
-        self.server.load_state_dict(state["server"])
+        self.server.load_state_dict(move_data_to_device(state["server"], self._device))
 
 
 def _layout(payload: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

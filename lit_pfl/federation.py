@@ -16,10 +16,11 @@ from lit_pfl.client import Client, ClientSpec
 from lit_pfl.coordinator import Coordinator, Ledger
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.engines.local import LocalEngine
+from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import Row, Split, mean_loss, summary
 from lit_pfl.learners import size_of
-from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, NoProfiler, QuickModule, undisturbed
+from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, QuickModule
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo
 from lit_pfl_callbacks import FederatedLoop
@@ -41,14 +42,18 @@ class Federation(QuickModule):
         local_epochs: epochs that a client trains in a round.
         participation: who trains in a round: a share of the clients (0.1, at least one client) or a number (10). Drawn
             anew every round, from the seed and the round's number alone.
+        evaluate_clients: who is validated during a fit: a share of the clients or a number, the same ones every time,
+            drawn from the seed. Tests are always of all clients.
         evaluate: which state of the personalized models is evaluated: ``before`` aggregation, as trained, or
-            ``after``, as the clients would start the next round.
+            ``after``, as the clients would start the next round. A client that has never trained is evaluated as it
+            would join now.
         quorum: the share of a round's uploads that must be usable; a smaller round raises an UploadError.
         seed: seed of everything random: initial weights, participation, batches, augmentation. By default the one
             given to ``lightning.seed_everything``.
         threads: CPU threads to use for training and evaluation. By default one for small models, where more would wait
             for each other, and up to PyTorch's own number for larger ones.
-        client_trainer: further options of every client's own Trainer, for example ``{"gradient_clip_val": 10}``.
+        client_trainer: further options of every client's own Trainer, for example ``{"gradient_clip_val": 10}``;
+            not those that the federation decides, such as ``max_epochs``.
         higher_is_better: whether higher values of a metric are better, by its name in a learner's ``log``, for metrics
             that do not say so themselves, as torchmetrics do. Without it their worst tenth is not known.
 
@@ -79,14 +84,16 @@ class Federation(QuickModule):
         seed: NonNegativeInt | None = None,
         threads: PositiveInt | None = None,
         client_trainer: dict[str, Any] | None = None,
+        evaluate_clients: float = 1.0,
         higher_is_better: dict[str, bool] | None = None,
     ) -> None:
         super().__init__()
-        if participation <= 0 or (participation > 1 and participation != int(participation)):
-            raise ConfigError(
-                f"federation.participation={participation}: give a share above 0 and up to 1, "
-                "or a whole number of clients."
-            )
+        for name, share in (("participation", participation), ("evaluate_clients", evaluate_clients)):
+            if share <= 0 or (share > 1 and share != int(share)):
+                raise ConfigError(
+                    f"federation.{name}={share}: give a share above 0 and up to 1, or a whole number of clients."
+                )
+        check_client_options(client_trainer or {})
         if not 0 <= quorum <= 1:
             raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
         self.automatic_optimization = False
@@ -94,6 +101,7 @@ class Federation(QuickModule):
         self.__dict__["prototype"] = client
         self.local_epochs = local_epochs
         self.participation = participation
+        self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
         self.quorum = quorum
         self.seed = seed
@@ -118,6 +126,11 @@ class Federation(QuickModule):
             )
         return data
 
+    def configure_callbacks(self) -> list[L.Callback]:
+        """See that the Trainer's options suit a federation; of all hooks the one before Lightning's own checks."""
+        check_outer(self.trainer)
+        return []
+
     def setup(self, stage: str) -> None:
         """Build the clients and the server, once."""
         if self.trainer.world_size > 1:
@@ -128,22 +141,27 @@ class Federation(QuickModule):
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         data, device = self.data, self.trainer.strategy.root_device
-        data.participants = self.participants
+        data.participants, data.validated = self.participants, self.validated
         data.move_to(device)
         if not self.clients:
-            if self.participation > len(data.clients):
-                raise ConfigError(
-                    f"federation.participation={self.participation:g} is more than the {len(data.clients)} clients."
-                )
+            for name in ("participation", "evaluate_clients"):
+                if getattr(self, name) > len(data.clients):
+                    raise ConfigError(
+                        f"federation.{name}={getattr(self, name):g} is more than the {len(data.clients)} clients."
+                    )
             if self.seed is None:
                 self.seed = torch.initial_seed()
             self.clients = {client: self._build(client) for client in data.clients}
+            self._place_on(device)  # before the server takes its first tensors from them
             self.engine = LocalEngine(self.clients, self.seed, self.local_epochs, self._make_trainer)
             self.coordinator = Coordinator(self._make_server(), self.quorum)
             joined = {k: ClientInfo(self.data.client(k).num_samples, c.initial()) for k, c in self.clients.items()}
             self.coordinator.start(joined)
             if self.threads is None:
                 self.threads = self._choose_threads()
+        self._place_on(device)
+
+    def _place_on(self, device: torch.device) -> None:
         for client in self.clients.values():
             client.place_on(device)
 
@@ -188,11 +206,18 @@ class Federation(QuickModule):
 
     def participants(self, completed: int) -> list[int]:
         """Return the ids of the clients that train in the round after ``completed`` rounds."""
+        return self._draw(self.participation, "participation", completed)
+
+    def validated(self) -> list[int]:
+        """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
+        return self._draw(self.evaluate_clients if self.trainer.state.fn == "fit" else 1.0, "evaluation")
+
+    def _draw(self, share: float, *purpose: str | int) -> list[int]:
         ids = list(self.clients)
-        count = round(self.participation * len(ids)) if self.participation <= 1 else int(self.participation)
+        count = round(share * len(ids)) if share <= 1 else int(share)
         if count >= len(ids):
             return ids
-        chosen = self._generator("participation", completed).choice(len(ids), max(1, count), replace=False)
+        chosen = self._generator(*purpose).choice(len(ids), max(1, count), replace=False)
         return [ids[i] for i in sorted(chosen)]
 
     def on_train_epoch_start(self) -> None:
@@ -216,30 +241,7 @@ class Federation(QuickModule):
                 raise
 
     def _make_trainer(self, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
-        try:
-            with undisturbed():
-                return L.Trainer(**self._client_trainer_options(loop, memory))
-        except TypeError as error:
-            raise ConfigError(f"federation.client_trainer: {error}") from None
-
-    def _client_trainer_options(self, loop: FederatedLoop, memory: MemoryCheckpointIO) -> dict[str, Any]:
-        device = self.trainer.strategy.root_device
-        options: dict[str, Any] = {
-            "accelerator": {"cuda": "gpu"}.get(device.type, device.type),
-            "devices": [device.index] if device.type == "cuda" else 1,
-            "precision": self.trainer.precision,
-            "deterministic": torch.are_deterministic_algorithms_enabled() or None,
-            "max_epochs": -1,
-            "profiler": NoProfiler(),
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            **self.client_trainer,
-        }
-        options["callbacks"] = [*options.get("callbacks", []), loop]
-        options["plugins"] = [*options.get("plugins", []), memory]
-        return options
+        return client_trainer(self.trainer, self.client_trainer, loop, memory)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -341,17 +343,18 @@ class Federation(QuickModule):
                 score = self.engine.evaluate(client, split, self._shown_with(client), self.trainer)
                 self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
                 self.rows.append(
-                    Row(client, self.coordinator.round, split, self.evaluated_model, score.n, score.values)
+                    Row(client, self.coordinator.round, split, self.evaluated_model(client), score.n, score.values)
                 )
 
-    @property
-    def evaluated_model(self) -> str:
-        """What is evaluated, for ``clients.csv``."""
-        return f"personalized:{self.evaluate}"
+    def evaluated_model(self, client: int) -> str:
+        """Return what is evaluated of a client, for ``clients.csv``."""
+        return f"personalized:{self.evaluate if self.engine.has_trained(client) else 'joining'}"
 
     def _shown_with(self, client: int) -> Payload | None:
         """Return what a client loads before it is evaluated."""
-        return self.coordinator.server.reply(client) if self.evaluate == "after" else None
+        if self.evaluate == "before" and self.engine.has_trained(client):
+            return None
+        return self.coordinator.server.reply(client)
 
     def _test_last_round(self) -> None:
         self.rows = []

@@ -37,6 +37,7 @@ class Server:
 
     num_samples: dict[int, int]
     model: Payload
+    seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
         """Take note of the clients, by id, before round 1. The first one's tensors become everybody's initial ones."""
@@ -72,11 +73,11 @@ class Server:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed server needs, as tensors and plain values."""
-        return {"model": dict(self.model), "sparse": sorted(self.model.sparse)}
+        return {"model": dict(self.model), "sparse": sorted(self.model.sparse), "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
-        self.model = Payload(state["model"], state["sparse"])
+        self.model, self.seed = Payload(state["model"], state["sparse"]), state["seed"]
 
 
 class MixingServer(Server):

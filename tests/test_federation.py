@@ -11,6 +11,7 @@ from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.federation import Row, summary
 from lit_pfl.methods import FedAvg, SimFed, StandAlone
+from lit_pfl_callbacks import ClientsTable, RunLogger
 from tiny import Backwards, TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
 
 METHODS = [StandAlone, FedAvg, SimFed]
@@ -120,6 +121,45 @@ def test_evaluation_before_and_after_aggregation():
     row = next(row for row in after.rows if row.client == 2)
     assert (row.n, row.acc, row.loss) == (expected.n, expected.acc, expected.loss)
     assert [row.acc for row in before.rows] != [row.acc for row in after.rows]
+
+
+def test_clients_that_never_trained_are_scored_as_they_would_join_now(tmp_path, capsys):
+    """With two clients a round, the others have the server's model, and clients.csv and the table say so."""
+    federation = Federation(client(FedAvg), seed=3, threads=1, participation=2)
+    table, logger = ClientsTable(), RunLogger(str(tmp_path), name="", version="run")
+    trainer(1, callbacks=[table], logger=logger).fit(federation, datamodule=digits())
+    trained = federation.participants(0)
+    assert len(trained) == 2
+    for row in federation.rows:
+        member = federation.clients[row.client]
+        assert row.model == f"personalized:{'before' if row.client in trained else 'joining'}"
+        if row.client not in trained:
+            kept = weights(federation)[row.client]
+            member.download(federation.coordinator.server.reply(row.client))
+        expected = member.evaluate(federation.data.client(row.client).test)
+        assert (row.acc, row.loss) == (expected.acc, expected.loss)
+        if row.client not in trained:
+            assert not torch.equal(kept["backbone.head.weight"], member.backbone.head.weight)
+    assert "Clients that have never trained, scored as they would join now: 2." in capsys.readouterr().out
+    assert (tmp_path / "run" / "clients.csv").read_text().count("personalized:joining") == 4  # validated and tested
+
+
+def test_evaluating_a_sample_of_clients():
+    federation, seen = Federation(client(FedAvg), seed=3, threads=1, evaluate_clients=0.3), []
+
+    class Watch(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            seen.append([row.client for row in pl_module.rows])
+
+    fitting = trainer(3, callbacks=[Watch()])
+    fitting.fit(federation, datamodule=digits(10))
+    assert len(seen[0]) == 3
+    assert seen == [seen[0]] * 3
+    assert [row.client for row in federation.rows] == list(range(10))  # tested are all
+    everybody = run(client(FedAvg), digits(10), rounds=3)
+    assert_equal(weights(federation), weights(everybody))
+    trainer().validate(federation, datamodule=digits(10), verbose=False)
+    assert len(federation.rows) == 10
 
 
 def test_validate_test_and_predict_on_a_finished_federation():
@@ -265,6 +305,8 @@ def test_gradient_clipping_and_further_trainer_options_reach_the_clients():
         ({"participation": 0}, "federation.participation=0"),
         ({"participation": 1.5}, "federation.participation=1.5"),
         ({"participation": 5}, "more than the 4 clients"),
+        ({"evaluate_clients": 0}, "federation.evaluate_clients=0"),
+        ({"evaluate_clients": 5}, "federation.evaluate_clients=5 is more than the 4 clients"),
         ({"quorum": 2}, "federation.quorum=2"),
         ({"client_trainer": {"foo": 1}}, "federation.client_trainer: .*foo"),
     ],

@@ -102,7 +102,7 @@ def test_rows_and_columns_say_nothing_about_each_other():
             assert {key for part in contents(row) for key in part} <= {"fragments", "model"}
             models = [part.get("model", {}).get("init_args", {}) for part in contents(row)]
             assert not any("optimizer" in model for model in models)
-        allowed = {"optimizer", "factorization"} if table == "fig8h" else {"optimizer"}
+        allowed = {"optimizer", "factorization"} if table == "fig8h" else {"optimizer", "backbone"}
         for column in columns:
             for part in contents(column):
                 assert "class_path" not in part.get("model", {})

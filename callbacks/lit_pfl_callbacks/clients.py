@@ -19,7 +19,8 @@ class ClientsTable(L.Callback):
     """Writes ``clients.csv`` into the run folder, and prints a table of all clients when a run ends.
 
     The module tells the scores of its latest evaluation in ``rows``: objects with the attributes ``client``, ``round``,
-    ``split``, ``model``, ``n``, ``acc`` and ``loss``.
+    ``split``, ``model``, ``n``, ``acc`` and ``loss``. A ``model`` that ends in ``:joining`` is that of a client that
+    has never trained, as it would join now.
 
     Args:
         show: whether to print the table.
@@ -71,7 +72,8 @@ class ClientsTable(L.Callback):
         rows: list[Any] = [row for row in getattr(pl_module, "rows", ()) if row.n]
         if not self.show or not rows or not trainer.is_global_zero:
             return
-        first = rows[0]
+        joining = sum(row.model.endswith(":joining") for row in rows)
+        first = next((row for row in rows if not row.model.endswith(":joining")), rows[0])
         which, _, when = first.model.partition(":")
         title = f"{which.capitalize()} models after round {first.round}, on each client's {first.split} data"
         if when:
@@ -105,6 +107,8 @@ class ClientsTable(L.Callback):
         table.add_row("worst 10%", "", f"{fmean(worst):.4f}", "", "", "")
         console = Console(width=max(80, Console().width))
         console.print(table)
+        if joining and first.round:
+            console.print(f"Clients that have never trained, scored as they would join now: {joining}.")
         self._say_what_next(console, trainer)
 
     def _say_what_next(self, console: Console, trainer: L.Trainer) -> None:

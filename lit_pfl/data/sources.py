@@ -1,5 +1,7 @@
 """The data sets."""
 
+import hashlib
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -42,21 +44,31 @@ class _TorchvisionData(ImageDataModule):
     Args:
         root: folder that holds the data set, as torchvision lays it out.
         download: whether to fetch the data set into ``root`` when it is not there.
+        verify: whether the files of CIFAR and SVHN must be the official ones, by their checksums. Files of CIFAR are
+            pickles, which may run anything when they are read: accept others only from those whom you trust.
         image_size: height and width in pixels that images are brought to.
         kwargs: see :class:`~lit_pfl.data.ImageDataModule`.
 
     Raises:
-        ConfigError: when the data set is not there.
+        ConfigError: when the data set is not there, or is not the official one.
     """
 
     num_classes: ClassVar[int] = 10
     mean: ClassVar[list[float]]
     std: ClassVar[list[float]]
 
-    def __init__(self, root: str = "data", download: bool = False, image_size: PositiveInt = 32, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        root: str = "data",
+        download: bool = False,
+        verify: bool = True,
+        image_size: PositiveInt = 32,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.root = root
         self.download = download
+        self.verify = verify
         self.image_size = image_size
 
     def prepare_data(self) -> None:
@@ -68,24 +80,49 @@ class _TorchvisionData(ImageDataModule):
         """Return the parts of the data set, the training data first, and say so if they are not there."""
         try:
             return self._open()
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
             if self.download:
                 raise ConfigError(
                     f"{type(self).__name__} could not be downloaded into {self.root!r}: {error}"
                 ) from error
-            raise ConfigError(
-                f"{type(self).__name__} is not in {str(Path(self.root).absolute())!r}: give --data.download true to "
-                "fetch it, or --data.root FOLDER if you have it."
-            ) from None
+            raise ConfigError(f"{type(self).__name__} {self._what_is_wrong()}") from None
+
+    def _what_is_wrong(self) -> str:
+        """Return what a data set that cannot be opened lacks."""
+        fetch = "give --data.download true to fetch it, or --data.root FOLDER if you have it"
+        files = self._checksums()
+        missing = [file for file, _ in files if not file.is_file()]
+        if len(missing) == len(files):
+            return f"is not in {str(Path(self.root).absolute())!r}: {fetch}."
+        if missing:
+            return f"is not all in {str(Path(self.root).absolute())!r}, which has no {missing[0].name}: {fetch}."
+        for file, official in files:
+            if self.verify and (own := _md5(file)) != official:
+                return (
+                    f"is not the official one: the MD5 checksum of {str(file.absolute())!r} is {own}, not {official}. "
+                    "Give --data.verify false to accept it, if you trust its source, or --data.download true to fetch "
+                    "it anew."
+                )
+        return f"cannot be read from {str(Path(self.root).absolute())!r}: {fetch}."
 
     def _open(self) -> list[Any]:
         import torchvision.datasets as datasets
 
         kind = getattr(datasets, type(self).__name__)
+        if not self.verify:
+            kind = type(kind.__name__, (kind,), self._without_checksums(kind))
         return [kind(self.root, download=self.download, **part) for part in self._parts()]
 
     def _parts(self) -> list[dict[str, Any]]:
         return [{"train": True}, {"train": False}]
+
+    def _checksums(self) -> list[tuple[Path, str]]:
+        """Return the files that have an official MD5 checksum, and these."""
+        return []
+
+    def _without_checksums(self, kind: Any) -> dict[str, Any]:
+        """Return what torchvision's class says of its files, without checksums."""
+        return {}
 
     def load(self) -> ImageSet:
         parts = self._read()
@@ -102,14 +139,29 @@ class _TorchvisionData(ImageDataModule):
         return ImageSet(images, labels, self.num_classes, *_statistics(self.mean, self.std), channels=len(self.mean))
 
 
-class CIFAR10(_TorchvisionData):
+class _CIFAR(_TorchvisionData):
+    """What torchvision knows of the files of both CIFARs."""
+
+    def _checksums(self) -> list[tuple[Path, str]]:
+        import torchvision.datasets as datasets
+
+        kind = getattr(datasets, type(self).__name__)
+        files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
+        return [(Path(self.root) / kind.base_folder / name, md5) for name, md5 in files]
+
+    def _without_checksums(self, kind: Any) -> dict[str, Any]:
+        lists = {part: [[name, None] for name, _ in getattr(kind, part)] for part in ("train_list", "test_list")}
+        return {**lists, "meta": {**kind.meta, "md5": None}}
+
+
+class CIFAR10(_CIFAR):
     """60,000 colour images of 32 x 32 pixels, 10 classes."""
 
     mean = [0.491, 0.482, 0.447]
     std = [0.247, 0.243, 0.262]
 
 
-class CIFAR100(_TorchvisionData):
+class CIFAR100(_CIFAR):
     """60,000 colour images of 32 x 32 pixels, 100 classes."""
 
     num_classes = 100
@@ -125,6 +177,15 @@ class SVHN(_TorchvisionData):
 
     def _parts(self) -> list[dict[str, Any]]:
         return [{"split": "train"}, {"split": "test"}]
+
+    def _checksums(self) -> list[tuple[Path, str]]:
+        import torchvision.datasets as datasets
+
+        files = [datasets.SVHN.split_list[part["split"]] for part in self._parts()]
+        return [(Path(self.root) / name, md5) for _, name, md5 in files]
+
+    def _without_checksums(self, kind: Any) -> dict[str, Any]:
+        return {"split_list": {part: [url, name, None] for part, (url, name, _) in kind.split_list.items()}}
 
     def load(self) -> ImageSet:  # noqa: D102
         parts = self._read()
@@ -241,6 +302,11 @@ def _resized(images: torch.Tensor, size: int) -> torch.Tensor:
         return part.round().byte()
 
     return torch.cat([resized(part) for part in images.split(10_000)])
+
+
+def _md5(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def _statistics(mean: list[float], std: list[float]) -> tuple[torch.Tensor, torch.Tensor]:

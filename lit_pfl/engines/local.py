@@ -7,9 +7,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities import move_data_to_device
-from torch import Tensor
 
 from lit_pfl.client import Client
+from lit_pfl.engines import Upload
+from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import Score, Split, score
 from lit_pfl.learners import call_step, evaluating
@@ -48,21 +49,27 @@ class LocalEngine:
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def train(self, replies: Mapping[int, Payload]) -> dict[int, Mapping[str, Tensor]]:
+    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Upload]:
         """Let clients load their replies and train a round, one after another; return their uploads."""
-        return {client: self._train(client, reply) for client, reply in replies.items()}
+        return {client: self._train(client, reply, completed) for client, reply in replies.items()}
 
-    def _train(self, client: int, reply: Payload) -> Mapping[str, Tensor]:
+    def _train(self, client: int, reply: Payload, completed: int) -> Upload:
+        module = self.clients[client]
         if client not in self.hub:
             self._add_fit(client)
             self.hub.start(client)
+        module.completed_rounds = completed
+        before = LastGoodState(module, module.trainer.optimizers)
         upload = self.hub.resume(client, reply)
         if upload is None:
             raise ConfigError(
-                f"Client {client}: its fit ended before the round did. Nothing may end it, neither the method nor a "
-                "callback of federation.client_trainer."
+                f"Client {client}: its fit ended before round {completed + 1} did. Nothing may end it, neither the "
+                "method nor a callback of federation.client_trainer."
             )
-        loss, n = self.clients[client].fall_asleep()
+        loss, n = module.fall_asleep()
+        if trouble := before.trouble(client, upload):
+            before.restore()
+            return trouble
         self.train_loss = (self.train_loss[0] + loss, self.train_loss[1] + n)
         return upload
 
@@ -87,6 +94,10 @@ class LocalEngine:
     def abort(self) -> None:
         """End all fits at once, as after an error."""
         self.hub.abort()
+
+    def has_trained(self, client: int) -> bool:
+        """Say whether a client has ever taken part."""
+        return client in self.hub or client in self._restored
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 

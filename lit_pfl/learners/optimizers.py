@@ -1,8 +1,10 @@
 """What a learner's ``configure_optimizers`` returns, made to serve a method."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import torch
 from torch import nn
 
@@ -23,6 +25,23 @@ def single_optimizer(configured: Any) -> torch.optim.Optimizer:
             "one, as automatic optimization does."
         )
     return found[0]
+
+
+def set_schedules_to(rounds: int, local_epochs: int, trainer: L.Trainer) -> None:
+    """Let schedules of epochs count rounds: bring them up to the rounds completed, and step them once in this one.
+
+    Args:
+        rounds: number of rounds completed by the federation, whoever took part.
+        local_epochs: epochs of a round.
+        trainer: the client's Trainer.
+    """
+    with warnings.catch_warnings():  # PyTorch's, that a newcomer's optimizer has not stepped
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step")
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "epoch":
+                config.frequency = local_epochs
+                while config.scheduler.last_epoch < rounds:
+                    config.scheduler.step()  # type: ignore[call-arg]
 
 
 def extend(optimizer: torch.optim.Optimizer, twin: Callable[[nn.Parameter], nn.Parameter]) -> None:

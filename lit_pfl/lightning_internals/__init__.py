@@ -3,7 +3,7 @@
 from lit_pfl.lightning_internals.batch_loop import make_lean
 from lit_pfl.lightning_internals.checkpoint_io import AtomicCheckpointIO, MemoryCheckpointIO
 from lit_pfl.lightning_internals.hooks import in_hook, lent_trainer, name_metrics, optimizers_in
-from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule
+from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
 from lit_pfl.lightning_internals.undisturbed import undisturbed
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "make_lean",
     "name_metrics",
     "optimizers_in",
+    "own_copy",
     "undisturbed",
 ]

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
@@ -16,6 +18,10 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+#: optimizers that need no closure; others may call the one they are given more than once
+STEP_ONCE = {
+    kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+} - {torch.optim.LBFGS}
 #: what a module may do during a batch, and then takes the Trainer's own way
 HOOKS = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",
@@ -31,10 +37,14 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on a batch."""
         trainer = self.trainer
-        if len(trainer.optimizers) != 1 or not trainer.lightning_module.automatic_optimization:
+        kinds = [type(optimizer) for optimizer in trainer.optimizers]
+        if len(kinds) != 1 or kinds[0] not in STEP_ONCE or not trainer.lightning_module.automatic_optimization:
             super().advance(data_fetcher)
             return
         batch, _, _ = next(data_fetcher)
+        device = trainer.strategy.root_device
+        if device.type != "cpu":  # where the batches of anybody's own DataLoader are
+            batch = move_data_to_device(batch, device)
         [optimizer], module = trainer.optimizers, trainer.lightning_module
         step = self.automatic_optimization.optim_progress.optimizer.step
         self.batch_progress.is_last_batch = data_fetcher.done

@@ -128,7 +128,7 @@ class LocalHub:
             self.abort()
         return coordinator
 
-    def train(self, replies: Mapping[int, Payload]) -> dict[int, Mapping[str, Tensor]]:
+    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Mapping[str, Tensor]]:
         """Let fits load their replies and train a round; those that end by themselves leave the hub."""
         uploads = {client: self.resume(client, reply) for client, reply in replies.items()}
         self._fits = {client: fit for client, fit in self._fits.items() if not fit.dead}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Step, evaluating, recorded
 from lit_pfl.methods.two_models import TwoModels
@@ -37,7 +38,7 @@ class APFL(TwoModels):
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
-        ConfigError: for an alpha outside 0 to 1.
+        ConfigError: for an alpha outside 0 to 1, or an adaptive one with ``trainer.precision=16-mixed``.
 
     Source:
         Deng et al. 2020, Algorithm 1 and its adaptive alpha.
@@ -64,6 +65,11 @@ class APFL(TwoModels):
         if self.mixing is None:
             has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.learner.modules())
             self.mixing = "logits" if has_batch_norm else "parameters"
+
+    def configure_optimizers(self) -> Any:  # noqa: D102
+        if self.adaptive:
+            refuse_scaled_gradients(self.trainer, "APFL with model.adaptive=true")
+        return super().configure_optimizers()
 
     def begin_round(self) -> None:  # noqa: D102
         self._adapts = self.adaptive

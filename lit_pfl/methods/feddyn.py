@@ -114,8 +114,8 @@ class FedDynServer(Server):
         moved: dict[str, Tensor] = {}
         for name, deviation in self.deviation.items():
             mean = self.model[name]
-            went = mean - before[name].to(mean.device)
-            self.deviation[name] = deviation.to(mean.device) + len(uploads) / everybody * went
+            went = mean - before[name]
+            self.deviation[name] = deviation + len(uploads) / everybody * went
             moved[name] = mean + self.deviation[name]
         self.model = Payload({**self.model, **moved}, self.model.sparse)
 

@@ -225,7 +225,7 @@ class FedFOMOServer(Server):
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         super().load_state_dict(state)
         self.latest = {client: Payload(tensors, state["sparse"]) for client, tensors in state["latest"].items()}
-        self.affinity, self.round = state[AFFINITY], state["round"]
+        self.affinity, self.round = state[AFFINITY].cpu(), state["round"]
 
 
 def by_client(reply: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:

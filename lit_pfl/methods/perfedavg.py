@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from lit_pfl.client import Client
 from lit_pfl.data import in_batches_of, in_order, num_samples
+from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.learners import Step, evaluating, recorded, size_of, split_batch, unchanged
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
@@ -81,6 +82,10 @@ class PerFedAvg(Client):
 
     def configure_server(self) -> Server:  # noqa: D102
         return {"uniform": UniformServer, "samples": Server}[self.weighting]()
+
+    def configure_optimizers(self) -> Any:  # noqa: D102
+        refuse_scaled_gradients(self.trainer, "PerFedAvg")
+        return super().configure_optimizers()
 
     def training_data(self) -> Any:
         """Return batches that divide into ``parts`` of the usual size; a Trainer's own are divided as they come."""

@@ -157,17 +157,14 @@ class ScaffoldServer(Server):
         super().aggregate(round, uploads)
         if self.server_lr != 1:
             moved = {
-                name: torch.lerp(before[name].to(mean.device), mean, self.server_lr)
+                name: torch.lerp(before[name], mean, self.server_lr)
                 for name, mean in self.model.items()
                 if name in self.control
             }
             self.model = Payload({**self.model, **moved}, self.model.sparse)
         counts = [self._size(client) / len(self.num_samples) for client in uploads]
         changes = weighted_mean(list(uploads.values()), counts, [CONTROL + name for name in self.control])
-        self.control = {
-            name: control.to(changes[CONTROL + name].device) + changes[CONTROL + name]
-            for name, control in self.control.items()
-        }
+        self.control = {name: control + changes[CONTROL + name] for name, control in self.control.items()}
 
     def _size(self, client: int) -> float:
         """Return nu_i."""

@@ -1,7 +1,7 @@
 """Data modules and their batches, on real images."""
 
 import hashlib
-import json
+import pickle
 import random
 import shutil
 from itertools import chain
@@ -261,18 +261,6 @@ def test_a_missing_data_set_is_told_in_one_line(source, tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.fixture
-def accept_stand_in_cifar10(real_data, monkeypatch):
-    """Let torchvision accept the files there are, where they are not the official ones."""
-    folder, official = real_data / "cifar-10-batches-py", torchvision.datasets.CIFAR10
-    if (folder / "checksums.json").exists():
-        sums = json.loads((folder / "checksums.json").read_text())
-        for part in ("train_list", "test_list"):
-            monkeypatch.setattr(official, part, [[name, sums[name]] for name, _ in getattr(official, part)])
-        meta = hashlib.md5((folder / "batches.meta").read_bytes()).hexdigest()
-        monkeypatch.setattr(official, "meta", {**official.meta, "md5": meta})
-
-
 def check_source(data, n: int, shape: tuple[int, ...], classes: int, channels: int) -> None:
     """See that all images are there, of all classes, and that normalised batches are about standard."""
     data.setup()
@@ -291,8 +279,8 @@ def check_source(data, n: int, shape: tuple[int, ...], classes: int, channels: i
     assert 0.7 < images.std() < 1.3
 
 
-def test_cifar10(real_data, accept_stand_in_cifar10):
-    data = CIFAR10(root=str(real_data))
+def test_cifar10(real_data):
+    data = CIFAR10(root=str(real_data), verify=not (real_data / "cifar-10-batches-py" / "checksums.json").exists())
     check_source(data, 60_000, (3, 32, 32), 10, channels=3)
     # the split of Factorized-FL's generator: shuffled, cut, and of every class a twentieth of the training data
     order = list(range(60_000))
@@ -308,6 +296,36 @@ def test_cifar10(real_data, accept_stand_in_cifar10):
         assert sorted(data.indices["train"][k]) == sorted(chain.from_iterable(shares))
     # where a class is no multiple of 20, the last client gets what is left
     assert [len(indices) for indices in data.indices["train"]] == [2400] * 19 + [2385]
+
+
+def test_files_with_other_checksums_are_named_and_may_be_accepted(tmp_path):
+    """Files of CIFAR-10's lay-out, in none of which there is what is in the official one."""
+    folder, rng = tmp_path / "cifar-10-batches-py", np.random.default_rng(0)
+    folder.mkdir()
+    names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    for name in names:
+        images = rng.integers(0, 256, (20, 3072), dtype=np.uint8)
+        (folder / name).write_bytes(pickle.dumps({"data": images, "labels": [i % 10 for i in range(20)]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    md5 = hashlib.md5((folder / "data_batch_1").read_bytes()).hexdigest()
+    with pytest.raises(ConfigError, match=rf"CIFAR10 is not the .*data_batch_1' is {md5}, not c99.*--data\.verify"):
+        CIFAR10(root=str(tmp_path), num_clients=2).setup()
+    data = CIFAR10(root=str(tmp_path), num_clients=2, verify=False)
+    data.setup()
+    assert data.data.images.shape == (120, 3, 32, 32)
+    (folder / "data_batch_3").unlink()
+    with pytest.raises(ConfigError, match=r"CIFAR10 is not all in .*, which has no data_batch_3"):
+        CIFAR10(root=str(tmp_path), num_clients=2, verify=False).setup()
+
+
+def test_cifar10_of_another_source(real_data):
+    if not (real_data / "cifar-10-batches-py" / "checksums.json").exists():
+        pytest.skip("the files are the official ones")
+    with pytest.raises(ConfigError, match=r"CIFAR10 is not the official one: .*data_batch_1'"):
+        CIFAR10(root=str(real_data)).setup()
+    data = CIFAR10(root=str(real_data), verify=False)
+    data.setup()
+    assert len(data.data.images) == 60_000
 
 
 def test_cifar100(real_data):
@@ -339,9 +357,8 @@ def test_fashion_mnist(fashion_mnist):
     assert (torch.bincount(data.data.labels) == 7000).all()
 
 
-def test_svhn(tmp_path, monkeypatch):
+def test_svhn(tmp_path):
     """Files of SVHN's lay-out, with 10 for the digit 0; the train part comes first."""
-    monkeypatch.setattr(torchvision.datasets.SVHN, "_check_integrity", lambda self: True)
     generator, made = np.random.default_rng(0), {}
     for part, n in (("train", 60), ("test", 40)):
         images, digit = generator.integers(0, 256, (n, 3, 32, 32), dtype=np.uint8), np.arange(n) % 10
@@ -349,7 +366,9 @@ def test_svhn(tmp_path, monkeypatch):
             "X": images.transpose(2, 3, 1, 0), "y": np.where(digit == 0, 10, digit).astype(np.uint8)[:, None],
         })  # fmt: skip
         made[part] = images, digit
-    data = SVHN(root=str(tmp_path), num_clients=2)
+    with pytest.raises(ConfigError, match=r"SVHN is not the official one: .*train_32x32\.mat'"):
+        SVHN(root=str(tmp_path), num_clients=2).setup()
+    data = SVHN(root=str(tmp_path), num_clients=2, verify=False)
     data.setup()
     assert np.array_equal(data.data.images.numpy(), np.concatenate([made["train"][0], made["test"][0]]))
     assert np.array_equal(data.data.labels.numpy(), np.concatenate([made["train"][1], made["test"][1]]))

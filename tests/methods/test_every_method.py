@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from second_device import servers_elsewhere
 from torch import Tensor, nn
 
 import lit_pfl.methods
@@ -143,6 +144,23 @@ def test_resumed_equals_uninterrupted(tester, tmp_path):
     assert_equal(other, one)
 
 
+def test_servers_work_on_the_clients_device_also_after_a_resume(tester, tmp_path):
+    """There, where the CPU's tensors do not mix with the clients', everything comes out as on the CPU."""
+
+    def run(rounds: int, resume: bool = False) -> Federation:
+        federation = Federation(tester.method(), seed=3, threads=1, local_epochs=2, participation=2)
+        checkpoint = last_checkpoint()
+        checkpoint.dirpath = str(tmp_path)
+        fitting = trainer(rounds, callbacks=[checkpoint], enable_checkpointing=True)
+        fitting.fit(federation, datamodule=digits(), ckpt_path=tmp_path / "last.ckpt" if resume else None)
+        return federation
+
+    expected = weights(run(4))
+    with servers_elsewhere():
+        run(2)
+        assert_equal(weights(run(4, resume=True)), expected)
+
+
 def test_the_order_of_clients_does_not_matter(tester):
     forwards, backwards = (tester.run(kind(num_clients=3, **FEW), rounds=3) for kind in (Digits, Backwards))
     assert_equal(weights(backwards), weights(forwards))
@@ -217,10 +235,11 @@ def test_a_bad_upload_is_refused_and_the_round_goes_on(tester, monkeypatch):
     collect = lit_pfl.coordinator.Coordinator.collect
     refused: list[int] = []
 
-    def poisoned(self, uploads):
+    def poisoned(self, uploads, trouble):
         bad = Payload(
             {name: torch.full_like(t, torch.nan) if t.is_floating_point() else t for name, t in uploads[1].items()}
         )
+        assert not trouble
         collect(self, {**uploads, 1: bad} if len(bad) else uploads)
         refused.append(len(self.refused))
 
@@ -229,6 +248,22 @@ def test_a_bad_upload_is_refused_and_the_round_goes_on(tester, monkeypatch):
         federation = tester.run(digits(permute_labels=False), rounds=3)
     assert refused == [1 if federation.clients[1].upload() else 0] * 3
     assert all(torch.isfinite(t).all() for state in weights(federation).values() for t in state.values())
+
+
+def test_a_client_whose_training_runs_away_begins_again_from_its_last_good_state(tester, monkeypatch):
+    method = tester.method()
+    step = type(method).training_step
+
+    def spoilt(self, batch, batch_idx):
+        bad = self.spec.client_id == 1 and self.completed_rounds == 1 and self.current_epoch % 2 == 0
+        return step(self, batch, batch_idx) * (float("nan") if bad else 1.0)
+
+    monkeypatch.setattr(type(method), "training_step", spoilt)
+    with pytest.warns(UserWarning, match=r"Round 2 goes on .*Client 1: .*The client begins its next"):
+        federation = tester.run(method=method, rounds=4)
+    assert not federation.coordinator.refused
+    states = [weights(federation)[1], federation.clients[1].upload(), federation.coordinator.server.reply(1)]
+    assert all(torch.isfinite(tensor).all() for state in states for tensor in state.values())
 
 
 @pytest.mark.parametrize(

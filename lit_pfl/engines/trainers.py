@@ -1,0 +1,128 @@
+"""The Trainers of a federation: what may be asked of the outer one, and how a client's is made."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins import CheckpointIO
+
+from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import NoProfiler, undisturbed
+
+#: what clients' weights may be trained in: they stay in 32 bits, as they are averaged and sent
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
+
+_ROUNDS = "a client trains federation.local_epochs epochs in each of trainer.max_epochs rounds"
+_DEVICE = "clients train where trainer.accelerator and trainer.devices say"
+#: what a federation decides for its clients' Trainers, and where it is said instead
+OWNED = {
+    **dict.fromkeys(("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "fast_dev_run"), _ROUNDS),
+    **dict.fromkeys(("accelerator", "devices", "num_nodes", "strategy"), _DEVICE),
+    "enable_checkpointing": "the checkpoint of trainer holds all clients",
+    "enable_progress_bar": "live bars of several Trainers do not share a screen; the federation shows one",
+    "barebones": "a client's Trainer needs the callback that joins it to the federation",
+}
+
+
+def check_client_options(options: Mapping[str, Any]) -> None:
+    """See that ``federation.client_trainer`` holds nothing that is the federation's to decide.
+
+    Raises:
+        ConfigError: when it does.
+    """
+    for name in options:
+        if name in OWNED:
+            raise ConfigError(f"federation.client_trainer.{name}: the federation decides this: {OWNED[name]}.")
+
+
+def check_outer(trainer: L.Trainer) -> None:
+    """See that a federation's own Trainer has no options that are about batches of images: its batches are clients.
+
+    Raises:
+        ConfigError: when it has.
+    """
+    check_precision("trainer.precision", trainer)
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # limits batches, for a first try of everything
+        return
+    for name, all_of_them in (("limit_train_batches", 1.0), ("overfit_batches", 0.0)):
+        if (value := getattr(trainer, name)) != all_of_them:
+            raise ConfigError(
+                f"trainer.{name}={value}: a batch is a client here, and always the same ones would train. For fewer "
+                "clients a round give federation.participation, for fewer batches of images "
+                "federation.client_trainer.limit_train_batches."
+            )
+    if trainer.limit_val_batches not in (0, 1.0):
+        raise ConfigError(
+            f"trainer.limit_val_batches={trainer.limit_val_batches}: a batch is a client here; to evaluate fewer give "
+            "federation.evaluate_clients, and 0 here to evaluate none."
+        )
+    for name, unset in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
+        value = getattr(trainer, name)
+        if value not in (unset, 0):
+            raise ConfigError(
+                f"trainer.{name}={value}: it is clients that have gradients; give federation.client_trainer.{name}."
+            )
+
+
+def check_precision(option: str, trainer: L.Trainer) -> None:
+    """See that clients' weights stay in 32 bits.
+
+    Raises:
+        ConfigError: when they would not.
+    """
+    if trainer.precision not in PRECISIONS:
+        raise ConfigError(
+            f"{option}={trainer.precision}: clients' weights stay in 32 bits, as which they are averaged and sent; "
+            f"choose {', '.join(PRECISIONS)}."
+        )
+
+
+def refuse_scaled_gradients(trainer: L.Trainer, what: str) -> None:
+    """Refuse half precision with scaled losses, for a method that takes gradients without the Trainer.
+
+    Raises:
+        ConfigError: when the Trainer has it.
+    """
+    if trainer.precision == "16-mixed":
+        raise ConfigError(
+            f"trainer.precision=16-mixed: {what} takes gradients of its own, which are not scaled and would vanish in "
+            "16 bits; choose bf16-mixed or 32-true."
+        )
+
+
+def client_trainer(outer: L.Trainer, options: Mapping[str, Any], loop: L.Callback, memory: CheckpointIO) -> L.Trainer:
+    """Return the Trainer of one client.
+
+    Args:
+        outer: the federation's Trainer.
+        options: ``federation.client_trainer``.
+        loop: the callback that joins the client to the federation.
+        memory: where its checkpoints go.
+
+    Raises:
+        ConfigError: for options that a Trainer does not have.
+    """
+    device = outer.strategy.root_device
+    arguments: dict[str, Any] = {
+        "accelerator": {"cuda": "gpu"}.get(device.type, device.type),
+        "devices": [device.index] if device.type == "cuda" else 1,
+        "precision": outer.precision,
+        "deterministic": torch.are_deterministic_algorithms_enabled() or None,
+        "max_epochs": -1,
+        "profiler": NoProfiler(),
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **options,
+    }
+    arguments["callbacks"] = [*arguments.get("callbacks", []), loop]
+    arguments["plugins"] = [*arguments.get("plugins", []), memory]
+    try:
+        with undisturbed():
+            trainer = L.Trainer(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"federation.client_trainer: {error}") from None
+    check_precision("federation.client_trainer.precision", trainer)
+    return trainer

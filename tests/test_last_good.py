@@ -1,0 +1,96 @@
+"""A client whose training runs away is refused, and begins again from where it was."""
+
+import pytest
+import torch
+from lit_pfl.last_good import LastGoodState
+
+from lit_pfl.methods import FactorizedFL, FedAvg, FedPer, FedSpa, PFedPara, Scaffold, SimFed, StandAlone
+from tiny import assert_equal, client, digits, run, weights
+
+
+def spoilt(method, own=None, **options):
+    """Return a client of a method of which number 2 has a loss of NaN in round 2, or ``own`` runs off to infinity."""
+
+    class Spoilt(method):
+        def bad(self):
+            return self.spec.client_id == 2 and self.current_epoch == 1
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if self.bad() and own is None and batch_idx == 0 else loss
+
+        def upload(self):
+            if own is not None and self.bad():
+                self.get_parameter(own).data.fill_(float("inf"))
+            return super().upload()
+
+    return client(Spoilt, **options)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+METHODS = [FedAvg, FedSpa, SimFed, FactorizedFL, PFedPara, StandAlone]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bad_batch_costs_a_round_and_no_more(method):
+    with pytest.warns(UserWarning, match=r"Client 2: .* NaN or infinity\. The client begins its next round from where"):
+        federation = run(spoilt(method), rounds=4)
+    assert not federation.coordinator.refused
+    assert all(tensor.isfinite().all() for state in weights(federation).values() for tensor in state.values())
+    [state] = federation._restored[2]["optimizer_states"]
+    assert all(s["momentum_buffer"].isfinite().all() for s in state["state"].values())
+    assert federation.clients[2].trainer.current_epoch == 4
+    assert all(row.loss == row.loss for row in federation.rows)
+
+
+@pytest.mark.parametrize("optimizer", [None, adam])
+def test_the_state_is_the_one_that_the_round_began_with(optimizer):
+    """After the round the client is, bit for bit and optimizer included, what it was after the round before."""
+    options = {} if optimizer is None else {"optimizer": optimizer}
+    one = run(spoilt(StandAlone, **options), rounds=1)
+    with pytest.warns(UserWarning, match="Client 2"):
+        two = run(spoilt(StandAlone, **options), rounds=2)
+    assert_equal(weights(two)[2], weights(one)[2])
+    a, b = (f._restored[2]["optimizer_states"][0]["state"] for f in (one, two))
+    assert_equal(a, b)
+    assert not torch.equal(weights(two)[1]["backbone.head.weight"], weights(one)[1]["backbone.head.weight"])
+
+
+def test_what_never_travels_is_looked_at_too():
+    with pytest.warns(UserWarning, match=r"Client 2: its own tensor 'backbone\.head\.weight' holds NaN or infinity"):
+        federation = run(spoilt(FedPer, own="backbone.head.weight"), digits(permute_labels=True), rounds=2)
+    assert len(federation.coordinator.refused) == 1
+    assert weights(federation)[2]["backbone.head.weight"].isfinite().all()
+
+
+def test_the_loss_of_a_refused_round_does_not_count():
+    with pytest.warns(UserWarning, match="Client 2"):
+        federation = run(spoilt(FedAvg), rounds=2)
+    assert torch.isfinite(federation.trainer.callback_metrics["train/loss"])
+
+
+def test_control_variates_go_back_too():
+    plain = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1), "scheduler": None}
+    one = run(spoilt(Scaffold, **plain), rounds=1)
+    with pytest.warns(UserWarning, match="Client 2"):
+        two = run(spoilt(Scaffold, **plain), rounds=2)
+    names = [name for name in weights(one)[2] if name.startswith("control.")]
+    assert names
+    for name in names:
+        assert torch.equal(weights(one)[2][name], weights(two)[2][name])
+
+
+def test_what_was_not_finite_before_is_no_trouble():
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("smallest", torch.tensor(float("inf")))
+    state = LastGoodState(module, [])
+    assert state.trouble(0, {}) is None
+    module.weight.data.fill_(3e38)  # finite, though their sum is not
+    assert state.trouble(0, {}) is None
+    module.weight.data[0, 0] = float("nan")
+    assert "'weight'" in str(state.trouble(0, {}))
+    state.restore()
+    assert state.trouble(0, {}) is None

@@ -1,0 +1,63 @@
+"""What every client has of its own."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lit_pfl.errors import ConfigError
+from lit_pfl.methods import FedAvg
+from tiny import TinyNet, client, digits, momentum_sgd, run, spec
+
+
+class Keeps(FedAvg):
+    """A method that makes all sorts of things in its ``__init__``."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = set()
+        self.total = torch.zeros(1)
+        self.criterion = nn.PReLU()
+        self.metric = MeanMetric()
+        self.nested = {"counts": [0], "criterion": self.criterion}
+        self.hook = self.note
+
+    def note(self):
+        self.seen.add(self.spec.client_id)
+
+    def begin_round(self):
+        self.hook()
+        self.total += 1
+        self.nested["counts"][0] += 1
+        self.metric.update(float(self.spec.client_id))
+
+
+def test_every_client_has_its_own_of_what_a_method_makes():
+    federation = run(client(Keeps), digits(3), rounds=2)
+    members = federation.clients.values()
+    for k, member in federation.clients.items():
+        assert (member.seen, member.total.item(), member.nested["counts"]) == ({k}, 2, [2])
+        assert member.metric.compute() == k
+        assert member.nested["criterion"] is member.criterion  # what was one object still is
+    assert len({id(member.criterion.weight) for member in members}) == 3
+    assert federation.prototype.seen == set()
+
+
+def test_factories_are_not_copied():
+    backbone, optimizer = partial(TinyNet, width=2), partial(torch.optim.SGD, lr=0.1)
+    pattern = FedAvg(backbone=backbone, optimizer=optimizer)
+    pattern.factories = {"more": [backbone]}
+    member = pattern.build(spec(channels=1, image_size=8))
+    assert member.make_backbone is backbone
+    assert member.make_optimizer is optimizer
+    assert member.factories["more"][0] is backbone
+
+
+def test_what_cannot_be_copied_is_named():
+    pattern = client(FedAvg, optimizer=momentum_sgd)
+    pattern.lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"^FedAvg\.lock: every client needs one of its own"):
+        pattern.build(spec(channels=1, image_size=8))

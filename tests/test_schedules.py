@@ -1,0 +1,51 @@
+"""Learning rates that follow a client's own epochs, or the federation's rounds."""
+
+import pytest
+from torch.optim.lr_scheduler import ExponentialLR
+
+from lit_pfl import Federation
+from lit_pfl.methods import FedAvg
+from tiny import client, digits, trainer
+
+GAMMA = 0.9
+
+
+def decaying(optimizer):
+    return ExponentialLR(optimizer, GAMMA)
+
+
+def rates(counts, rounds=6, fits=1, **options):
+    """Return (client, round, epoch, learning rate) of every local epoch."""
+    seen = []
+
+    class Noting(FedAvg):
+        def begin_epoch(self, epoch):
+            [optimizer] = self.trainer.optimizers
+            seen.append((self.spec.client_id, self.completed_rounds + 1, epoch, optimizer.param_groups[0]["lr"]))
+
+    method = client(Noting, scheduler=decaying, scheduler_counts=counts)
+    federation = Federation(method, seed=3, threads=1, local_epochs=2, **options)
+    fitting = trainer(rounds // fits)
+    for fit in range(1, fits + 1):
+        fitting.fit_loop.max_epochs = rounds * fit // fits
+        fitting.fit(federation, datamodule=digits())
+    return seen
+
+
+@pytest.mark.parametrize("fits", [1, 3])
+def test_rates_by_the_federations_rounds(fits):
+    """Whoever takes part, and also where clients' fits end and start again in between."""
+    seen = rates("rounds", fits=fits, participation=2)
+    assert len(seen) == 6 * 2 * 2
+    for _, round_, _, rate in seen:
+        assert rate == pytest.approx(0.1 * GAMMA ** (round_ - 1), rel=1e-6)
+    trained = [client for client, _, epoch, _ in seen if epoch == 0]
+    assert len(set(trained)) > 2  # else nobody missed a round
+    assert any(client not in trained[:2] for client in trained)
+
+
+def test_rates_by_a_clients_own_epochs():
+    epochs = dict.fromkeys(range(4), 0)
+    for member, _, _, rate in rates("epochs", participation=2):
+        assert rate == pytest.approx(0.1 * GAMMA ** epochs[member], rel=1e-6)
+        epochs[member] += 1

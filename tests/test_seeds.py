@@ -1,0 +1,34 @@
+"""A federation without a seed of its own takes the process's once, and keeps it."""
+
+import pytest
+import torch
+
+from lit_pfl import Federation
+from lit_pfl.cli import last_checkpoint
+from lit_pfl.lightning_internals import AtomicCheckpointIO
+from lit_pfl.methods import FactorizedFL, FedFOMO, SimFed
+from tiny import assert_equal, client, digits, trainer, weights
+
+DRAWS = {
+    "SimFed, random partners": lambda: client(SimFed, match="random"),
+    "FactorizedFL, random partners": lambda: client(FactorizedFL, match="random"),
+    "FactorizedFL, in random order": lambda: client(FactorizedFL, mixing="sequential", min_matches=4),
+    "FedFOMO": lambda: client(FedFOMO, num_models=1, epsilon=1.0, epsilon_decay=0.0),
+}
+
+
+@pytest.mark.parametrize("method", DRAWS)
+def test_what_a_server_draws_after_a_resume_in_another_process(tmp_path, method):
+    def run(folder, rounds, process, resume=False):
+        torch.manual_seed(process)
+        checkpoint = last_checkpoint()
+        checkpoint.dirpath = str(tmp_path / folder)
+        federation = Federation(DRAWS[method](), threads=1)
+        fitting = trainer(rounds, callbacks=[checkpoint], enable_checkpointing=True)
+        fitting.fit(federation, datamodule=digits(), ckpt_path=tmp_path / folder / "last.ckpt" if resume else None)
+        state = AtomicCheckpointIO().load_checkpoint(tmp_path / folder / "last.ckpt")
+        return weights(federation), state["federation"]["coordinator"]
+
+    whole = run("whole", 6, process=1)
+    run("parts", 2, process=1)
+    assert_equal(run("parts", 6, process=2, resume=True), whole)

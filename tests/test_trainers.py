@@ -1,0 +1,132 @@
+"""What may be asked of a federation's Trainer and of its clients', and the short way through a batch."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lit_pfl.trainers import OWNED
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_pfl import Federation
+from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import LeanEpochLoop, make_lean
+from lit_pfl.methods import APFL, FedAvg, PerFedAvg
+from tiny import assert_equal, client, digits, run, spec, trainer, weights
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_what_the_federation_decides_is_refused_by_name(name):
+    with pytest.raises(
+        ConfigError, match=rf"^federation\.client_trainer\.{name}: the federation decides this: "
+    ) as error:
+        Federation(client(FedAvg), client_trainer={name: 2})
+    assert "\n" not in str(error.value)
+
+
+class Ends(L.Callback):
+    """Ends a client's fit, as early stopping does."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = True
+
+
+def test_a_fit_that_something_ends_is_said_in_one_line():
+    with pytest.raises(ConfigError, match=r"^Client 0: its fit ended before round 2 did\."):
+        run(client(FedAvg), client_trainer={"callbacks": [Ends()]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit_train_batches": 2}, r"trainer\.limit_train_batches=2: .*federation\.participation"),
+        ({"limit_train_batches": 0.5}, r"trainer\.limit_train_batches=0\.5: .*client_trainer\.limit_train_batches"),
+        ({"overfit_batches": 1}, r"trainer\.overfit_batches=1: .*federation\.participation"),
+        ({"limit_val_batches": 3}, r"trainer\.limit_val_batches=3: .*federation\.evaluate_clients"),
+        ({"gradient_clip_val": 10}, r"trainer\.gradient_clip_val=10: .*federation\.client_trainer\.gradient_clip_val"),
+        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2: .*client_trainer\.accumulate_grad_batches"),
+        ({"precision": "bf16-true"}, r"trainer\.precision=bf16-true: .*choose 32-true, 16-mixed, bf16-mixed"),
+        ({"precision": "64-true"}, r"trainer\.precision=64-true: "),
+    ],
+)
+def test_options_of_the_outer_trainer_that_are_about_batches_of_images(options, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(1, **options).fit(Federation(client(FedAvg), threads=1), datamodule=digits())
+
+
+def test_no_validation_and_a_first_try_are_all_right():
+    trainer(1, limit_val_batches=0).fit(Federation(client(FedAvg), threads=1), datamodule=digits())
+    trainer(1, fast_dev_run=True).fit(Federation(client(FedAvg), threads=1), datamodule=digits())
+
+
+def test_precision_of_clients_alone():
+    with pytest.raises(ConfigError, match=r"federation\.client_trainer\.precision=64-true: "):
+        run(client(FedAvg), client_trainer={"precision": "64-true"})
+
+
+@pytest.mark.parametrize("method", [PerFedAvg, lambda **options: APFL(adaptive=True, **options)])
+def test_gradients_that_the_trainer_does_not_scale(method):
+    member = client(method).build(spec(channels=1, image_size=8))
+    member.trainer = L.Trainer(plugins=[MixedPrecision("16-mixed", "cpu")], accelerator="cpu", logger=False)
+    with pytest.raises(ConfigError, match=r"trainer\.precision=16-mixed: .*choose bf16-mixed or 32-true"):
+        member.configure_optimizers()
+    member.trainer = trainer(1, precision="bf16-mixed")
+    assert member.configure_optimizers()
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+
+class TwoSteps(torch.optim.SGD):
+    """An optimizer of somebody's own that calls its closure twice."""
+
+    def step(self, closure=None):
+        assert closure is not None
+        closure()
+        super().step()
+        return super().step(closure)
+
+
+class Listens(L.Callback):
+    """A callback of the user's, for whom every hook must be called."""
+
+
+@pytest.mark.parametrize("optimizer", [lbfgs, lambda parameters: TwoSteps(parameters, lr=0.01)])
+def test_optimizers_with_closures_take_the_trainers_own_way(optimizer):
+    short = run(client(FedAvg, optimizer=optimizer, scheduler=None))
+    own = run(client(FedAvg, optimizer=optimizer, scheduler=None), client_trainer={"callbacks": [Listens()]})
+    assert type(own.clients[0].trainer.fit_loop.epoch_loop) is not LeanEpochLoop
+    assert_equal(weights(short), weights(own))
+
+
+class Elsewhere(L.LightningModule):
+    """A module whose batches go to another device while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.seen: list[str] = []
+
+    def on_train_epoch_start(self):
+        self.trainer.strategy._root_device = torch.device("meta")
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch[0].device.type)
+        return self.layer.weight.square().mean()
+
+    def on_train_epoch_end(self):
+        self.trainer.strategy._root_device = torch.device("cpu")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_short_way_brings_batches_to_the_device():
+    """A DataLoader makes them on the CPU."""
+    module, own = Elsewhere(), L.Callback()
+    fitting = trainer(1, callbacks=[own])
+    make_lean(fitting, module, own)
+    assert type(fitting.fit_loop.epoch_loop) is LeanEpochLoop
+    fitting.fit(module, DataLoader(TensorDataset(torch.rand(8, 3)), batch_size=4))
+    assert module.seen == ["meta", "meta"]
