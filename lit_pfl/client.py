@@ -147,6 +147,11 @@ class Client(QuickModule, ABC):
     def shares(self) -> frozenset[Role]:
         """Which parameters travel; a method sets it to the roles it shares."""
 
+    @property
+    def fewest_epochs(self) -> int:
+        """The fewest local epochs that a round of this method has room for; the federation's default."""
+        return 1
+
     # ------------------------------------------------------------------------------------------------ making a client
 
     def build(self, task: Task) -> "Client":
@@ -342,7 +347,7 @@ class Client(QuickModule, ABC):
     # ------------------------------------------------------------------------------------------------------ evaluating
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
+    def score(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Score:
         """Score this client's personalized model, as it is now, on batches of images and labels."""
         n, correct, loss = 0, 0, 0.0
         with evaluating(self):

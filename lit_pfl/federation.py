@@ -1,8 +1,10 @@
 """A federation is a LightningModule: a round is an epoch, a client is a batch."""
 
+import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from statistics import fmean, pstdev
 from typing import Any, Literal, NamedTuple
 
@@ -18,13 +20,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from lit_pfl.checkpoint import AtomicCheckpointIO, MemoryCheckpointIO
 from lit_pfl.client import Client, Task, evaluating
 from lit_pfl.coordinator import Coordinator, Ledger
-from lit_pfl.data import FederatedDataModule
+from lit_pfl.data import ClientData, FederatedDataModule
 from lit_pfl.errors import ConfigError
 from lit_pfl.lean import make_lean
 from lit_pfl.links import LocalHub, undisturbed
 from lit_pfl.module import NoProfiler, QuickModule
 from lit_pfl.server import ClientInfo
 from lit_pfl_callbacks import FederatedLoop
+
+#: what a client's own Trainer needs of a checkpoint to go on
+TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
 
 
 class Row(NamedTuple):
@@ -52,9 +57,11 @@ class Federation(QuickModule):
 
     Args:
         client: the method, as a pattern for all clients.
-        local_epochs: epochs that a client trains in a round.
-        participation: who trains in a round: a share of the clients (0.1, at least one client) or a number (10). Drawn
-            anew every round, from the seed and the round's number alone.
+        local_epochs: epochs that a client trains in a round; by default as few as the method can do with
+            (``Client.fewest_epochs``: one, but FedRep needs one for the head and one for the body).
+        participation: who trains in a round: a share of the clients (0.1; 1 is all of them, and there is always at
+            least one) or, above 1, their number (10). Drawn anew every round, from the seed and the round's number
+            alone.
         evaluate: which state of the personalized models is evaluated: ``before`` aggregation, as trained, or
             ``after``, as the clients would start the next round.
         quorum: the share of a round's uploads that must be usable; a smaller round raises an UploadError.
@@ -63,6 +70,8 @@ class Federation(QuickModule):
         threads: CPU threads to use for training and evaluation. By default one for small models, where more would wait
             for each other, and up to PyTorch's own number for larger ones.
         client_trainer: further options of every client's own Trainer, for example ``{"gradient_clip_val": 10}``.
+        if_not_saved: what to do when a checkpoint cannot be written, as on a full disk: ``stop``, or ``continue`` with
+            a warning. The former checkpoint is whole either way.
 
     Attributes:
         clients: the clients by id, once set up.
@@ -84,13 +93,14 @@ class Federation(QuickModule):
     def __init__(
         self,
         client: Client,
-        local_epochs: PositiveInt = 1,
+        local_epochs: PositiveInt | None = None,
         participation: float = 1.0,
         evaluate: Literal["before", "after"] = "before",
         quorum: float = 0.5,
         seed: NonNegativeInt | None = None,
         threads: PositiveInt | None = None,
         client_trainer: dict[str, Any] | None = None,
+        if_not_saved: Literal["stop", "continue"] = "stop",
     ) -> None:
         super().__init__()
         if participation <= 0 or (participation > 1 and participation != int(participation)):
@@ -103,13 +113,14 @@ class Federation(QuickModule):
         self.automatic_optimization = False
         # Not a submodule: a LightningModule hands its own Trainer down to those.
         self.__dict__["pattern"] = client
-        self.local_epochs = local_epochs
+        self.local_epochs = local_epochs or client.fewest_epochs
         self.participation = participation
         self.evaluate = evaluate
         self.quorum = quorum
         self.seed = seed
         self.threads = threads
         self.client_trainer = client_trainer or {}
+        self.if_not_saved = if_not_saved
         self.clients = {}
         self.rows: list[Row] = []
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
@@ -117,6 +128,8 @@ class Federation(QuickModule):
         self._train_loss = (0.0, 0)  # sum over samples, number of samples
         self._validated: dict[str, float] = {}
         self._named: set[str] = set()
+        self._given_seed = seed
+        self._asked_to_stop = False
 
     # ------------------------------------------------------------------------------------------------------ setting up
 
@@ -139,7 +152,7 @@ class Federation(QuickModule):
                 "trainer.devices=1."
             )
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+            self.trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.if_not_saved)
         data, device = self.data, self.trainer.strategy.root_device
         data.move_to(device)
         if not self.clients:
@@ -284,8 +297,15 @@ class Federation(QuickModule):
         finally:
             torch.set_num_threads(before)
 
+    def on_train_batch_end(self, outputs: Any, batch: list[int], batch_idx: int) -> None:
+        """Put a stop off until the round is over: half a round is nothing that could be kept, scored or resumed."""
+        if self.trainer.should_stop and not self.trainer.is_last_batch:
+            self.trainer.should_stop, self._asked_to_stop = False, True
+
     def on_train_epoch_end(self) -> None:
         """Log the round."""
+        if self._asked_to_stop:
+            self.trainer.should_stop, self._asked_to_stop = True, False
         traffic = self.traffic
         loss, n = self._train_loss
         metrics: dict[str, float] = {"train/loss": loss / n if n else math.nan}
@@ -359,7 +379,9 @@ class Federation(QuickModule):
         logits: dict[int, Tensor] = {}
         for client in batch:
             with self._as_evaluated(client) as module, evaluating(module), torch.no_grad():
-                logits[client] = torch.cat([module.predict(images) for images, _ in self.data.client(client).test])
+                batches = [module.predict(images) for images, _ in self.data.client(client).test]
+            if batches:  # a client may have no test samples
+                logits[client] = torch.cat(batches)
         return logits
 
     @property
@@ -371,7 +393,7 @@ class Federation(QuickModule):
         with self._computing():
             for client in clients:
                 with self._as_evaluated(client) as module:
-                    score = module.evaluate(getattr(self.data.client(client), split))
+                    score = module.score(getattr(self.data.client(client), split))
                 self.rows.append(
                     Row(client, self.coordinator.round, split, self.evaluated_model, *vars(score).values())
                 )
@@ -408,11 +430,25 @@ class Federation(QuickModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the whole federation: clients with optimizers, schedulers and random streams, server, byte counts."""
         checkpoint["federation"] = {
-            "seed": self.seed,
+            **self._identity(),
             "coordinator": self.coordinator.state_dict(),
             "clients": {client: self._client_state(client) for client in self.clients},
             "streams": {client: stream.state_dict() for client, stream in self.hub.streams.items()},
         }
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree in, first of all: what made the run, and whose data is whose."""
+        return {
+            "method": type(self.pattern).__name__,
+            "local_epochs": self.local_epochs,
+            "participation": self.participation,
+            "seed": self.seed,
+            "data": self._fingerprints,
+        }
+
+    @cached_property
+    def _fingerprints(self) -> dict[int, str]:
+        return {client: fingerprint(module.data) for client, module in self.clients.items()}
 
     def _client_state(self, client: int) -> dict[str, Any]:
         module = self.clients[client]
@@ -427,23 +463,62 @@ class Federation(QuickModule):
         """Take over the whole federation.
 
         Raises:
-            ConfigError: when the checkpoint is of another number of clients.
+            ConfigError: when the checkpoint is of another run, or not whole. It names the first thing that differs.
         """
-        state = checkpoint["federation"]
+        try:
+            state = checkpoint["federation"]
+            self._refuse_another_run(state)
+            self._take_over(state)
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            raise ConfigError(f"The checkpoint is no federation's, or not whole: {error!r}.") from error
+
+    def _refuse_another_run(self, state: dict[str, Any]) -> None:
+        own = self._identity()
+        names = ["method"]
+        if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
+            names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])
+        for name in names:
+            if state[name] != own[name]:
+                option = "model" if name == "method" else f"federation.{name}"
+                raise ConfigError(f"{option}: the checkpoint is of a run with {state[name]}, not {own[name]}.")
         if state["clients"].keys() != self.clients.keys():
             raise ConfigError(
-                f"The checkpoint holds {len(state['clients'])} clients and the data has {len(self.clients)}; "
+                f"data: the checkpoint holds {len(state['clients'])} clients and the data has {len(self.clients)}; "
                 "give the options of the run that wrote it."
             )
+        for client, module in self.clients.items():
+            if state["data"][client] != own["data"][client]:
+                raise ConfigError(
+                    f"data: client {client} had other samples, or other labels, in the run that wrote the checkpoint; "
+                    "give its data.seed, data.partition and so on."
+                )
+            shapes, saved = ({k: tuple(t.shape) for k, t in tensors.items()} for tensors in (
+                module.state_dict(), state["clients"][client]["state_dict"]))  # fmt: skip
+            for name in [*shapes, *saved]:
+                if shapes.get(name) != saved.get(name):
+                    raise ConfigError(
+                        f"model: the checkpoint is of another network: client {client}'s tensor {name!r} is "
+                        f"{saved.get(name, 'not there')}, where this model's is {shapes.get(name, 'not there')}."
+                    )
+
+    def _take_over(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
         self.hub.seed = self.seed
         self.coordinator.load_state_dict(state["coordinator"])
         for client, own in state["clients"].items():
             self.clients[client].load_state_dict(own["state_dict"])
-            if "loops" in own:
-                self._restored[client] = own
-        for client, stream in state["streams"].items():
-            self.hub.stream(client).load_state_dict(stream)
+            if len(own) > 1:  # it has trained
+                self._restored[client] = {name: own[name] for name in (*TRAINER_STATE, *own)}
+                self.hub.stream(client).load_state_dict(state["streams"][client])
+
+
+def fingerprint(data: ClientData) -> str:
+    """Return a hash of which samples a client trains on and is scored on, under which labels, and of their shape."""
+    digest = hashlib.sha256(repr((data.channels, data.image_size, data.num_classes, data.labels_agree)).encode())
+    for batches in (data.train, data.val, data.test):
+        for tensor in (batches.dataset, batches.labels):
+            digest.update(len(tensor).to_bytes(8, "big") + tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class _ServerStep(torch.optim.Optimizer):

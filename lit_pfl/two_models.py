@@ -1,6 +1,7 @@
 """What methods have in common whose clients train a second, personal network beside the common one."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,11 @@ class TwoModels(Client):
         if self._l1 and self._l1_mode == "subgradient":
             loss = loss + self._l1 * l1_norm_of_masks(network)
         return loss
+
+    @abstractmethod
+    def objective(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of both networks' losses on a batch; here only that of the common one."""
+        return super().objective(images, labels)
 
     def personalized(self, images: Tensor) -> Tensor:
         """Map (B, C, H, W) images to the (B, classes) logits of the model that is evaluated."""

@@ -275,9 +275,9 @@ def test_the_whole_life(threshold):
     save_model(member.backbone, "client 2.safetensors")
 
     fresh = method.build(Task(2, channels=1, image_size=8))
-    assert fresh.evaluate(batches).acc != scored.acc
+    assert fresh.score(batches).acc != scored.acc
     load_model("client 2.safetensors", fresh.backbone)
-    assert (fresh.evaluate(batches).acc, fresh.evaluate(batches).loss) == (scored.acc, scored.loss)
+    assert (fresh.score(batches).acc, fresh.score(batches).loss) == (scored.acc, scored.loss)
     mu = torch.cat([layer.mu.flatten() for _, layer in factorized_layers(fresh.backbone)])
     assert mu[mu != 0].abs().min() >= threshold
     assert threshold == 0.0 or (mu == 0).float().mean() > 0.05

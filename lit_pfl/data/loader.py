@@ -68,6 +68,12 @@ class BatchLoader:
         self.shuffle = shuffle
         self.augment = augment
 
+    @property
+    def labels(self) -> Tensor:
+        """(n,) this client's labels, in the order of its indices."""
+        labels = self.data.labels[self.dataset]
+        return labels if self.label_map is None else self.label_map[labels]
+
     def __len__(self) -> int:
         batches = -(-len(self.dataset) // self.batch_size)
         return batches - 1 if self._leaves_one_out() else batches

@@ -49,7 +49,7 @@ class AgnosticFL(Client):
         train = self.training_data()
         # neither shuffled nor augmented: it draws no random numbers
         in_order = BatchLoader(train.data, train.dataset, self.data.test.batch_size, train.label_map)
-        self._loss = self.evaluate(in_order).loss
+        self._loss = self.score(in_order).loss
 
     def upload(self) -> Payload:
         """Return the weights, and the loss of those that the round began with."""

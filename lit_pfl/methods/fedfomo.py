@@ -117,13 +117,13 @@ class FedFOMO(Client):
         held_back = self.held_back()
 
         load_tensors(self, base)
-        start = self.evaluate(held_back).loss
+        start = self.score(held_back).loss
         load_tensors(self, trained)
         candidates = [*models.values(), {name: trained[name] for name in self.shared_parameters()}]
         losses = []
         for candidate in candidates:
             load_tensors(self, candidate)
-            losses.append(self.evaluate(held_back).loss)
+            losses.append(self.score(held_back).loss)
 
         gains = gains_per_distance(start, losses, [self._distance(base, candidate) for candidate in candidates])
         self.affinity[: len(models)] = (gains / max(abs(float(gains.sum())), 1e-9))[:-1]

@@ -159,9 +159,9 @@ class PerFedAvg(Client):
         for name, weight in self._weights().items():
             weight.copy_(weights[name])
 
-    def evaluate(self, batches: Iterable[Batch]) -> Score:  # noqa: D102
+    def score(self, batches: Iterable[Batch]) -> Score:  # noqa: D102
         with self.adapted():
-            return super().evaluate(batches)
+            return super().score(batches)
 
     def predict(self, images: Tensor) -> Tensor:  # noqa: D102
         if self.is_adapted:

@@ -26,7 +26,7 @@ from lit_pfl.client import Task
 from lit_pfl.data import BatchLoader
 from lit_pfl.methods import FedAvg, PerFedAvg
 from lit_pfl.models import Backbone
-from tiny import assert_equal, client, digits, run, trainer, weights
+from tiny import Parts, assert_equal, client, digits, run, trainer, weights
 
 
 def divided(batch, parts):
@@ -85,7 +85,7 @@ class LeastSquares(PerFedAvg):
 @pytest.mark.parametrize("delta", [1e-3, 1.0])
 def test_hessian_free_is_exact_on_a_quadratic(delta):
     """(I - alpha H3) grad f(w - alpha grad f(w; D1); D2), where differences are exact for any delta."""
-    linear = lambda *_: Backbone(nn.Flatten(), nn.Linear(4, 1))  # noqa: E731
+    linear = lambda *_: Parts(nn.Flatten(), nn.Linear(4, 1))  # noqa: E731
     method = LeastSquares(alpha=0.2, order="hessian_free", delta=delta, backbone=linear)
     member = method.build(Task(channels=1, image_size=2)).double()
     images, labels = torch.randn(12, 1, 2, 2, dtype=torch.double), torch.randn(12, dtype=torch.double)
@@ -182,7 +182,7 @@ def test_what_is_evaluated_is_one_step_away(permuted):
             expected = logits(w, images.flatten(1).double().numpy())
             np.testing.assert_allclose(member.predict(images).detach().numpy(), expected, atol=1e-4)
             hits = int((expected.argmax(1) == labels.numpy()).sum())
-        score = member.evaluate(member.data.test)
+        score = member.score(member.data.test)
         assert round(score.acc * score.n) == hits  # the test data are one batch
         assert federation.rows[k].acc == score.acc
     assert_equal(weights(federation), before)
@@ -192,14 +192,14 @@ def test_evaluation_draws_nothing_and_leaves_no_trace():
     """TinyNet has batch norm and dropout."""
     federation = run(client(PerFedAvg, alpha=0.5), digits(2))
     member, before, state = federation.clients[0], weights(federation), torch.get_rng_state()
-    scores = [member.evaluate(member.data.test) for _ in range(2)]
+    scores = [member.score(member.data.test) for _ in range(2)]
     assert scores[0] == scores[1]
     assert torch.equal(torch.get_rng_state(), state)
     assert_equal(weights(federation), before)
     assert member.training
     assert all(weight.grad is None for weight in member.parameters())
     member.alpha = 0.0
-    assert member.evaluate(member.data.test) != scores[0]
+    assert member.score(member.data.test) != scores[0]
 
 
 @pytest.mark.parametrize("evaluate", ["before", "after"])
