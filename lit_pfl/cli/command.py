@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 import lit_pfl.methods  # noqa: F401 - imported, like data and models, so that classes go by their short names
 from lit_pfl.checkpoint import LastCheckpoint
-from lit_pfl.cli.messages import fail
+from lit_pfl.cli.messages import fail, refuse_abstract
 from lit_pfl.cli.options import by_name, of_a_run
 from lit_pfl.cli.parser import Parser
 from lit_pfl.cli.record import RunRecord, alone_in
@@ -79,6 +79,9 @@ class FederatedCLI(LightningCLI):
             raise ConfigError("fragments: only a configuration file has them; give --config FILE for each instead.")
         dumped = self.parser.dump(self.config, skip_none=False, skip_validation=True)
         self.given: dict[str, Any] = yaml.safe_load(dumped)[self.subcommand]
+        backbone = self.given["model"]["init_args"].get("backbone")
+        if isinstance(backbone, dict):
+            refuse_abstract("model.backbone", backbone["class_path"])
         if self.own.ckpt_path is not None:
             self._compare_with_checkpoint()
         elif self.subcommand == "predict":
@@ -156,7 +159,8 @@ class FederatedCLI(LightningCLI):
         """Make the Trainer, with what a run shows and keeps by default."""
         config = self._get(self.config_init, "trainer")
         # Stops first: a round's end begins with it.
-        callbacks = [self.stops, *(config.callbacks or []), ClientsTable(), RunRecord(self.given, self.changed)]
+        own = config.callbacks if isinstance(config.callbacks, list) else filter(None, [config.callbacks])
+        callbacks = [self.stops, *own, ClientsTable(), RunRecord(self.given, self.changed)]
         if self.subcommand == "predict":
             callbacks.append(Predictions())
         if config.enable_progress_bar is not False:

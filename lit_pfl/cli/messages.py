@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_pfl.client import Client
 from lit_pfl.data import Augment, FederatedDataModule, Partition
+from lit_pfl.errors import ConfigError
 from lit_pfl.models import Backbone
 
 #: the options whose value is the name of a class
@@ -62,13 +63,16 @@ def explained(message: str, known: list[str]) -> str:
     reason = re.sub(r'.*Parser key "[\w.]+":\s*', "", message, flags=re.DOTALL)  # the innermost: the one that was made
     reason = re.sub(r".*Problem with given class_path '\S+':", "", reason, flags=re.DOTALL)
     if unknown := re.search(r"Option '([\w.]+)' is not accepted", reason):
-        return f"{option}: {unknown[0]}" + _did_you_mean([(unknown[1], "")], _parameters(_innermost_class(message)))
+        return f"{option}: {unknown[0]}." + _did_you_mean([(unknown[1], "")], _parameters(_innermost_class(message)))
     wrong = re.search(r"Expected a dot import path string: (\S+)|Expected an instantiatable class", reason)
     if wrong and keys[-1].rpartition(".")[2] in CLASSES:
         names = names_of_subclasses(CLASSES[keys[-1].rpartition(".")[2]])
-        problem = f"there is no {wrong[1]!r}" if wrong[1] else "it has options, but no name"
-        hint = _did_you_mean([(wrong[1] or "", "")], names)
+        given = wrong[1] or _given(message) or ""
+        problem = f"there is no {given!r}" if given.isidentifier() else "it has options, but no name"
+        hint = _did_you_mean([(given, "")], names)
         return f"{option}: {problem}; choose one of {', '.join(names)}, or a class path of your own.{hint}"
+    if needed := re.search(r"the following arguments are required: ([\w., ]+)", reason):
+        return f"{option}: give also " + ", ".join(f"{option}.{name}" for name in needed[1].split(", ")) + "."
     expected, given = _expected(reason), _given(reason) or _given(message)
     if expected and given is not None:
         return f"{option}={given}: expected {expected}."
@@ -82,8 +86,23 @@ def names_of_subclasses(cls: type) -> list[str]:
     return sorted(names.union(*map(names_of_subclasses, subclasses)))
 
 
+def refuse_abstract(option: str, class_path: str) -> None:
+    """See that the class of an option can be made: the parser looks at what a factory returns, not whether it can.
+
+    Raises:
+        ConfigError: when it is one that is only there to be built on.
+    """
+    module, _, name = class_path.rpartition(".")
+    if inspect.isabstract(getattr(import_module(module), name, None)):
+        names = ", ".join(names_of_subclasses(CLASSES[option.rpartition(".")[2]]))
+        raise ConfigError(f"{option}={name}: it is only there to be built on; choose one of {names}.")
+
+
 def _expected(reason: str) -> str:
     kinds: list[str] = []
+    alternatives = reason.lstrip().startswith(("Does not validate", "- "))
+    # What follows is of the classes around.
+    reason = reason.split("Given value type")[0] if alternatives else reason.strip().split("\n")[0]
     for name, choices, cls in re.findall(
         r"Not of type (\w+)|Literal\[([^\]]*)\]|Expected a <class '([\w.]+)'>", reason
     ):
