@@ -105,4 +105,9 @@ def test_fedrep_alone_trains_head_and_body(capsys):
 
 
 def test_one_callback_needs_no_list(capsys):
-    assert typed(capsys, "fit", *TINY, "--trainer.callbacks", "Timer", "--trainer.max_epochs", "1").code == 0
+    assert (
+        typed(
+            capsys, "fit", *TINY, "--trainer.callbacks", "lit_pfl_callbacks.Similarity", "--trainer.max_epochs", "1"
+        ).code
+        == 0
+    )
