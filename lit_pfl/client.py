@@ -136,6 +136,11 @@ class Client(QuickModule, ABC):
     def shares(self) -> frozenset[Role]:
         """Which parameters travel; a method sets it to the roles it shares."""
 
+    @property
+    def fewest_epochs(self) -> int:
+        """The fewest local epochs that a round of this method has room for; the federation's default."""
+        return 1
+
     # ------------------------------------------------------------------------------------------------ making a client
 
     def build(self, spec: ClientSpec) -> "Client":

@@ -1,4 +1,4 @@
-"""The two ways in which something from outside can be wrong."""
+"""The ways in which something from outside can be wrong."""
 
 
 class ConfigError(ValueError):
@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class UploadError(ValueError):
     """An upload cannot be used. The message names the client and the tensor."""
+
+
+class SaveError(OSError):
+    """A file cannot be written. The message names it, and says what is left."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning as L
@@ -19,6 +20,7 @@ from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import Row, Split, mean_loss, summary
+from lit_pfl.identity import fingerprint, refuse_another_network, refuse_another_run
 from lit_pfl.learners import size_of
 from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, QuickModule
 from lit_pfl.payload import Payload
@@ -39,9 +41,11 @@ class Federation(QuickModule):
 
     Args:
         client: the method, as a prototype of all clients.
-        local_epochs: epochs that a client trains in a round.
-        participation: who trains in a round: a share of the clients (0.1, at least one client) or a number (10). Drawn
-            anew every round, from the seed and the round's number alone.
+        local_epochs: epochs that a client trains in a round; by default as few as the method can do with
+            (``Client.fewest_epochs``: one, but FedRep needs one for the head and one for the body).
+        participation: who trains in a round: a share of the clients (0.1; 1 is all of them, and there is always at
+            least one) or, above 1, their number (10). Drawn anew every round, from the seed and the round's number
+            alone.
         evaluate_clients: who is validated during a fit: a share of the clients or a number, the same ones every time,
             drawn from the seed. Tests are always of all clients.
         evaluate: which state of the personalized models is evaluated: ``before`` aggregation, as trained, or
@@ -54,6 +58,8 @@ class Federation(QuickModule):
             for each other, and up to PyTorch's own number for larger ones.
         client_trainer: further options of every client's own Trainer, for example ``{"gradient_clip_val": 10}``;
             not those that the federation decides, such as ``max_epochs``.
+        if_not_saved: what to do when a checkpoint cannot be written, as on a full disk: ``stop``, or ``continue`` with
+            a warning. The former checkpoint is whole either way.
         higher_is_better: whether higher values of a metric are better, by its name in a learner's ``log``, for metrics
             that do not say so themselves, as torchmetrics do. Without it their worst tenth is not known.
 
@@ -77,13 +83,14 @@ class Federation(QuickModule):
     def __init__(
         self,
         client: Client,
-        local_epochs: PositiveInt = 1,
+        local_epochs: PositiveInt | None = None,
         participation: float = 1.0,
         evaluate: Literal["before", "after"] = "before",
         quorum: float = 0.5,
         seed: NonNegativeInt | None = None,
         threads: PositiveInt | None = None,
         client_trainer: dict[str, Any] | None = None,
+        if_not_saved: Literal["stop", "continue"] = "stop",
         evaluate_clients: float = 1.0,
         higher_is_better: dict[str, bool] | None = None,
     ) -> None:
@@ -99,7 +106,7 @@ class Federation(QuickModule):
         self.automatic_optimization = False
         # Not a submodule: a LightningModule hands its own Trainer down to those.
         self.__dict__["prototype"] = client
-        self.local_epochs = local_epochs
+        self.local_epochs = local_epochs or client.fewest_epochs
         self.participation = participation
         self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
@@ -108,10 +115,13 @@ class Federation(QuickModule):
         self.threads = threads
         self.client_trainer = client_trainer or {}
         self.higher_is_better = {"acc": True, **(higher_is_better or {})}
+        self.if_not_saved = if_not_saved
         self.clients = {}
         self.rows: list[Row] = []
         self._validated: dict[str, float] = {}
         self._named: set[str] = set()
+        self._given_seed = seed
+        self._asked_to_stop = False
 
     # ------------------------------------------------------------------------------------------------------ setting up
 
@@ -139,7 +149,7 @@ class Federation(QuickModule):
                 "trainer.devices=1."
             )
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+            self.trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.if_not_saved)
         data, device = self.data, self.trainer.strategy.root_device
         data.participants, data.validated = self.participants, self.validated
         data.move_to(device)
@@ -252,8 +262,15 @@ class Federation(QuickModule):
         finally:
             torch.set_num_threads(before)
 
+    def on_train_batch_end(self, outputs: Any, batch: list[int], batch_idx: int) -> None:
+        """Put a stop off until the round is over: half a round is nothing that could be kept, scored or resumed."""
+        if self.trainer.should_stop and not self.trainer.is_last_batch:
+            self.trainer.should_stop, self._asked_to_stop = False, True
+
     def on_train_epoch_end(self) -> None:
         """Log the round."""
+        if self._asked_to_stop:
+            self.trainer.should_stop, self._asked_to_stop = True, False
         traffic = self.traffic
         loss, n = self.engine.train_loss
         metrics: dict[str, float] = {"train/loss": loss / n if n else float("nan")}
@@ -330,6 +347,7 @@ class Federation(QuickModule):
         return {
             client: torch.cat(batches) if all(isinstance(x, torch.Tensor) for x in batches) else batches
             for client, batches in predicted.items()
+            if batches  # a client may have no test samples
         }
 
     @property
@@ -369,27 +387,47 @@ class Federation(QuickModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the whole federation: clients with optimizers, schedulers and random streams, server, byte counts."""
         checkpoint["federation"] = {
-            "seed": self.seed,
+            **self._identity(),
             "coordinator": self.coordinator.state_dict(),
             **self.engine.state_dict(),
         }
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree in, first of all: what made the run, and whose data is whose."""
+        return {
+            "method": type(self.prototype).__name__,
+            "local_epochs": self.local_epochs,
+            "participation": self.participation,
+            "seed": self.seed,
+            "data": self._fingerprints,
+        }
+
+    @cached_property
+    def _fingerprints(self) -> dict[int, str]:
+        return {client: fingerprint(self.data.client(client)) for client in self.clients}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the whole federation.
 
         Raises:
-            ConfigError: when the checkpoint is of another number of clients.
+            ConfigError: when the checkpoint is of another run, or not whole. It names the first thing that differs.
         """
-        state = checkpoint["federation"]
-        if state["clients"].keys() != self.clients.keys():
-            raise ConfigError(
-                f"The checkpoint holds {len(state['clients'])} clients and the data has {len(self.clients)}; "
-                "give the options of the run that wrote it."
-            )
-        self.seed = state["seed"]
-        self.engine.hub.seed = self.seed
-        self.coordinator.load_state_dict(state["coordinator"])
-        self.engine.load_state_dict(state)
+        try:
+            state = checkpoint["federation"]
+            self._refuse_another_run(state)
+            self.seed = self.engine.hub.seed = state["seed"]
+            self.coordinator.load_state_dict(state["coordinator"])
+            self.engine.load_state_dict(state)
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            raise ConfigError(f"The checkpoint is no federation's, or not whole: {error!r}.") from error
+
+    def _refuse_another_run(self, state: dict[str, Any]) -> None:
+        names = ["method"]
+        if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
+            names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])
+        refuse_another_run(state, self._identity(), names)
+        for client, module in self.clients.items():
+            refuse_another_network(client, state["clients"][client]["state_dict"], module.state_dict())
 
 
 class _ServerStep(torch.optim.Optimizer):

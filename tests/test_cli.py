@@ -1,15 +1,14 @@
 """The command line, from words to files."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 import wandb
 import yaml
-from wandb.proto import wandb_internal_pb2
 
 from lit_pfl.cli import main
+from wandb_files import wandb_history
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--config", str(ROOT / "tests/conf/tiny.yaml")]
@@ -81,8 +80,8 @@ def test_validate_test_and_predict_from_a_checkpoint(capsys):
     main(["test", *TINY, *checkpoint])
     main(["validate", *TINY, *checkpoint])
     main(["predict", *TINY, *checkpoint])
-    assert rows(Path("runs/SimFed-Digits/version_1/metrics.csv"))[0]["test/acc"] == trained["test/acc"]
-    assert rows(Path("runs/SimFed-Digits/version_2/metrics.csv"))[0]["val/acc"] == trained["val/acc"]
+    assert rows(Path("runs/SimFed-Digits/version_0/metrics.csv"))[-1] == trained
+    assert [folder.name for folder in Path("runs/SimFed-Digits").iterdir()] == ["version_0"]
 
 
 def test_fit_with_nothing_but_names():
@@ -123,7 +122,7 @@ def test_dirichlet_on_cifar100(real_data, data):
         (["--model", "FedAvg", "--data", "Digitz"], "data: there is no 'Digitz'; choose one of "),
         (
             ["--model", "FedAvg", "--data.partition", "Dirichlet", "--data.partition.alpha", "-1"],
-            "data.partition.alpha: Not of type PositiveFloat: -1",
+            "data.partition.alpha=-1: expected a number above 0.",
         ),
         (["--model", "FedAvg", "--data.num_clients", "5000"], "data.num_clients=5000 is more than the 1438 training"),
         (["--model", "FedAvg", "--nonsense", "3"], "unrecognized arguments: --nonsense 3"),
@@ -143,38 +142,6 @@ def test_mistakes_get_one_clear_line_and_exit_code_2(arguments, message, capsys)
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-pfl: error: ")]
     assert len(errors) == 1
     assert message in errors[0]
-
-
-def leveldb_records(log: bytes):
-    """Cut an offline run's file into records: LevelDB's log format, in blocks of 32 KiB after a header of 7 bytes."""
-    position, record = 7, b""
-    while position + 7 <= len(log):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        length, kind = int.from_bytes(log[position + 4 : position + 6], "little"), log[position + 6]
-        record += log[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or last part
-            yield record
-            record = b""
-
-
-def wandb_history(run: Path) -> tuple[list[dict[str, object]], dict[str, str]]:
-    """Read an offline run back: the rows of its history, and each metric's x-axis."""
-    history, axes, names = [], {}, {}
-    for data in leveldb_records(run.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            history.append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            )
-        elif record.WhichOneof("record_type") == "metric":
-            names[len(names) + 1] = record.metric.name
-            axes[record.metric.name] = record.metric.step_metric or names.get(record.metric.step_metric_index, "")
-    return history, axes
 
 
 def test_wandb_offline_has_the_metrics_by_name_against_round():
@@ -273,7 +240,7 @@ def test_another_data_set_does_not_get_the_defaults_of_digits(before, chosen, ca
         (["--model.backbone", "ResNet9", "--model.backbone.fc_layers", "3"], "model.backbone.fc_layers=3: "),
         (["--model", "PFedPara", "--model.factorization.rank", "1"], "model.factorization: "),
         (["--model", "FactorizedFL", "--model.factorization", "null"], "model.factorization: "),
-        (["--federation.threads", "-1"], "federation.threads: Not of type PositiveInt: "),
+        (["--federation.threads", "-1"], "federation.threads=-1: expected a whole number above 0"),
         (["--fragments", "[a.yaml]"], "fragments: only a configuration file has them"),
     ],
 )

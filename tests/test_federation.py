@@ -117,7 +117,7 @@ def test_evaluation_before_and_after_aggregation():
     member = after.clients[2]
     assert not torch.equal(member.backbone.head.weight, after.coordinator.server.model["backbone.head.weight"])
     member.download(after.coordinator.server.reply(2))
-    expected = member.evaluate(after.data.client(2).test)
+    expected = member.score(after.data.client(2).test)
     row = next(row for row in after.rows if row.client == 2)
     assert (row.n, row.acc, row.loss) == (expected.n, expected.acc, expected.loss)
     assert [row.acc for row in before.rows] != [row.acc for row in after.rows]

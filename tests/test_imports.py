@@ -15,7 +15,7 @@ FLOORS = [
     {"lit_pfl.methods.two_models"},
     {"lit_pfl.engines.local"},
     {"lit_pfl.client"},
-    {"lit_pfl.evaluation", "lit_pfl.factorization", "lit_pfl.sharing"},
+    {"lit_pfl.evaluation", "lit_pfl.factorization", "lit_pfl.identity", "lit_pfl.sharing"},
     {"lit_pfl.learners"},
     {"lit_pfl.links"},
     {"lit_pfl.engines.streams"},

@@ -10,7 +10,9 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from lit_pfl.cli import FederatedCLI, main, with_fragments
+from lit_pfl.cli import main
+from lit_pfl.cli.command import FederatedCLI
+from lit_pfl.cli.config_files import with_fragments
 from lit_pfl.data import ResizedCropJitter
 from lit_pfl.methods import FactorizedFL, FedAvg, SimFed, StandAlone
 

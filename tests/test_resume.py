@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from lit_pfl import Federation
-from lit_pfl.cli import last_checkpoint
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import AtomicCheckpointIO
+from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint
 from lit_pfl.methods import FedAvg, SimFed, StandAlone
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from tiny import assert_equal, client, digits, trainer
@@ -39,7 +38,7 @@ class Kill(L.Callback):
 
 def fit(folder: Path, method: str, kill: tuple[int, int | None] | None = None, resume: bool = False) -> Federation:
     logger = RunLogger(str(folder.parent), name="", version=folder.name)
-    callbacks = [ClientsTable(show=False), last_checkpoint(), *([Kill(*kill)] if kill else [])]
+    callbacks = [ClientsTable(show=False), LastCheckpoint(), *([Kill(*kill)] if kill else [])]
     federation = Federation(client(METHODS[method]), seed=3, threads=1, local_epochs=2, participation=0.5)
     path = folder / "checkpoints" / "last.ckpt" if resume else None
     fitting = trainer(ROUNDS, logger=logger, callbacks=callbacks, enable_checkpointing=True)

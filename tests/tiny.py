@@ -23,6 +23,13 @@ class TinyNet(Backbone):
         super().__init__(body, nn.Linear(4 * width, classes))
 
 
+class Parts(Backbone):
+    """Any body and any head."""
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__(body, head)
+
+
 def momentum_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 

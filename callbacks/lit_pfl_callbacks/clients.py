@@ -1,6 +1,5 @@
 """What every client achieved: ``clients.csv`` during the run, a table at its end."""
 
-import csv
 import math
 from collections.abc import Sequence
 from statistics import fmean, pstdev
@@ -10,7 +9,14 @@ import lightning as L
 from rich.console import Console
 from rich.table import Table
 
-from lit_pfl_callbacks.run_folder import read_rows_before, run_folder, write_rows
+from lit_pfl_callbacks.run_folder import (
+    append_rows,
+    read_rows,
+    read_rows_before,
+    resume_command,
+    run_folder,
+    write_rows,
+)
 
 COLUMNS = ["client", "round", "split", "model", "n", "acc", "loss"]
 
@@ -31,15 +37,24 @@ class ClientsTable(L.Callback):
         self.show = show
         self.most = most
         self._began = False
+        self._validated = False  # in the round that is going on
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write and show the scores of an evaluation by itself; those of a round wait until the round is complete."""
+        self._validated = not trainer.sanity_checking
+        if trainer.state.fn != "fit":
+            self._add(trainer, pl_module)
+            self._show(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the validation scores of a round."""
-        if not trainer.sanity_checking:
+        if self._validated:
             self._write(trainer, pl_module)
+            self._validated = False
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write and show test scores."""
-        self._write(trainer, pl_module)
+        self._add(trainer, pl_module)
         self._show(trainer, pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -65,8 +80,18 @@ class ClientsTable(L.Callback):
             write_rows(path, kept + records)
             self._began = True
             return
-        with path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerows(records)
+        append_rows(path, records, COLUMNS)
+
+    def _add(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put scores of one round among those of all rounds, in place of the same ones."""
+        rows: Sequence[Any] = getattr(pl_module, "rows", ())
+        if not rows or not trainer.is_global_zero or not trainer.loggers:
+            return
+        path = run_folder(trainer) / "clients.csv"
+        records = [{column: getattr(row, column) for column in COLUMNS} for row in rows]
+        new = {(str(row.round), row.split, row.model) for row in rows}
+        kept = [row for row in read_rows(path) if (row["round"], row["split"], row["model"]) not in new]
+        write_rows(path, sorted(kept + records, key=lambda row: (int(row["round"]), row["split"] == "test")))
 
     def _show(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         rows: list[Any] = [row for row in getattr(pl_module, "rows", ()) if row.n]
@@ -75,8 +100,9 @@ class ClientsTable(L.Callback):
         joining = sum(row.model.endswith(":joining") for row in rows)
         first = next((row for row in rows if not row.model.endswith(":joining")), rows[0])
         which, _, when = first.model.partition(":")
-        title = f"{which.capitalize()} models after round {first.round}, on each client's {first.split} data"
-        if when:
+        after = f"{which.capitalize()} models after round {first.round}" if first.round else "Untrained models"
+        title = f"{after}, on each client's {first.split} data"
+        if when and first.round:
             title += f" ({when} aggregation)"
         table = Table(title=title, title_justify="left", title_style="bold")
         for column in ("client", "images", "accuracy", "loss", "sent", "received"):
@@ -120,9 +146,8 @@ class ClientsTable(L.Callback):
             name for name in ("config.yaml", "metrics.csv", "clients.csv", "checkpoints") if (folder / name).exists()
         ]
         console.print(f"  holds {', '.join(files)}", highlight=False, soft_wrap=True)
-        last = next(iter(sorted((folder / "checkpoints").glob("last*.ckpt"))), None)
-        if last is not None and trainer.state.fn == "fit":
-            command = f"lit-pfl fit --config {folder / 'config.yaml'} --ckpt_path {last}"
+        command = resume_command(folder)
+        if command is not None and trainer.state.fn == "fit":
             rounds = (trainer.max_epochs or 0) * 2
             console.print("Next, twice as many rounds:", highlight=False)
             console.print(f"  {command} --trainer.max_epochs {rounds}", highlight=False, soft_wrap=True)

@@ -22,6 +22,8 @@ class RoundProgress(ProgressBar):
         self.console = Console()
         self._bar: Progress | None = None
         self._enabled = True
+        self._scored: int | None = None  # rounds before the one that was last validated
+        self._scored_acc = ""
 
     def disable(self) -> None:
         """Show nothing."""
@@ -61,10 +63,17 @@ class RoundProgress(ProgressBar):
                 self._task, advance=1, round=self._rounds(trainer), client=client, sent=self._sent(pl_module)
             )
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the round's accuracy."""
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take note of the round's accuracy."""
         acc = trainer.callback_metrics.get("val/acc")
-        shown = "-" if acc is None else f"{float(acc):.4f}"
+        if not trainer.sanity_checking and acc is not None:
+            self._scored, self._scored_acc = trainer.current_epoch, f"{float(acc):.4f}"
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the round's accuracy, or the latest and of which round it is."""
+        shown = "-" if self._scored is None else self._scored_acc
+        if self._scored not in (None, trainer.current_epoch):
+            shown += f" (of round {self._scored + 1})"
         if self._bar is not None:
             self._bar.update(self._task, acc=shown)
         elif self._enabled and trainer.is_global_zero:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,20 @@ def run_folder(trainer: L.Trainer) -> Path:
     return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / str(logger.version)
 
 
+def latest_config(folder: Path) -> Path:
+    """Return the file with the options that a run had last: its latest resume's, or those that it began with."""
+    resumed = sorted(folder.glob("config.resumed_*.yaml"), key=lambda path: int(path.name.split("_")[-1].split(".")[0]))
+    return resumed[-1] if resumed else folder / "config.yaml"
+
+
+def resume_command(folder: Path) -> str | None:
+    """Return the command that goes on with a run; None where it has no checkpoint, or no configuration to go by."""
+    config, checkpoint = latest_config(folder), folder / "checkpoints" / "last.ckpt"
+    if not config.exists() or not checkpoint.exists():
+        return None
+    return shlex.join(["lit-pfl", "fit", "--config", str(config), "--ckpt_path", str(checkpoint)])
+
+
 class RunLogger(CSVLogger):
     """A CSV logger that keeps one row a round, and that a resumed run can go on with.
 
@@ -34,11 +49,35 @@ class RunLogger(CSVLogger):
         save_dir: folder of all runs.
         name: folder of the runs of one kind.
         version: the run's own folder; by default ``version_`` and the next free number.
+        add_only: whether all that is there stays as it is, rows of later rounds too: for scoring a finished run.
     """
 
-    def __init__(self, save_dir: str = "runs", name: str | None = None, version: int | str | None = None) -> None:
+    def __init__(
+        self,
+        save_dir: str = "runs",
+        name: str | None = None,
+        version: int | str | None = None,
+        add_only: bool = False,
+    ) -> None:
         super().__init__(save_dir, name=name, version=version, flush_logs_every_n_steps=1)
+        self.add_only = add_only
+        self._numbers_itself = version is None
         self._rows: list[dict[str, Any]] | None = None
+
+    def make_folder(self) -> Path:
+        """Make the run's folder: another one if somebody else has just taken it, unless a version was given.
+
+        Raises:
+            FileExistsError: when the given one is there already.
+        """
+        while True:
+            try:
+                Path(self.log_dir).mkdir(parents=True)
+                return Path(self.log_dir)
+            except FileExistsError:
+                if not self._numbers_itself:
+                    raise
+                self._version = None
 
     @property
     def experiment(self) -> _ExperimentWriter:
@@ -53,13 +92,18 @@ class RunLogger(CSVLogger):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Write metrics of a step."""
         path = Path(self.log_dir) / "metrics.csv"
-        values = {name: float(value) for name, value in metrics.items()}
+        # An evaluation by itself logs an epoch, always 0.
+        values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         round = int(values.get("round", step or 0))
         if self._rows is None:
-            self._rows = read_rows_before(path, round + 1, "round")
-        if not self._rows or int(self._rows[-1]["round"]) != round:
-            self._rows.append({})
-        self._rows[-1] |= values | {"round": round}
+            self._rows = read_rows(path) if self.add_only else read_rows_before(path, round + 1, "round")
+        row = next((row for row in self._rows if int(float(row["round"])) == round), None)
+        if row is None:
+            row = {}
+            self._rows.append(row)
+            self._rows.sort(key=lambda row: int(float(row.get("round", round))))
+        kept = {name: value for name, value in row.items() if value != ""} if self.add_only else {}
+        row |= values | {"round": round} | kept
         write_rows(path, self._rows)
 
     @rank_zero_only
@@ -71,16 +115,17 @@ class RunLogger(CSVLogger):
         """Do nothing: every row is written at once."""
 
 
-def read_rows_before(path: Path, step: int, column: str) -> list[dict[str, Any]]:
-    """Return the rows of a CSV file that belong to earlier steps: what an interrupted run has left to go on from.
-
-    A last line that was cut off by the interruption does not count.
-    """
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a CSV file, none where there is no file. A last line that was cut off does not count."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if None not in row.values()]
-    return [row for row in rows if int(float(row[column])) < step]
+        return [row for row in csv.DictReader(file) if None not in row.values()]
+
+
+def read_rows_before(path: Path, step: int, column: str) -> list[dict[str, Any]]:
+    """Return the rows of a CSV file that belong to earlier steps: what an interrupted run has left to go on from."""
+    return [row for row in read_rows(path) if int(float(row[column])) < step]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -92,3 +137,15 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     writer.writerows(rows)
     with replacing(path) as file:
         file.write(text.getvalue().encode())
+
+
+def append_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """Write rows at the end of a CSV file: all of them, or none where the disk is full."""
+    size = path.stat().st_size
+    try:
+        with path.open("a", newline="") as file:
+            csv.DictWriter(file, columns).writerows(rows)
+    except OSError:
+        with path.open("r+b") as whole:
+            whole.truncate(size)
+        raise

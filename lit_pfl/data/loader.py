@@ -97,6 +97,9 @@ class ResidentLoader(ABC):
     def in_batches_of(self, batch_size: int) -> Self:  # noqa: D102
         return self._with(batch_size=batch_size)
 
+    def identity(self) -> bytes:  # noqa: D102
+        return len(self.dataset).to_bytes(8, "big") + self.dataset.cpu().numpy().tobytes()
+
     def _with(self, **changes: Any) -> Self:
         other = copy.copy(self)
         vars(other).update(changes)
@@ -134,8 +137,18 @@ class BatchLoader(ResidentLoader):
         labels = self.data.labels[indices]
         return self._images(indices), labels if self.label_map is None else self.label_map[labels]
 
+    @property
+    def labels(self) -> Tensor:
+        """(n,) this client's labels, in the order of its indices."""
+        labels = self.data.labels[self.dataset]
+        return labels if self.label_map is None else self.label_map[labels]
+
     def in_order(self, batch_size: int | None = None) -> Self:  # noqa: D102
         return super().in_order(batch_size)._with(augment=None)
+
+    def identity(self) -> bytes:  # noqa: D102
+        kind = repr((self.data.channels, self.data.images.shape[1:])).encode()
+        return kind + super().identity() + self.labels.cpu().numpy().tobytes()
 
     def _images(self, batch: Tensor) -> Tensor:
         data = self.data

@@ -9,6 +9,7 @@ from functools import singledispatch
 from typing import Any, Protocol
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -40,6 +41,8 @@ class Loader(Protocol):
     def part_of(self, positions: Tensor) -> Any: ...  # noqa: D102
 
     def in_batches_of(self, batch_size: int) -> Any: ...  # noqa: D102
+
+    def identity(self) -> bytes: ...  # noqa: D102
 
 
 def num_samples(loader: Any) -> int:
@@ -82,6 +85,11 @@ def labels_of(loader: Any) -> Tensor:
     """
     labels = [_labels_in(batch) for batch in in_order(loader)]
     return torch.cat(labels) if labels else torch.empty(0, dtype=torch.int64)
+
+
+def identity_of(loader: Any) -> bytes:
+    """Return bytes that tell the samples of a loader from others: of a DataLoader its number of them and some."""
+    return b"" if isinstance(loader, tuple | list) and not loader else _of(loader).identity()
 
 
 def example_of(loader: Any) -> Any:
@@ -173,6 +181,14 @@ class _OfDataLoader:
     def in_batches_of(self, batch_size: int) -> DataLoader:
         self._batch_size()
         return self._loader(self.loader.dataset, batch_size, sampler=self.loader.sampler)
+
+    def identity(self) -> bytes:
+        n = self.num_samples
+        some = Subset(self.samples, sorted({0, n // 2, n - 1}) if n else [])
+        known = [str(n).encode()]
+        for batch in DataLoader(FixedDraws(some), 1, collate_fn=self.loader.collate_fn, generator=torch.Generator()):
+            apply_to_collection(batch, Tensor, lambda x: known.append(x.cpu().contiguous().numpy().tobytes()))
+        return b"|".join(known)
 
     def _batch_size(self) -> int:
         if self.loader.batch_size is None or type(self.loader.batch_sampler) is not BatchSampler:

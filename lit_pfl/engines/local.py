@@ -19,6 +19,8 @@ from lit_pfl.links import LocalHub
 from lit_pfl.payload import Payload
 from lit_pfl_callbacks import FederatedLoop
 
+#: what a client's own Trainer needs of a checkpoint to go on
+TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
 MakeTrainer = Callable[[FederatedLoop, MemoryCheckpointIO], L.Trainer]
 
 
@@ -161,7 +163,6 @@ class LocalEngine:
         """Take over a state of :meth:`state_dict`."""
         for client, own in state["clients"].items():
             self.clients[client].load_state_dict(own["state_dict"])
-            if "loops" in own:
-                self._restored[client] = own
-        for client, stream in state["streams"].items():
-            self.hub.stream(client).load_state_dict(stream)
+            if len(own) > 1:  # it has trained
+                self._restored[client] = {name: own[name] for name in (*TRAINER_STATE, *own)}
+                self.hub.stream(client).load_state_dict(state["streams"][client])

@@ -1,13 +1,19 @@
 """What is done to Lightning's own classes: every private name of Lightning is used in this room only."""
 
 from lit_pfl.lightning_internals.batch_loop import make_lean
-from lit_pfl.lightning_internals.checkpoint_io import AtomicCheckpointIO, MemoryCheckpointIO
+from lit_pfl.lightning_internals.checkpoint_io import (
+    AtomicCheckpointIO,
+    LastCheckpoint,
+    MemoryCheckpointIO,
+    read_checkpoint,
+)
 from lit_pfl.lightning_internals.hooks import in_hook, lent_trainer, name_metrics, optimizers_in
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
 from lit_pfl.lightning_internals.undisturbed import undisturbed
 
 __all__ = [
     "AtomicCheckpointIO",
+    "LastCheckpoint",
     "MemoryCheckpointIO",
     "NoProfiler",
     "QuickModule",
@@ -17,5 +23,6 @@ __all__ = [
     "name_metrics",
     "optimizers_in",
     "own_copy",
+    "read_checkpoint",
     "undisturbed",
 ]

@@ -1,25 +1,105 @@
 """Where checkpoints go: the federation's to a file, its clients' into the federation's."""
 
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_pfl.errors import ConfigError, SaveError
 from lit_pfl_callbacks.files import replacing
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it, so that a killed process leaves the former one whole."""
+    """Writes a checkpoint beside its place and renames it, so that a killed process leaves the former one whole.
+
+    Args:
+        if_not_saved: what to do when a checkpoint cannot be written, as on a full disk: ``stop``, or ``continue`` with
+            a warning. Either way the former checkpoint stays as it is.
+    """
+
+    def __init__(self, if_not_saved: Literal["stop", "continue"] = "stop") -> None:
+        self.if_not_saved = if_not_saved
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Save."""
+        """Save.
+
+        Raises:
+            SaveError: when the file cannot be written.
+        """
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        with replacing(Path(path)) as file:
-            torch.save(checkpoint, file)
+        try:
+            with replacing(Path(path)) as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:  # PyTorch's own, when its writer is cut short
+            reason = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
+            message = f"The checkpoint {path} cannot be written ({_first_line(reason)}); the former one is whole."
+            if self.if_not_saved == "stop":
+                raise SaveError(message) from error
+            rank_zero_warn(f"{message} The run goes on without.")
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load.
+
+        Raises:
+            ConfigError: when the file is no whole checkpoint.
+        """
+        if "://" in str(path):
+            return super().load_checkpoint(path, weights_only=weights_only)
+        return read_checkpoint(Path(path), weights_only=weights_only is not False)
+
+
+def read_checkpoint(path: Path, weights_only: bool = True, mmap: bool = False) -> dict[str, Any]:
+    """Read a federation's checkpoint, on the CPU.
+
+    Args:
+        path: the file.
+        weights_only: see ``torch.load``.
+        mmap: read tensors only once they are looked at.
+
+    Raises:
+        ConfigError: when there is no such file, when it is damaged, or when it is no federation's.
+    """
+    if not path.is_file():
+        what = "is a folder; give its checkpoints/last.ckpt" if path.is_dir() else "is not there"
+        raise ConfigError(f"Checkpoint file not found: {path} {what}.")
+    try:
+        # PyTorch does not look at the checksums: a flipped bit in a tensor would be loaded.
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+        checkpoint = None if damaged else torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    except Exception as error:  # whatever the pickle machine stumbles over
+        raise ConfigError(f"{path} is no whole checkpoint: {_first_line(error)}.") from error
+    if damaged:
+        raise ConfigError(f"{path} is damaged: the checksum of {damaged} does not fit.")
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("federation"), dict):
+        raise ConfigError(f"{path} is not a federation's checkpoint.")
+    if "loops" not in checkpoint:  # without them a Trainer would begin to count anew
+        raise ConfigError(f"{path} is no whole checkpoint: it lacks the rounds done so far.")
+    return checkpoint
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Keeps ``checkpoints/last.ckpt`` in the run folder, of the latest round."""
+
+    def __init__(self, dirpath: str | Path | None = None) -> None:
+        # Not save_last=True, which saves only when one of the best is saved too.
+        super().__init__(dirpath, filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember nothing: there is one file, whatever the path by which the run is reached now."""
 
 
 class MemoryCheckpointIO(CheckpointIO):

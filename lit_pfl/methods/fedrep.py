@@ -19,8 +19,9 @@ class FedRep(Client):
     Args:
         mode: ``alternating``: a round's first local epochs train the head, its last ``body_epochs`` the body.
             ``joint``: all epochs train both, which is :class:`~lit_pfl.methods.FedPer`, as in FedSLR's comparison.
-        body_epochs: how many of a round's local epochs train the body. The paper's CIFAR-10 runs have 10 epochs for the
-            head and 1 for the body (``federation.local_epochs=11``), CIFAR-100 10 and 5 (released code).
+        body_epochs: how many of a round's local epochs train the body. By default a round has one more, for the head;
+            the paper's CIFAR-10 runs have 10 for the head and 1 for the body (``federation.local_epochs=11``),
+            CIFAR-100 10 and 5 (released code).
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
@@ -39,6 +40,10 @@ class FedRep(Client):
     ) -> None:
         super().__init__(**kwargs)
         self.mode, self.body_epochs = mode, body_epochs
+
+    @property
+    def fewest_epochs(self) -> int:  # noqa: D102
+        return self.body_epochs + 1 if self.mode == "alternating" else 1
 
     def configure_state(self) -> None:  # noqa: D102
         if self.spec.local_epochs is not None:

@@ -1,6 +1,7 @@
 """What methods have in common whose clients train a second, personal model beside the common one."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +53,11 @@ class TwoModels(Client):
         """Put the random state back afterwards, so that what follows draws the same numbers once more."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             yield
+
+    @abstractmethod
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the sum of both learners' losses on a batch; here only that of the common one."""
+        return super().objective(batch, batch_idx)
 
     def personal_loss(self, batch: Any, batch_idx: int) -> Tensor:
         """Return what the personal learner minimises by itself, see :meth:`Client.loss`."""

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lit_pfl import Client, Federation
 from lit_pfl.data import BatchLoader, Digits, Dirichlet, Uniform
-from lit_pfl.models import Backbone
-from tiny import client, digits, trainer
+from tiny import Parts, client, digits, trainer
 
 
 class Quadratics:
@@ -91,13 +90,13 @@ def quadratic(method: type[Client], problem: Quadratics, lr: float = 0.1, **opti
     """Return a client of a method whose loss is a quadratic, in double precision."""
     kind: Any = type(method.__name__, (method, QuadraticClient), {"problem": problem})
     own: dict[str, Any] = {"optimizer": sgd(lr), "scheduler": None, **options}
-    return kind(backbone=lambda channels, classes: Backbone(Point(problem.start), nn.Identity()), **own)
+    return kind(backbone=lambda channels, classes: Parts(Point(problem.start), nn.Identity()), **own)
 
 
 def softmax_regression(method: type[Client], lr: float = 0.1, **options: Any) -> Client:
     """Return a client of a method with a linear classifier."""
     own: dict[str, Any] = {"optimizer": sgd(lr), "scheduler": None, **options}
-    return client(method, backbone=lambda channels, classes: Backbone(nn.Flatten(), nn.Linear(64, classes)), **own)
+    return client(method, backbone=lambda channels, classes: Parts(nn.Flatten(), nn.Linear(64, classes)), **own)
 
 
 class SoftmaxRegression:

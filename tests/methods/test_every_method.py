@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import lit_pfl.methods
 from lit_pfl import Client, Federation
-from lit_pfl.cli import last_checkpoint, main
+from lit_pfl.cli import main
 from lit_pfl.data import Digits
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import AtomicCheckpointIO
+from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint
 from lit_pfl.models import Backbone
 from lit_pfl.payload import Payload
 from tiny import Backwards, assert_equal, spec, trainer, weights
@@ -125,8 +125,7 @@ def test_two_rounds_from_its_own_configuration(tester, tmp_path):
 def test_resumed_equals_uninterrupted(tester, tmp_path):
     def run(folder: Path, rounds: int, resume: bool = False) -> Federation:
         federation = Federation(tester.method(), seed=3, threads=1, local_epochs=2, participation=2)
-        checkpoint = last_checkpoint()
-        checkpoint.dirpath = str(folder)
+        checkpoint = LastCheckpoint(folder)
         options: dict[str, Any] = {"callbacks": [checkpoint], "enable_checkpointing": True}
         fitting = trainer(rounds, default_root_dir=str(folder), **options)
         fitting.fit(federation, datamodule=digits(), ckpt_path=folder / "last.ckpt" if resume else None)
@@ -149,7 +148,7 @@ def test_servers_work_on_the_clients_device_also_after_a_resume(tester, tmp_path
 
     def run(rounds: int, resume: bool = False) -> Federation:
         federation = Federation(tester.method(), seed=3, threads=1, local_epochs=2, participation=2)
-        checkpoint = last_checkpoint()
+        checkpoint = LastCheckpoint()
         checkpoint.dirpath = str(tmp_path)
         fitting = trainer(rounds, callbacks=[checkpoint], enable_checkpointing=True)
         fitting.fit(federation, datamodule=digits(), ckpt_path=tmp_path / "last.ckpt" if resume else None)

@@ -157,9 +157,9 @@ def test_where_no_model_helps_a_client_goes_back_to_where_it_started():
 def test_others_are_tried_with_the_own_head_and_running_statistics(monkeypatch):
     federation = run(client(FedFOMO), digits(3, permute_labels=True), rounds=2)
     member, others, states = federation.clients[0], federation.clients, []
-    evaluate = FedFOMO.evaluate
-    monkeypatch.setattr(FedFOMO, "evaluate", lambda self, batches: states.append(
-        {name: t.clone() for name, t in self.state_dict().items()}) or evaluate(self, batches))  # fmt: skip
+    score = FedFOMO.score
+    monkeypatch.setattr(FedFOMO, "score", lambda self, batches: states.append(
+        {name: t.clone() for name, t in self.state_dict().items()}) or score(self, batches))  # fmt: skip
     trained, theirs = weights(federation)[0], weights(federation)
     reply = federation.coordinator.server.reply(0)
     shared = set(member.upload()) - {"affinity"}

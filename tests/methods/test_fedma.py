@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_pfl import Federation, Payload
-from lit_pfl.cli import last_checkpoint
 from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedMA
 from lit_pfl.models import CNN, MLP, VGG9, Backbone, ResNet9
 from lit_pfl.ops import Matching, nearest_units, unit_matrix
 from lit_pfl.server import ClientInfo
-from tiny import assert_equal, digits, momentum_sgd, run, spec, step_schedule, trainer, weights
+from tiny import Parts, assert_equal, digits, momentum_sgd, run, spec, step_schedule, trainer, weights
 
 DEPTH = 4
 
@@ -453,8 +453,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path):
     """Stopped after the first sub-round, at the end of a communication round, and within the next."""
 
     def fit(name, rounds, path=None):
-        checkpoint = last_checkpoint()
-        checkpoint.dirpath = str(tmp_path / name)
+        checkpoint = LastCheckpoint(tmp_path / name)
         federation = Federation(fedma(scheduler=step_schedule), seed=3, threads=1, local_epochs=2, participation=0.75)
         fitting = trainer(rounds, enable_checkpointing=True, callbacks=[checkpoint])
         fitting.fit(federation, datamodule=digits(4, train_fraction=0.3), ckpt_path=path)
@@ -524,7 +523,7 @@ class Skip(nn.Module):
 
 
 def backbone_of(*body, head=None):
-    return lambda channels, classes: Backbone(nn.Sequential(*body), head or nn.Linear(16, classes))
+    return lambda channels, classes: Parts(nn.Sequential(*body), head or nn.Linear(16, classes))
 
 
 @pytest.mark.parametrize(

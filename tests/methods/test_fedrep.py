@@ -8,8 +8,7 @@ from two_layers import BODY, HEAD, SGD, Recorded, assert_absent_clients_stay, as
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedPer, FedRep
-from lit_pfl.models import Backbone
-from tiny import assert_equal, client, digits, run, spec, weights
+from tiny import Parts, assert_equal, client, digits, run, spec, weights
 
 
 @pytest.mark.parametrize(("local_epochs", "body_epochs"), [(2, 1), (3, 1), (3, 2)])
@@ -94,6 +93,6 @@ def test_errors():
     with pytest.raises(ConfigError, match=r"model\.body_epochs=1 leaves none of federation\.local_epochs=1"):
         client(FedRep).build(task)
     client(FedRep, mode="joint").build(task)
-    linear = client(FedRep, mode="joint", backbone=lambda *_: Backbone(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+    linear = client(FedRep, mode="joint", backbone=lambda *_: Parts(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
     with pytest.raises(ConfigError, match=r"model\.backbone: FedRep trains a body"):
         linear.build(task)

@@ -25,7 +25,7 @@ from lit_pfl import Federation
 from lit_pfl.data import BatchLoader
 from lit_pfl.methods import FedAvg, PerFedAvg
 from lit_pfl.models import Backbone
-from tiny import assert_equal, client, digits, run, spec, trainer, weights
+from tiny import Parts, assert_equal, client, digits, run, spec, trainer, weights
 
 
 def divided(batch, parts):
@@ -84,7 +84,7 @@ class LeastSquares(PerFedAvg):
 @pytest.mark.parametrize("delta", [1e-3, 1.0])
 def test_hessian_free_is_exact_on_a_quadratic(delta):
     """(I - alpha H3) grad f(w - alpha grad f(w; D1); D2), where differences are exact for any delta."""
-    linear = lambda *_: Backbone(nn.Flatten(), nn.Linear(4, 1))  # noqa: E731
+    linear = lambda *_: Parts(nn.Flatten(), nn.Linear(4, 1))  # noqa: E731
     method = LeastSquares(alpha=0.2, order="hessian_free", delta=delta, backbone=linear)
     member = method.build(spec(channels=1, image_size=2)).double()
     images, labels = torch.randn(12, 1, 2, 2, dtype=torch.double), torch.randn(12, dtype=torch.double)

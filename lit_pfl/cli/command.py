@@ -1,0 +1,295 @@
+"""``lit-pfl fit|validate|test|predict``: LightningCLI over every method and data set."""
+
+import importlib.util
+import logging
+import sys
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+import lit_pfl.methods  # noqa: F401 - imported, like data and models, so that classes go by their short names
+from lit_pfl.cli.messages import fail, refuse_abstract
+from lit_pfl.cli.options import by_name, of_a_run
+from lit_pfl.cli.parser import Parser
+from lit_pfl.cli.record import RunRecord, alone_in
+from lit_pfl.cli.resuming import folder_of, saved_options, taken
+from lit_pfl.cli.stopping import Stopped, Stops
+from lit_pfl.client import Client
+from lit_pfl.data import FederatedDataModule
+from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.federation import Federation
+from lit_pfl.lightning_internals import LastCheckpoint
+from lit_pfl_callbacks import ClientsTable, Predictions, RoundProgress, RunLogger, resume_command, run_folder
+
+DESCRIPTION = "Personalized federated learning: a round is an epoch, max_epochs the number of rounds."
+
+
+class FederatedCLI(LightningCLI):
+    """LightningCLI whose ``model`` is a method and whose Trainer runs a federation of it.
+
+    Args:
+        held: what is to be let go of in the end, such as the run folder's lock.
+        args: the arguments; None for those of the process.
+        kwargs: see LightningCLI.
+    """
+
+    def __init__(self, held: ExitStack, args: ArgsType = None, **kwargs: Any) -> None:
+        self.held = held
+        self.words = args if isinstance(args, list) else sys.argv[1:]
+        self.changed: dict[str, tuple[Any, Any]] = {}
+        self.scored: Path | None = None  # the run folder that the checkpoint is in
+        self.stops = Stops()
+        super().__init__(Client, FederatedDataModule, args=args, **kwargs)
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # a static method there
+        """Return the commands: where it is plain which one is meant, only that, since each takes its time to set up."""
+        commands = super().subcommands()
+        return {word: commands[word] for word in self.words[:1] if word in commands} or commands
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the options of the federation, and the key by which configuration files build on others."""
+        parser.add_argument("--fragments", type=list[str] | None, help="In a configuration file: files to read before.")
+        parser.add_class_arguments(Federation, "federation", skip={"client"}, instantiate=False)
+        parser.set_defaults({"data": {"class_path": "lit_pfl.data.Digits"}})
+
+    def _parse_ckpt_path(self) -> None:
+        """Do without LightningCLI's look into the checkpoint for options: it has none there, and this takes time."""
+
+    @property
+    def own(self) -> Namespace:
+        """The configuration of the command that runs."""
+        return self.config[self.subcommand]
+
+    @property
+    def scoring(self) -> bool:
+        """Whether nothing is trained."""
+        return self.subcommand != "fit"
+
+    def before_instantiate_classes(self) -> None:
+        """See that the checkpoint fits the options; choose the run folder: the checkpoint's, or one by name."""
+        if self.own.fragments is not None:
+            raise ConfigError("fragments: only a configuration file has them; give --config FILE for each instead.")
+        dumped = self.parser.dump(self.config, skip_none=False, skip_validation=True)
+        self.given: dict[str, Any] = yaml.safe_load(dumped)[self.subcommand]
+        backbone = self.given["model"]["init_args"].get("backbone")
+        if isinstance(backbone, dict):
+            refuse_abstract("model.backbone", backbone["class_path"])
+        if self.own.ckpt_path is not None:
+            self._compare_with_checkpoint()
+        elif self.subcommand == "predict":
+            raise ConfigError("ckpt_path: predict needs a checkpoint; give --ckpt_path RUN/checkpoints/last.ckpt.")
+        elif self.scoring:
+            print("No --ckpt_path is given: the weights are untrained, and nothing is written.")
+        self._set_up_loggers()
+
+    def _compare_with_checkpoint(self) -> None:
+        path = str(self.own.ckpt_path)
+        if "://" in path:
+            return
+        before = saved_options(Path(path), weights_only=self.own.weights_only is not False)
+        self.scored = folder_of(Path(path))
+        if before is None:
+            return  # written from Python: the federation compares what it knows
+        self.changed = taken(before, by_name(of_a_run(self.given)), self.scoring)
+        if self.changed and not self.scoring:
+            print("Goes on with", ", ".join(f"{k}: {new} (was {old})" for k, (old, new) in self.changed.items()))
+
+    def _set_up_loggers(self) -> None:
+        trainer = self.own.trainer
+        loggers = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
+        kept = []
+        for one in loggers:
+            name = getattr(one, "class_path", "").rpartition(".")[2]
+            if name == "TensorBoardLogger" and not any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
+                raise ConfigError(
+                    "trainer.logger=TensorBoardLogger needs TensorBoard: pip install 'lit-pfl[tensorboard]'."
+                )
+            if name == RunLogger.__name__:
+                if self.scoring and self.own.ckpt_path is None:
+                    continue
+                options = one.init_args
+                options.add_only = self.scoring
+                if self.scored is not None:
+                    options.save_dir, options.name, options.version = str(self.scored.parent), "", self.scored.name
+                elif options.name is None:
+                    method, data = (self.own[key].class_path.rpartition(".")[2] for key in ("model", "data"))
+                    options.name = f"{method}-{data}"
+            kept.append(one)
+        trainer.logger = (kept or False) if isinstance(trainer.logger, list) or not kept else kept[0]
+
+    def instantiate_classes(self) -> None:
+        """Make the Trainer, the data and the federation, and take the run folder."""
+        super().instantiate_classes()
+        _try_optimizer(self.model)
+        self.model = Federation(self.model, **self._get(self.config_init, "federation"))
+        if self.trainer.loggers and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._take_folder()
+
+    def _take_folder(self) -> None:
+        logger, made = self.trainer.loggers[0], False
+        folder = run_folder(self.trainer)
+        try:
+            if self.scored is None and isinstance(logger, RunLogger) and not _holds_a_run(folder):
+                folder, made = logger.make_folder(), True
+            elif self.scored is None and isinstance(logger, RunLogger):
+                raise FileExistsError
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            if _holds_a_run(folder):
+                raise ConfigError(
+                    f"trainer.logger.version: there is a run in {folder}. Go on with it by --ckpt_path "
+                    f"{folder}/checkpoints/last.ckpt, or leave the version out."
+                ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"The run folder cannot be written: {error}. Choose another with --trainer.logger.save_dir FOLDER."
+            ) from None
+        self.held.enter_context(alone_in(folder, made))
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Make the Trainer, with what a run shows and keeps by default."""
+        config = self._get(self.config_init, "trainer")
+        # Stops first: a round's end begins with it.
+        own = config.callbacks if isinstance(config.callbacks, list) else filter(None, [config.callbacks])
+        callbacks = [self.stops, *own, ClientsTable(), RunRecord(self.given, self.changed)]
+        if self.subcommand == "predict":
+            callbacks.append(Predictions())
+        if config.enable_progress_bar is not False:
+            callbacks.append(RoundProgress())
+        if config.enable_checkpointing is not False:
+            callbacks.append(LastCheckpoint())
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+    def fit(self, model: Federation, **kwargs: Any) -> None:
+        """Run the federation. A stop keeps its last complete round, and says how to go on."""
+        with self.stops.listening():
+            try:
+                self._run(self.trainer.fit, model, **kwargs)
+            except (Stopped, SIGTERMException) as stopped:
+                signal = stopped if isinstance(stopped, Stopped) else Stopped(15)
+                self._say_how_to_go_on(signal.name)
+                raise signal from None
+            finally:
+                if hasattr(model, "engine"):
+                    model.engine.abort()
+
+    def _say_how_to_go_on(self, signal: str) -> None:
+        command = resume_command(run_folder(self.trainer)) if self.trainer.loggers else None
+        if command is None:
+            print(f"Stopped by {signal} before there was a checkpoint; nothing is kept.")
+        else:
+            print(
+                f"Stopped by {signal}; a round that was not complete is dropped. Go on with:\n  {command}", flush=True
+            )
+
+    def validate(self, model: Federation, **kwargs: Any) -> None:
+        """Score on validation data."""
+        self._run(self.trainer.validate, model, **kwargs)
+
+    def test(self, model: Federation, **kwargs: Any) -> None:
+        """Score on test data."""
+        self._run(self.trainer.test, model, **kwargs)
+
+    def predict(self, model: Federation, **kwargs: Any) -> None:
+        """Write predictions of test data."""
+        self._run(self.trainer.predict, model, **kwargs)
+
+    def _run(self, command: Any, model: Federation, **kwargs: Any) -> None:
+        loading = Loading()
+        self.trainer.callbacks.append(loading)  # type: ignore[attr-defined]
+        try:
+            command(model, **kwargs)
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            if not loading.going_on or kwargs.get("ckpt_path") is None:
+                raise
+            raise ConfigError(f"{kwargs['ckpt_path']} is no whole checkpoint: {error!r}.") from error
+
+
+class Loading(L.Callback):
+    """Notes whether a checkpoint is being loaded, so that what goes wrong is known to be its fault."""
+
+    going_on = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The next thing is to load. Last of the callbacks; the module's own setup is its first look at the data."""
+        self.going_on = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All is loaded."""
+        self.going_on = False
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.yaml", "metrics.csv", "checkpoints"))
+
+
+def _try_optimizer(model: Client) -> None:
+    """See whether the options of optimizer and scheduler are any good, before there are clients."""
+    try:
+        optimizer = model.make_optimizer([torch.nn.Parameter(torch.zeros(1))])
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model.optimizer: {error}") from None
+    if model.make_scheduler is not None:
+        try:
+            model.make_scheduler(optimizer)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"model.scheduler: {error}") from None
+
+
+def run(args: ArgsType) -> None:
+    """Run the command line.
+
+    Args:
+        args: the arguments; None for those of the process.
+    """
+    if "" not in sys.path:
+        sys.path.append("")  # so that class paths may name modules of the current folder
+    warnings.filterwarnings("ignore", message=r".*LeafSpec.*", category=FutureWarning)  # Lightning's, of PyTorch's
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")  # a resumed run's own
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip:" not in record.getMessage()
+    )
+    try:
+        with ExitStack() as held:
+            FederatedCLI(
+                held,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                save_config_callback=None,
+                seed_everything_default=1,
+                trainer_defaults={
+                    "max_epochs": 10,
+                    "logger": {"class_path": "lit_pfl_callbacks.RunLogger"},
+                    "devices": 1,
+                    "num_sanity_val_steps": 0,
+                    "enable_model_summary": False,
+                    "log_every_n_steps": 1,
+                },
+                auto_configure_optimizers=False,
+                parser_class=Parser,
+                parser_kwargs={"description": DESCRIPTION},
+                args=args,
+            )
+    except (ConfigError, UploadError, OSError, MisconfigurationException) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ValueError as error:
+        # jsonargparse's, around one of a class within a class
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ConfigError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        fail(str(cause))

@@ -1,0 +1,51 @@
+"""Configuration files: read with the fragments that they build on."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ActionConfigFile
+
+from lit_pfl.errors import ConfigError
+
+
+class ConfigFile(ActionConfigFile):
+    """Reads a configuration file, and before it its ``fragments``: the files that it builds on, by relative paths."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        """Read."""
+        for file in with_fragments(values):
+            super().__call__(parser, cfg, file, option_string)
+            if cfg.get("fragments"):
+                cfg["fragments"] = None  # they are read: the configuration that is saved is whole without them
+
+
+def with_fragments(file: str, above: tuple[Path, ...] = ()) -> list[str]:
+    """Return the files to read for a configuration file, in order: all that it builds on, and itself.
+
+    Args:
+        file: the file.
+        above: the files that it is a fragment of.
+
+    Raises:
+        ConfigError: when a file is not YAML, or a fragment is not there or builds on a file that is built on it.
+    """
+    path = Path(file)
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not YAML: {error}") from None
+    except (OSError, ValueError):
+        content = None  # the parser says what is wrong
+    fragments = (content.get("fragments") if isinstance(content, dict) else None) or []
+    if not isinstance(fragments, list):
+        raise ConfigError(f"{file}: fragments: give a list of files, not {fragments!r}.")
+    above = (*above, path.resolve())
+    files: list[str] = []
+    for fragment in (path.parent / str(name) for name in fragments):
+        if not fragment.is_file():
+            raise ConfigError(f"{file}: fragments: there is no file {fragment}.")
+        if fragment.resolve() in above:
+            raise ConfigError(f"{file}: fragments: {fragment} is built on this very file.")
+        files += with_fragments(str(fragment), above)
+    return [*files, file]

@@ -1,0 +1,138 @@
+"""What the parser says is wrong, in one line: the option, what was given, what would be right."""
+
+import inspect
+import re
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NoReturn
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_pfl.client import Client
+from lit_pfl.data import Augment, FederatedDataModule, Partition
+from lit_pfl.errors import ConfigError
+from lit_pfl.models import Backbone
+
+#: the options whose value is the name of a class
+CLASSES: dict[str, type] = {
+    "model": Client,
+    "data": FederatedDataModule,
+    "partition": Partition,
+    "within": Partition,
+    "augment": Augment,
+    "backbone": Backbone,
+    "optimizer": Optimizer,
+    "scheduler": LRScheduler,
+}
+#: what the parser calls a kind of value, and what people do
+KINDS = {
+    "PositiveInt": "a whole number above 0",
+    "NonNegativeInt": "a whole number from 0",
+    "PositiveFloat": "a number above 0",
+    "NonNegativeFloat": "a number from 0",
+    "ClosedUnitInterval": "a number from 0 to 1",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "list": "a list",
+    "dict": "a mapping",
+    "NoneType": "null",
+}
+
+
+def fail(message: str) -> NoReturn:
+    """Print what is wrong in one line, and exit with code 2."""
+    print(f"lit-pfl: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def explained(message: str, known: list[str]) -> str:
+    """Return the parser's message in the words of an option.
+
+    Args:
+        message: what jsonargparse says. It nests: a class within a class has its own message within the outer one's.
+        known: names of the options that there are.
+    """
+    keys = re.findall(r'Parser key "([\w.]+)"', message)
+    if not keys:
+        return message + _did_you_mean(re.findall(r"--([\w.]+)|accept option '([\w.]+)'", message), known)
+    option = ".".join(keys)
+    reason = re.sub(r'.*Parser key "[\w.]+":\s*', "", message, flags=re.DOTALL)  # the innermost: the one that was made
+    reason = re.sub(r".*Problem with given class_path '\S+':", "", reason, flags=re.DOTALL)
+    if unknown := re.search(r"Option '([\w.]+)' is not accepted", reason):
+        return f"{option}: {unknown[0]}." + _did_you_mean([(unknown[1], "")], _parameters(_innermost_class(message)))
+    wrong = re.search(r"Expected a dot import path string: (\S+)|Expected an instantiatable class", reason)
+    if wrong and keys[-1].rpartition(".")[2] in CLASSES:
+        names = names_of_subclasses(CLASSES[keys[-1].rpartition(".")[2]])
+        given = wrong[1] or _given(message) or ""
+        problem = f"there is no {given!r}" if given.isidentifier() else "it has options, but no name"
+        hint = _did_you_mean([(given, "")], names)
+        return f"{option}: {problem}; choose one of {', '.join(names)}, or a class path of your own.{hint}"
+    if needed := re.search(r"the following arguments are required: ([\w., ]+)", reason):
+        return f"{option}: give also " + ", ".join(f"{option}.{name}" for name in needed[1].split(", ")) + "."
+    expected, given = _expected(reason), _given(reason) or _given(message)
+    if expected and given is not None:
+        return f"{option}={given}: expected {expected}."
+    return f"{option}: {re.split(r'Given value type', reason)[0]}"
+
+
+def names_of_subclasses(cls: type) -> list[str]:
+    """Return the names of all classes to choose from: not those that are only there to be built on."""
+    subclasses: list[type] = cls.__subclasses__()
+    names = {sub.__name__ for sub in subclasses if not sub.__name__.startswith("_") and not inspect.isabstract(sub)}
+    return sorted(names.union(*map(names_of_subclasses, subclasses)))
+
+
+def refuse_abstract(option: str, class_path: str) -> None:
+    """See that the class of an option can be made: the parser looks at what a factory returns, not whether it can.
+
+    Raises:
+        ConfigError: when it is one that is only there to be built on.
+    """
+    module, _, name = class_path.rpartition(".")
+    if inspect.isabstract(getattr(import_module(module), name, None)):
+        names = ", ".join(names_of_subclasses(CLASSES[option.rpartition(".")[2]]))
+        raise ConfigError(f"{option}={name}: it is only there to be built on; choose one of {names}.")
+
+
+def _expected(reason: str) -> str:
+    kinds: list[str] = []
+    alternatives = reason.lstrip().startswith(("Does not validate", "- "))
+    # What follows is of the classes around.
+    reason = reason.split("Given value type")[0] if alternatives else reason.strip().split("\n")[0]
+    for name, choices, cls in re.findall(
+        r"Not of type (\w+)|Literal\[([^\]]*)\]|Expected a <class '([\w.]+)'>", reason
+    ):
+        if choices:
+            kinds.append("one of " + choices.replace("'", ""))
+        else:
+            name = name or cls.rpartition(".")[2]
+            kinds.append(KINDS.get(name, f"a {name}"))
+    return " or ".join(dict.fromkeys(kinds))
+
+
+def _given(message: str) -> str | None:
+    found = re.search(r"NestedArg\(key='[\w.]+', val='?(.*?)'?\)\s*$", message)
+    found = re.search(r"(?:Got|Given) value: (?!NestedArg|Namespace)(.*?)(?:\. Got value|$)", message, re.M) or found
+    return found[1] if found else None
+
+
+def _innermost_class(message: str) -> type | None:
+    paths = re.findall(r"class_path[ =]'([\w.]+)'", message)
+    module, _, name = paths[-1].rpartition(".") if paths else ("", "", "")
+    return getattr(import_module(module), name, None) if module else None
+
+
+def _parameters(cls: type | None) -> list[str]:
+    bases = cls.__mro__[:-1] if cls else ()
+    return [name for base in bases for name in inspect.signature(base.__init__).parameters if name != "self"]  # type: ignore[misc]
+
+
+def _did_you_mean(words: list[tuple[str, str]], known: list[str]) -> str:
+    for word in (one or other for one, other in words):
+        if near := get_close_matches(word, known, n=1):
+            return f" Did you mean {near[0]}?"
+    return ""

@@ -1,0 +1,80 @@
+"""The options of a run by name, as written to files, given to loggers and compared when a run is resumed."""
+
+from fnmatch import fnmatch
+from typing import Any
+
+#: what may change when a run goes on: where and how it computes, how long, and what is shown and kept of it
+MAY_CHANGE = (
+    "trainer*",
+    "data.root",
+    "data.download",
+    "data.eval_batch_size",
+    "federation.threads",
+    "federation.quorum",
+    "federation.if_not_saved",
+)
+#: of these, what makes other numbers all the same
+MUST_STAY = (
+    "trainer.precision",
+    "trainer.limit_train_batches",
+    "trainer.overfit_batches",
+    "trainer.accumulate_grad_batches",
+    "trainer.gradient_clip_*",
+)
+#: arguments of one command, not of a run
+OF_A_COMMAND = ("config", "fragments", "ckpt_path", "weights_only", "verbose", "return_predictions")
+
+
+def of_a_run(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a command's configuration without what only concerns that command."""
+    return {key: value for key, value in config.items() if key not in OF_A_COMMAND}
+
+
+def by_name(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the options by the names under which they are typed: ``{"model": "...SimFed", "model.tau": 0.9}``."""
+    named: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        if not isinstance(value, dict):
+            named[name] = value
+            return
+        if "class_path" in value:
+            named[name] = value["class_path"]
+            value = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
+        for key, inner in value.items():
+            add(f"{name}.{key}", inner)
+
+    for key, value in config.items():
+        add(key, value)
+    return named
+
+
+def nested(config: Any) -> Any:
+    """Return the options as loggers hold them: ``{"model": {"class": "SimFed", "tau": 0.9}}``."""
+    if isinstance(config, list):
+        return [nested(value) for value in config]
+    if not isinstance(config, dict):
+        return config
+    if "class_path" in config:
+        options = {**(config.get("init_args") or {}), **(config.get("dict_kwargs") or {})}
+        return {"class": config["class_path"].rpartition(".")[2], **nested(options)}
+    return {key: nested(value) for key, value in config.items()}
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the options of which two runs have not the same value, with both, in the order of the second."""
+    names = list(dict.fromkeys([*now, *before]))
+    return {
+        name: (before.get(name), now.get(name))
+        for name in names
+        if name not in before or name not in now or before[name] != now[name]
+    }
+
+
+def may_change(name: str) -> bool:
+    """Say whether a run may go on with another value of an option."""
+
+    def among(patterns: tuple[str, ...]) -> bool:
+        return any(fnmatch(name, pattern) for pattern in patterns)
+
+    return among(MAY_CHANGE) and not among(MUST_STAY)

@@ -1,0 +1,105 @@
+"""What is kept of how a run was made: its configuration in its folder, its options in checkpoints and loggers."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import yaml
+
+from lit_pfl.cli.options import by_name, nested, of_a_run
+from lit_pfl.errors import ConfigError
+from lit_pfl_callbacks import run_folder
+from lit_pfl_callbacks.files import replacing
+
+
+class RunRecord(L.Callback):
+    """Records what runs, and only that.
+
+    A new run's configuration is written to ``config.yaml`` when it starts, and never changed. That of a resume with
+    something changed is written to ``config.resumed_1.yaml`` and so on, after its first round.
+
+    Args:
+        config: the command's configuration.
+        changed: the options that a resumed run has other than before, with both values.
+    """
+
+    def __init__(self, config: dict[str, Any], changed: dict[str, tuple[Any, Any]]) -> None:
+        self.config = of_a_run(config)
+        self.changed = changed
+        self._written = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Record a run that is new."""
+        self._tell_loggers(trainer)
+        folder = run_folder(trainer)
+        if trainer.loggers and not trainer.fast_dev_run and not (folder / "config.yaml").exists():  # type: ignore[attr-defined]
+            self._write(folder / "config.yaml", [])
+            self._written = True
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Record a resume, once it has run."""
+        if self._written or not self.changed or not trainer.loggers:
+            return
+        folder, number = run_folder(trainer), 1
+        while (path := folder / f"config.resumed_{number}.yaml").exists():
+            number += 1
+        notes = [f"{name}: {old} -> {new}" for name, (old, new) in self.changed.items()]
+        self._write(path, [f"resumed after round {trainer.current_epoch}", *notes])
+        self._written = True
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Tell the loggers of what is scored."""
+        self._tell_loggers(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Tell the loggers of what is scored."""
+        if trainer.state.fn == "validate":
+            self._tell_loggers(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the options by name, for a checkpoint."""
+        return {"options": by_name(self.config)}
+
+    def _tell_loggers(self, trainer: L.Trainer) -> None:
+        for logger in trainer.loggers:
+            logger.log_hyperparams(nested(self.config))
+
+    def _write(self, path: Path, notes: list[str]) -> None:
+        head = "".join(f"# {' '.join(note.split())}\n" for note in [f"lit-pfl {version('lit-pfl')}", *notes])
+        with replacing(path) as file:
+            file.write((head + yaml.safe_dump(self.config, sort_keys=False)).encode())
+
+
+@contextmanager
+def alone_in(folder: Path, made: bool) -> Iterator[None]:
+    """Keep a run folder to this process; the lock goes with it, however it ends.
+
+    Args:
+        folder: the folder.
+        made: whether it was made for this run; then it is removed if it ends empty.
+
+    Raises:
+        ConfigError: when another process has it.
+    """
+    import fcntl  # not on Windows, where nothing is locked
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"Another process is at work in {folder}; wait for it, or choose another folder."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+        if made:
+            with suppress(OSError):
+                folder.rmdir()

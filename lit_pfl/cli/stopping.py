@@ -1,0 +1,66 @@
+"""SIGTERM and Ctrl-C: a fit ends with its last complete round."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+
+
+class Stopped(SystemExit):
+    """The process was asked to stop. Not an error, so that nobody on the way handles it as one."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.name = signal.Signals(signum).name
+
+
+class Stops(L.Callback):
+    """Ends a fit on SIGTERM and SIGINT: at once in the middle of a round, which is dropped; never at its end.
+
+    A round's end is written in several places, its checkpoint last; a signal waits until all is written.
+    """
+
+    def __init__(self) -> None:
+        self._writing = False
+        self._waiting: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen to the signals. Elsewhere than in the main thread nobody can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        former = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            for signum in former:
+                signal.signal(signum, self._on_signal)
+            yield
+        finally:
+            for signum, handler in former.items():
+                signal.signal(signum, handler)
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        if self._writing:
+            self._waiting = signum
+        else:
+            raise Stopped(signum)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin to write a round. The first of the callbacks."""
+        self._writing = True
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A round is written."""
+        self._written()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last round is written."""
+        self._written()
+
+    def _written(self) -> None:
+        self._writing = False
+        if self._waiting is not None:
+            raise Stopped(self._waiting)

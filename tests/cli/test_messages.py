@@ -1,0 +1,113 @@
+"""What is wrong is said in one line: the option, what was given, what would be right."""
+
+import ast
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import lit_pfl
+import lit_pfl.methods
+from cli.typed import TINY, typed
+from lit_pfl.cli.messages import CLASSES, names_of_subclasses
+from lit_pfl.cli.overview import methods
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nonsense 3", "unrecognized arguments: --nonsense 3"),
+        ("--federation.partcipation 1", "unrecognized arguments: --federation.partcipation 1 "
+                                        "Did you mean federation.participation?"),
+        ("--config key.yaml", "Subcommand 'fit' does not accept option 'federation.local_epoch' "
+                              "Did you mean federation.local_epochs?"),
+        ("--config no_yaml.yaml", "no_yaml.yaml is not YAML: "),
+        ("--model.tua 3", "model: Option 'tua' is not accepted. Did you mean tau?"),
+        ("--model.backbone.widht 3", "model.backbone: Option 'widht' is not accepted. Did you mean width?"),
+        ("--data.partition Dirichlet --data.partition.alhpa 3",
+         "data.partition: Option 'alhpa' is not accepted. Did you mean alpha?"),
+        ("--model.optimizer Adm", "model.optimizer: there is no 'Adm'; choose one of ASGD, "),
+        ("--model FedAwg", "model: there is no 'FedAwg'; choose one of APFL, AgnosticFL, ClusteredFL, "),
+        ("--model TwoModels", "model: there is no 'TwoModels'; choose one of APFL, "),
+        ("--model.backbone Backbone", "model.backbone=Backbone: it is only there to be built on; choose one of CNN, "),
+        ("--model.backbone ResNet", "model.backbone: there is no 'ResNet'; choose one of CNN, "),
+        ("--federation.threads -1", "federation.threads=-1: expected a whole number above 0 or null."),
+        ("--data.num_clients 0", "data.num_clients=0: expected a whole number above 0."),
+        ("--data.permute_labels maybe", "data.permute_labels=maybe: expected true or false."),
+        ("--data.partition Dirichlet --data.partition.alpha x", "data.partition.alpha=x: expected a number above 0."),
+        ("--federation.evaluate never", "federation.evaluate=never: expected one of before, after."),
+        ("--federation.participation x", "federation.participation=x: expected a number."),
+        ("--trainer.max_epochs x", "trainer.max_epochs=x: expected a whole number or null."),
+        ("--model.optimizer.lr x", "model.optimizer.lr=x: expected a number."),
+        ("--model.optimizer.lr -1", "model.optimizer: Invalid learning rate: -1.0"),
+        ("--model.scheduler StepLR", "model.scheduler: give also model.scheduler.step_size."),
+        ("--model.scheduler StepLR --model.scheduler.step_size x", "model.scheduler.step_size=x: expected a whole"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_in_one_line(words, said, capsys):
+    Path("key.yaml").write_text("federation: {local_epoch: 3}")
+    Path("no_yaml.yaml").write_text("[1")
+    came = typed(capsys, "fit", *TINY, *words.split())
+    assert came.code == 2
+    [error] = came.errors
+    assert error.startswith(f"lit-pfl: error: {said}"), error
+
+
+def test_names_to_choose_from_are_those_of_the_package():
+    own = {name for name in names_of_subclasses(CLASSES["model"]) if name in vars(lit_pfl.methods)}
+    assert own == set(lit_pfl.methods.__all__)
+    assert not {"TwoModels", "Client"} & set(names_of_subclasses(CLASSES["model"]))
+
+
+def test_the_overview_names_all_methods_without_importing_them(capsys):
+    assert methods() == lit_pfl.methods.__all__
+    for words in ([], ["--help"], ["-h"]):
+        came = typed(capsys, *words)
+        assert (came.code, came.errors) == (0, [])
+        assert all(name in came.out for name in [*lit_pfl.methods.__all__, "lit-pfl fit --model", "lit-pfl test "])
+    assert typed(capsys, "--version").out.strip() == f"lit-pfl {version('lit-pfl')}"
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_help_and_version_come_without_the_libraries_that_take_seconds(word):
+    """Counted in modules, since seconds depend on who else is at work on this machine."""
+    program = (
+        f"import sys; from lit_pfl.cli import main; main([{word!r}]); "
+        "print(sorted({'torch', 'lightning', 'numpy', 'jsonargparse'} & sys.modules.keys()))"
+    )
+    began = time.monotonic()
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert ast.literal_eval(out.splitlines()[-1]) == []
+    assert time.monotonic() - began < 30
+
+
+def test_the_package_gives_its_classes_when_they_are_asked_for():
+    from lit_pfl.client import Client
+
+    assert lit_pfl.Client is Client
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = lit_pfl.Nothing
+
+
+def test_fedrep_alone_trains_head_and_body(capsys):
+    words = ["--model", "FedRep", "--model.backbone", "MLP", "--data.num_clients", "3", "--trainer.max_epochs", "1"]
+    assert typed(capsys, "fit", *words).code == 0
+    from lit_pfl.federation import Federation
+    from lit_pfl.methods import FedAvg, FedRep
+
+    assert Federation(FedRep()).local_epochs == 2
+    assert Federation(FedRep(body_epochs=3)).local_epochs == 4
+    assert Federation(FedRep(mode="joint")).local_epochs == Federation(FedAvg()).local_epochs == 1
+    assert Federation(FedRep(), local_epochs=11).local_epochs == 11
+
+
+def test_one_callback_needs_no_list(capsys):
+    assert (
+        typed(
+            capsys, "fit", *TINY, "--trainer.callbacks", "lit_pfl_callbacks.Similarity", "--trainer.max_epochs", "1"
+        ).code
+        == 0
+    )

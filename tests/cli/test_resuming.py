@@ -1,0 +1,343 @@
+"""A resume is of the same run, or refused in one line with the run folder as it was."""
+
+import io
+import os
+import pickle
+import random
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+import yaml
+
+from cli.typed import TINY, contents, rows, typed
+from lit_pfl.cli import main
+from lit_pfl.errors import ConfigError
+from lit_pfl.federation import Federation
+from lit_pfl.methods import FedAvg, SimFed
+from lit_pfl_callbacks import RunLogger
+from tiny import assert_equal, client, digits, trainer
+
+
+class Runs(NamedTuple):
+    """A run of one round, and one of two that was never interrupted."""
+
+    one: Path
+    two: Path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    folder = tmp_path_factory.mktemp("runs")
+    for rounds in (1, 2):
+        where = ["--trainer.logger.save_dir", str(folder), "--trainer.logger.name", str(rounds)]
+        main(["fit", *TINY, *where, "--trainer.max_epochs", str(rounds)])
+    return Runs(folder / "1/version_0", folder / "2/version_0")
+
+
+@pytest.fixture
+def run(runs, tmp_path) -> Path:
+    """A copy of the run of one round."""
+    return Path(shutil.copytree(runs.one, tmp_path / "run"))
+
+
+def resume(folder: Path, *words: str) -> list[str]:
+    """Return what to type to go on with a run for a second round."""
+    config, checkpoint = str(folder / "config.yaml"), str(folder / "checkpoints/last.ckpt")
+    return ["fit", "--config", config, "--ckpt_path", checkpoint, "--trainer.max_epochs", "2", *words]
+
+
+def state(folder: Path) -> dict[str, Any]:
+    checkpoint = torch.load(folder / "checkpoints/last.ckpt")
+    return {key: checkpoint["federation"][key] for key in ("coordinator", "clients", "streams")}
+
+
+def refused(capsys, folder: Path, words: list[str], named: str) -> None:
+    before = contents(folder)
+    came = typed(capsys, *words)
+    assert came.code == 2
+    [error] = came.errors
+    assert error.startswith(f"lit-pfl: error: {named}"), error
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model FedAvg",
+        "--model.tau 0.3",
+        "--model.alpha 2",
+        "--model.match random",
+        "--model.optimizer Adam",
+        "--model.optimizer SGD --model.optimizer.lr 0.2",
+        "--model.scheduler StepLR --model.scheduler.step_size 1",
+        "--model.backbone MLP",
+        "--model.backbone.width 3",
+        "--model.factorization null",
+        "--model.factorization.rank 2",
+        "--model.factorization.form FFxIO",
+        "--model.factorization.l1 0.1",
+        "--model.norm_stats averaged",
+        "--model.reset_optimizer true",
+        "--model.channels_last true",
+        "--data MNIST",
+        "--data.num_clients 4",
+        "--data.partition Dirichlet",
+        "--data.permute_labels false",
+        "--data.seed 5",
+        "--data.batch_size 64",
+        "--data.evaluate_on all",
+        "--data.train_fraction 0.7",
+        "--data.test_fraction 0.15",
+        "--data.augment CropFlip",
+        "--data.image_size 8",
+        "--seed_everything 5",
+        "--federation.seed 5",
+        "--federation.local_epochs 2",
+        "--federation.participation 0.5",
+        "--federation.evaluate after",
+        "--federation.client_trainer.accumulate_grad_batches 2",
+        "--trainer.precision 64-true",
+        "--trainer.limit_train_batches 2",
+        "--trainer.overfit_batches 2",
+    ],
+)
+def test_a_resume_as_another_run_is_refused_by_the_option_that_differs(words, runs, run, capsys):
+    named = next(word for word in words.split() if word.startswith("--"))[2:]
+    refused(capsys, run, resume(run, *words.split()), named)
+    assert not (runs.one.parent / "version_1").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--trainer.callbacks lit_pfl_callbacks.Similarity",
+        "--trainer.enable_progress_bar false",
+        "--trainer.check_val_every_n_epoch 1",
+        "--trainer.default_root_dir elsewhere",
+        "--trainer.num_sanity_val_steps 1",
+        "--federation.threads 1",
+        "--federation.quorum 1",
+        "--federation.if_not_saved continue",
+        "--data.eval_batch_size 100",
+        "--trainer.logger+ CSVLogger --trainer.logger.save_dir more",
+    ],
+)
+def test_a_resume_that_only_computes_or_shows_otherwise_goes_on_and_is_recorded(words, runs, run, capsys):
+    before = contents(run)
+    came = typed(capsys, *resume(run, *words.split()))
+    assert (came.code, came.errors) == (0, [])
+    assert_equal(state(run), state(runs.two))
+    first, last = rows(run / "metrics.csv")[-1], rows(runs.two / "metrics.csv")[-1]
+    for name in ("round", "train/loss", "val/acc", "test/acc", "comm/total_bytes"):
+        assert first[name] == last[name]
+    assert (run / "config.yaml").read_bytes() == before["config.yaml"]
+    recorded = (run / "config.resumed_1.yaml").read_text()
+    assert "# resumed after round 1" not in before["config.yaml"].decode()
+    assert recorded.splitlines()[1] == "# resumed after round 1"
+    assert "# trainer.max_epochs: 1 -> 2" in recorded
+    assert yaml.safe_load(recorded)["trainer"]["max_epochs"] == 2
+    assert "ckpt_path" not in yaml.safe_load(recorded)
+
+
+class Code:
+    """Writes a file when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch run_by_pickle",)
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+def cut(share: float) -> Callable[[bytes], bytes]:
+    return lambda whole: whole[: int(share * len(whole))]
+
+
+def flipped(seed: int) -> Callable[[bytes], bytes]:
+    def damage(whole: bytes) -> bytes:
+        place = random.Random(seed).randrange(len(whole))
+        return whole[:place] + bytes([whole[place] ^ 0b100]) + whole[place + 1 :]
+
+    return damage
+
+
+def edited(edit: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    def damage(whole: bytes) -> bytes:
+        checkpoint = torch.load(io.BytesIO(whole))
+        edit(checkpoint)
+        return saved(checkpoint)
+
+    return damage
+
+
+def without(*path: str | int) -> Callable[[bytes], bytes]:
+    def remove(checkpoint: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            checkpoint = checkpoint[key]
+        del checkpoint[path[-1]]
+
+    return edited(remove)
+
+
+def a_zip_of_text(whole: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", "text")
+    return file.getvalue()
+
+
+def another_shape(checkpoint: dict[str, Any]) -> None:
+    tensors = checkpoint["federation"]["clients"][1]["state_dict"]
+    name = next(name for name in tensors if tensors[name].dim() == 4)
+    tensors[name] = tensors[name][:1]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "random": lambda whole: random.Random(0).randbytes(len(whole)),
+    "text": lambda whole: b"model: FedAvg\n",
+    "a zip of text": a_zip_of_text,
+    "zeros": lambda whole: bytes(len(whole)),
+    "doubled": lambda whole: whole[: len(whole) // 2] * 2,
+    **{f"cut at {share}": cut(share) for share in (0.001, 0.1, 0.5, 0.9, 0.999)},
+    **{f"a bit flipped, {seed}": flipped(seed) for seed in range(6)},
+    "a pickle": lambda whole: pickle.dumps({"federation": {}}),
+    "an old format": lambda whole: saved(torch.load(io.BytesIO(whole)), _use_new_zipfile_serialization=False),
+    "code": lambda whole: saved({"federation": Code()}),
+    "a tensor": lambda whole: saved(torch.zeros(3)),
+    "another model's": lambda whole: saved({"state_dict": {}, "loops": {}, "epoch": 3, "global_step": 3}),
+    "an empty federation": lambda whole: saved({"federation": {}, "state_dict": {}}),
+    "no loops": without("loops"),
+    "no optimizer": without("optimizer_states"),
+    "no coordinator": without("federation", "coordinator"),
+    "no server": without("federation", "coordinator", "server"),
+    "no method": without("federation", "method"),
+    "no client": without("federation", "clients", 1),
+    "no trainer of a client": without("federation", "clients", 1, "optimizer_states"),
+    "no stream of a client": without("federation", "streams", 1),
+    "another shape": edited(another_shape),
+    "clients of no kind": edited(lambda checkpoint: checkpoint["federation"].update(clients=3)),
+    "other data": edited(lambda checkpoint: checkpoint["federation"]["data"].update({2: "0"})),
+    "options of no kind": edited(lambda checkpoint: checkpoint["callbacks"].update(RunRecord=3)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_refused_or_the_run_goes_on_rightly(damage, runs, run, capsys):
+    path = run / "checkpoints/last.ckpt"
+    path.write_bytes(damage(path.read_bytes()))
+    before = contents(run)
+    came = typed(capsys, *resume(run))
+    if came.code == 0:  # damaged where it makes no difference
+        assert_equal(state(run), state(runs.two))
+        return
+    assert came.code == 2
+    assert len(came.errors) == 1
+    assert contents(run) == before
+    assert not Path("run_by_pickle").exists()
+
+
+def test_what_a_refusal_says(run, capsys):
+    checkpoint = run / "checkpoints/last.ckpt"
+    whole = checkpoint.read_bytes()
+    for damage, said in {
+        "empty": "is no whole checkpoint: ",
+        "a bit flipped, 0": "is damaged: the checksum of ",
+        "a tensor": "is not a federation's checkpoint.",
+    }.items():
+        checkpoint.write_bytes(DAMAGE[damage](whole))
+        assert said in typed(capsys, *resume(run)).errors[0]
+    checkpoint.write_bytes(DAMAGE["other data"](whole))
+    assert "data: client 2 had other samples" in typed(capsys, *resume(run)).errors[0]
+    for path in (run, run / "no.ckpt"):
+        came = typed(capsys, "fit", *TINY, "--ckpt_path", str(path))
+        assert came.errors[0].startswith(f"lit-pfl: error: Checkpoint file not found: {path} is ")
+
+
+def test_a_config_of_a_run_begins_a_run_of_its_own(run, capsys):
+    typed(capsys, *resume(run))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert "ckpt_path" not in config
+    assert config["trainer"]["logger"]["init_args"]["version"] is None
+    before = contents(run)
+    came = typed(capsys, "fit", "--config", str(run / "config.resumed_1.yaml"), "--seed_everything", "5")
+    assert came.code == 0
+    assert contents(run) == before
+    assert (run.parent / "1/version_0").exists() or "version_1" in came.out
+
+
+def test_a_run_is_resumed_again_and_again(run, capsys):
+    for rounds in (2, 3):
+        typed(capsys, *resume(run, "--trainer.max_epochs", str(rounds)))
+    assert [row["round"] for row in rows(run / "metrics.csv")] == ["1", "2", "3"]
+    notes = [(run / f"config.resumed_{i}.yaml").read_text().splitlines()[1:3] for i in (1, 2)]
+    assert notes == [
+        ["# resumed after round 1", "# trainer.max_epochs: 1 -> 2"],
+        ["# resumed after round 2", "# trainer.max_epochs: 2 -> 3"],
+    ]
+    came = typed(capsys, *resume(run, "--trainer.max_epochs", "3"))
+    assert came.code == 0
+    assert not (run / "config.resumed_3.yaml").exists(), "nothing ran, so nothing is recorded"
+    assert "config.resumed_2.yaml" in came.out, "the next command builds on the latest options"
+
+
+def test_a_folder_of_a_run_is_not_begun_anew(run, capsys):
+    words = ["fit", *TINY, "--trainer.logger.save_dir", str(run.parent), "--trainer.logger.version", run.name]
+    refused(capsys, run, [*words, "--trainer.logger.name", ""], "trainer.logger.version: there is a run in ")
+
+
+class TestInPython:
+    """What the federation knows by itself."""
+
+    def saved(self, tmp_path: Path, **options: Any) -> Path:
+        fitting = trainer(1)
+        fitting.fit(
+            Federation(client(SimFed), **{"seed": 3, "local_epochs": 2, "participation": 2, **options}),
+            datamodule=digits(3),
+        )
+        fitting.save_checkpoint(tmp_path / "one.ckpt")
+        return tmp_path / "one.ckpt"
+
+    @pytest.mark.parametrize(
+        ("method", "data", "options", "said"),
+        [
+            (client(FedAvg), digits(3), {}, "model: the checkpoint is of a run with SimFed, not FedAvg"),
+            (client(SimFed), digits(3), {"local_epochs": 1}, "federation.local_epochs: .* with 2, not 1"),
+            (client(SimFed), digits(3), {"participation": 1.0}, "federation.participation: .* with 2, not 1.0"),
+            (client(SimFed), digits(3), {"seed": 4}, "federation.seed: .* with 3, not 4"),
+            (client(SimFed), digits(4), {}, "data: the checkpoint holds 3 clients and the data has 4"),
+            (client(SimFed), digits(3, seed=5), {}, "data: client 0 had other samples"),
+            (client(SimFed), digits(3, permute_labels=True), {}, "data: client 0 had other samples, or other labels"),
+            (client(SimFed), digits(3, evaluate_on="all"), {}, "data: client 0 had other samples"),
+            (client(SimFed, factorization=None), digits(3), {}, "model: .* client 0's tensor 'backbone"),
+        ],
+    )  # fmt: skip
+    def test_another_run_is_refused(self, method, data, options, said, tmp_path):
+        path = self.saved(tmp_path)
+        federation = Federation(method, **{"seed": 3, "local_epochs": 2, "participation": 2, **options})
+        with pytest.raises(ConfigError, match=said):
+            trainer(2).fit(federation, datamodule=data, ckpt_path=path)
+
+    def test_a_seed_that_is_not_given_is_the_checkpoint_s(self, tmp_path):
+        federation = Federation(client(SimFed), local_epochs=2, participation=2)
+        trainer(2).fit(federation, datamodule=digits(3), ckpt_path=self.saved(tmp_path))
+        assert federation.seed == 3
+
+    def test_to_score_a_model_neither_epochs_nor_participation_matter(self, tmp_path):
+        path = self.saved(tmp_path)
+        trainer().test(Federation(client(SimFed)), datamodule=digits(3), ckpt_path=path, verbose=False)
+
+    def test_a_logger_given_by_hand_goes_on_too(self, tmp_path):
+        logger = RunLogger(str(tmp_path), name="", version="run")
+        fitting: L.Trainer = trainer(1, logger=logger)
+        fitting.fit(Federation(client(SimFed), seed=3), datamodule=digits(3))
+        assert len(rows(tmp_path / "run/metrics.csv")) == 1

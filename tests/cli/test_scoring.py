@@ -1,0 +1,107 @@
+"""``test``, ``validate`` and ``predict`` write into the run that they score, and change nothing else of it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli.typed import TINY, contents, rows, typed
+from lit_pfl.cli import main
+from lit_pfl.data import Digits
+
+RUN = Path("runs/SimFed-Digits/version_0")
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("scored")
+    main(["fit", *TINY, "--trainer.logger.save_dir", str(folder / "runs")])
+    return folder
+
+
+@pytest.fixture
+def scored(fitted) -> list[str]:
+    """A copy of a run in the current folder; what to type to score it."""
+    shutil.copytree(fitted / "runs", "runs")
+    return ["--config", str(RUN / "config.yaml"), "--ckpt_path", str(RUN / "checkpoints/last.ckpt")]
+
+
+@pytest.mark.parametrize(("command", "split"), [("test", "test"), ("validate", "val")])
+def test_the_same_scores_change_nothing_and_are_shown(command, split, scored, capsys):
+    before = contents(Path("runs"))
+    came = typed(capsys, command, *scored)
+    assert came.code == 0
+    assert contents(Path("runs")) == before, "no version folder, no other config, the same numbers"
+    assert f"Personalized models after round 2, on each client's {split} data" in came.out
+    assert "worst 10%" in came.out
+    assert "dirpath has changed" not in came.out
+
+
+def test_scores_of_an_earlier_round_leave_later_ones(scored, capsys):
+    early = RUN / "early.ckpt"
+    shutil.copy(RUN / "checkpoints/last.ckpt", early)
+    shutil.move(early, RUN / "checkpoints/early.ckpt")
+    typed(capsys, "fit", *scored, "--trainer.max_epochs", "3")
+    before = rows(RUN / "metrics.csv")
+    typed(capsys, "test", *scored[:3], str(RUN / "checkpoints/early.ckpt"))
+    assert rows(RUN / "metrics.csv") == before
+    assert [row["round"] for row in rows(RUN / "clients.csv")][-3:] == ["3"] * 3
+
+
+def test_scores_after_aggregation_stand_beside_those_before(scored, capsys):
+    metrics = (RUN / "metrics.csv").read_text()
+    typed(capsys, "test", *scored, "--federation.evaluate", "after")
+    assert (RUN / "metrics.csv").read_text() == metrics
+    tested = [row for row in rows(RUN / "clients.csv") if row["split"] == "test"]
+    assert [row["model"] for row in tested] == ["personalized:before"] * 3 + ["personalized:after"] * 3
+
+
+def test_another_model_or_other_data_are_not_scored(scored, capsys):
+    before = contents(Path("runs"))
+    for option, value in (("model.tau", "0.2"), ("data.seed", "5")):
+        came = typed(capsys, "test", *scored, f"--{option}={value}")
+        assert came.code == 2
+        assert came.errors[0].startswith(f"lit-pfl: error: {option}={value}: the run that wrote the checkpoint has ")
+    assert contents(Path("runs")) == before
+
+
+def test_predictions_are_those_that_the_test_scores(scored, capsys):
+    before = contents(RUN)
+    came = typed(capsys, "predict", *scored)
+    assert came.out.splitlines()[-1] == f"180 predictions: {RUN / 'predictions.csv'}"
+    after = contents(RUN)
+    assert after.pop("predictions.csv")
+    assert after == before
+    predictions = rows(RUN / "predictions.csv")
+    assert list(predictions[0]) == ["client", "sample", "label", "prediction", "probability"]
+    for row in rows(RUN / "clients.csv")[-3:]:
+        own = [p for p in predictions if p["client"] == row["client"]]
+        assert len(own) == int(row["n"])
+        assert sum(p["label"] == p["prediction"] for p in own) / len(own) == pytest.approx(float(row["acc"]))
+        assert all(0.1 <= float(p["probability"]) <= 1 for p in own)
+    data = Digits(num_clients=3, permute_labels=True)
+    data.setup()
+    samples = [int(p["sample"]) for p in predictions if p["client"] == "1"]
+    assert samples == data.indices["test"][1].tolist()
+    labels = torch.cat([labels for _, labels in data.client(1).test]).tolist()
+    assert [int(p["label"]) for p in predictions if p["client"] == "1"] == labels
+
+
+def test_without_a_checkpoint_it_is_said_that_weights_are_untrained(capsys):
+    for command in ("test", "validate"):
+        came = typed(capsys, command, *TINY)
+        assert came.code == 0
+        assert "No --ckpt_path is given: the weights are untrained" in came.out
+        assert "Untrained models, on each client's" in came.out
+    assert typed(capsys, "predict", *TINY).errors[0].startswith("lit-pfl: error: ckpt_path: predict needs a checkpoint")
+    assert not Path("runs").exists()
+
+
+def test_progress_says_of_which_round_an_accuracy_is(capsys):
+    out = typed(capsys, "fit", *TINY, "--trainer.check_val_every_n_epoch", "2", "--trainer.max_epochs", "3").out
+    lines = [line for line in out.splitlines() if line.startswith("round ")]
+    acc = f"{float(rows(RUN / 'metrics.csv')[1]['val/acc']):.4f}"
+    assert "accuracy - " in lines[0]
+    assert f"accuracy {acc} ·" in lines[1]
+    assert f"accuracy {acc} (of round 2) ·" in lines[2]

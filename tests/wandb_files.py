@@ -1,0 +1,55 @@
+"""What W&B writes of a run without a network."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wandb.proto import wandb_internal_pb2
+
+
+def leveldb_records(log: bytes):
+    """Cut an offline run's file into records: LevelDB's log format, in blocks of 32 KiB after a header of 7 bytes."""
+    position, record = 7, b""
+    while position + 7 <= len(log):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        length, kind = int.from_bytes(log[position + 4 : position + 6], "little"), log[position + 6]
+        record += log[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or last part
+            yield record
+            record = b""
+
+
+def records(run: Path) -> Iterator[wandb_internal_pb2.Record]:
+    """Read an offline run back."""
+    for data in leveldb_records(run.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        yield record
+
+
+def wandb_config(run: Path) -> dict[str, Any]:
+    """Return the options that a run is filtered by."""
+    return {
+        item.key: json.loads(item.value_json)
+        for record in records(run)
+        for item in [*record.run.config.update, *record.config.update]
+    }
+
+
+def wandb_history(run: Path) -> tuple[list[dict[str, object]], dict[str, str]]:
+    """Return the rows of a run's history, and each metric's x-axis."""
+    history, axes, names = [], {}, {}
+    for record in records(run):
+        if record.WhichOneof("record_type") == "history":
+            history.append(
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
+        elif record.WhichOneof("record_type") == "metric":
+            names[len(names) + 1] = record.metric.name
+            axes[record.metric.name] = record.metric.step_metric or names.get(record.metric.step_metric_index, "")
+    return history, axes
