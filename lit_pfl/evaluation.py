@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.learners import SkipBatch, call_step, evaluating, recorded, size_of, training_loss, unchanged
 from lit_pfl.lightning_internals import in_hook
+from lit_pfl_callbacks.clients import worst_tenth
 
 Split = Literal["val", "test"]
 STAGES: dict[str, str] = {"val": "validation", "test": "test"}
@@ -128,9 +129,3 @@ def summary(rows: list[Row], split: str, higher_is_better: Mapping[str, bool]) -
         if (higher := higher_is_better.get(name)) is not None:
             metrics[f"{split}/{name}_worst10"] = fmean(worst_tenth(values, higher))
     return metrics
-
-
-def worst_tenth(values: list[float], higher_is_better: bool) -> list[float]:
-    """Return the worst tenth of sorted values, at least one."""
-    count = math.ceil(len(values) / 10)
-    return values[:count] if higher_is_better else values[-count:]

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lit_pfl.client import Client, ClientSpec
 from lit_pfl.coordinator import Coordinator, Ledger
-from lit_pfl.data import FederatedDataModule
+from lit_pfl.data import FederatedDataModule, labels_of, samples_of
 from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer
 from lit_pfl.errors import ConfigError
@@ -349,6 +349,11 @@ class Federation(QuickModule):
             for client, batches in predicted.items()
             if batches  # a client may have no test samples
         }
+
+    def test_samples(self, client: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the (n,) places in the data set of a client's test samples, and their (n,) labels if they have any."""
+        data = self.data.client(client)
+        return samples_of(data.test), None if data.num_classes is None else labels_of(data.test)
 
     @property
     def traffic(self) -> Ledger:

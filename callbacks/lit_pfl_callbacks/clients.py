@@ -1,7 +1,7 @@
 """What every client achieved: ``clients.csv`` during the run, a table at its end."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -18,15 +18,17 @@ from lit_pfl_callbacks.run_folder import (
     write_rows,
 )
 
-COLUMNS = ["client", "round", "split", "model", "n", "acc", "loss"]
+COLUMNS = ["client", "round", "split", "model", "n"]  # and a column for every metric
+TITLES = {"acc": "accuracy"}
 
 
 class ClientsTable(L.Callback):
     """Writes ``clients.csv`` into the run folder, and prints a table of all clients when a run ends.
 
     The module tells the scores of its latest evaluation in ``rows``: objects with the attributes ``client``, ``round``,
-    ``split``, ``model``, ``n``, ``acc`` and ``loss``. A ``model`` that ends in ``:joining`` is that of a client that
-    has never trained, as it would join now.
+    ``split``, ``model``, ``n`` and ``scores``, a number for every metric; and in ``higher_is_better``, by metric, which
+    end is the good one. A ``model`` that ends in ``:joining`` is that of a client that has never trained, as it would
+    join now.
 
     Args:
         show: whether to print the table.
@@ -68,7 +70,7 @@ class ClientsTable(L.Callback):
         if not rows or not trainer.is_global_zero or not trainer.loggers:
             return
         path = run_folder(trainer) / "clients.csv"
-        records = [{column: getattr(row, column) for column in COLUMNS} for row in rows]
+        records = _records(rows)
         if not self._began:
             split = rows[0].split  # a test of the last round comes after that round's validation, and beside it
             step = rows[0].round + (split == "test")
@@ -80,7 +82,7 @@ class ClientsTable(L.Callback):
             write_rows(path, kept + records)
             self._began = True
             return
-        append_rows(path, records, COLUMNS)
+        append_rows(path, records, list(records[0]))
 
     def _add(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put scores of one round among those of all rounds, in place of the same ones."""
@@ -88,7 +90,7 @@ class ClientsTable(L.Callback):
         if not rows or not trainer.is_global_zero or not trainer.loggers:
             return
         path = run_folder(trainer) / "clients.csv"
-        records = [{column: getattr(row, column) for column in COLUMNS} for row in rows]
+        records = _records(rows)
         new = {(str(row.round), row.split, row.model) for row in rows}
         kept = [row for row in read_rows(path) if (row["round"], row["split"], row["model"]) not in new]
         write_rows(path, sorted(kept + records, key=lambda row: (int(row["round"]), row["split"] == "test")))
@@ -105,37 +107,45 @@ class ClientsTable(L.Callback):
         if when and first.round:
             title += f" ({when} aggregation)"
         table = Table(title=title, title_justify="left", title_style="bold")
-        for column in ("client", "images", "accuracy", "loss", "sent", "received"):
+        names = list(dict.fromkeys(name for row in rows for name in row.scores))
+        for column in ("client", "samples", *(TITLES.get(name, name) for name in names), "sent", "received"):
             table.add_column(column, justify="right")
-        ordered = sorted(rows, key=lambda row: row.acc)
-        shown = rows
-        if len(rows) > self.most:
-            half = self.most // 2
-            shown = ordered[:half] + [None] + ordered[-half:]
+        directions = getattr(pl_module, "higher_is_better", {})
+        shown = self._shown(rows, names, directions)
         traffic = getattr(getattr(pl_module, "traffic", None), "clients", {})
         for row in shown:
             if row is None:
-                table.add_row(*["..."] * 6)
+                table.add_row(*["..."] * (4 + len(names)))
                 continue
-            up, down = traffic.get(row.client, (0, 0))
-            table.add_row(
-                str(row.client), str(row.n), f"{row.acc:.4f}", f"{row.loss:.4f}", human_bytes(up), human_bytes(down)
-            )
-        acc = [row.acc for row in ordered]
-        worst = acc[: math.ceil(len(acc) / 10)]
+            sent = map(human_bytes, traffic.get(row.client, (0, 0)))
+            table.add_row(str(row.client), str(row.n), *(_number(row.scores.get(name)) for name in names), *sent)
         table.add_section()
-        total = (
-            human_bytes(sum(up for up, _ in traffic.values())),
-            human_bytes(sum(down for _, down in traffic.values())),
-        )
-        table.add_row("mean", "", f"{fmean(acc):.4f}", f"{fmean(row.loss for row in rows):.4f}", *total)
-        table.add_row("std", "", f"{pstdev(acc):.4f}", "", "(all)", "(all)")
-        table.add_row("worst 10%", "", f"{fmean(worst):.4f}", "", "", "")
+        total = [human_bytes(sum(sizes[way] for sizes in traffic.values())) for way in (0, 1)]
+        columns = {name: sorted(row.scores[name] for row in rows if name in row.scores) for name in names}
+        table.add_row("mean", "", *(_number(fmean(values)) for values in columns.values()), *total)
+        spread = (name for name in names if not name.endswith("loss"))
+        std = {name: _number(pstdev(columns[name])) for name in spread}
+        table.add_row("std", "", *(std.get(name, "") for name in names), "(all)", "(all)")
+        worst = {
+            name: _number(fmean(worst_tenth(columns[name], directions[name]))) for name in names if name in directions
+        }
+        if worst:
+            table.add_row("worst 10%", "", *(worst.get(name, "") for name in names), "", "")
         console = Console(width=max(80, Console().width))
         console.print(table)
         if joining and first.round:
             console.print(f"Clients that have never trained, scored as they would join now: {joining}.")
         self._say_what_next(console, trainer)
+
+    def _shown(self, rows: list[Any], names: list[str], directions: Mapping[str, bool]) -> list[Any]:
+        """Return the rows to print: all, or the worst and the best, with None in between."""
+        by = next((name for name in names if name in directions), None)
+        if len(rows) <= self.most:
+            return rows
+        if by is not None:
+            rows = sorted(rows, key=lambda row: row.scores.get(by, 0.0), reverse=not directions[by])
+        half = self.most // 2
+        return [*rows[:half], None, *rows[-half:]]
 
     def _say_what_next(self, console: Console, trainer: L.Trainer) -> None:
         if not trainer.loggers:
@@ -151,6 +161,24 @@ class ClientsTable(L.Callback):
             rounds = (trainer.max_epochs or 0) * 2
             console.print("Next, twice as many rounds:", highlight=False)
             console.print(f"  {command} --trainer.max_epochs {rounds}", highlight=False, soft_wrap=True)
+
+
+def _records(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    names = dict.fromkeys(name for row in rows for name in row.scores)
+    return [
+        {column: getattr(row, column) for column in COLUMNS} | {name: row.scores.get(name, "") for name in names}
+        for row in rows
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def worst_tenth(values: list[float], higher_is_better: bool) -> list[float]:
+    """Return the worst tenth of sorted values, at least one."""
+    count = math.ceil(len(values) / 10)
+    return values[:count] if higher_is_better else values[-count:]
 
 
 def human_bytes(size: float) -> str:

@@ -1,5 +1,6 @@
 """What the models say of every test sample: ``predictions.csv``."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ class Predictions(L.Callback):
     """Writes ``predictions.csv`` into the run folder: client, sample, label, prediction, probability.
 
     ``sample`` is the sample's place in the data set, ``label`` and ``prediction`` are in the client's own numbering of
-    classes, ``probability`` is the prediction's. The module's predictions of a batch are (n, classes) logits by client
-    id; the data module's ``client(id).test`` has ``dataset``, (n,) places, and ``labels``, (n,).
+    classes, ``probability`` is the prediction's. Where predictions are no logits of classes, ``prediction`` is the
+    model's output and ``probability`` empty.
+
+    The module's predictions of a batch are (n, classes) logits, or other tensors, by client id; its
+    ``test_samples(client)`` returns the (n,) places of the client's test samples and their (n,) labels, or None.
     """
 
     def __init__(self) -> None:
@@ -24,24 +28,34 @@ class Predictions(L.Callback):
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        outputs: dict[int, Tensor],
+        outputs: dict[int, Any],
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         """Take in the predictions of some clients."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        for client, logits in outputs.items():
-            test = data.client(client).test
-            probability, prediction = logits.float().softmax(1).max(1)
-            columns = (test.dataset.tolist(), test.labels.tolist(), prediction.tolist(), probability.tolist())
+        module: Any = pl_module
+        for client, predicted in outputs.items():
+            samples, labels = module.test_samples(client)
             self._rows += [
-                {"client": client, "sample": sample, "label": label, "prediction": guess, "probability": f"{p:.6f}"}
-                for sample, label, guess, p in zip(*columns, strict=True)
-            ]
+                {"client": client, "sample": sample, "label": label, "prediction": guess, "probability": probability}
+                for sample, label, (guess, probability) in zip(
+                    samples.tolist(), ["" for _ in samples] if labels is None else labels.tolist(),
+                    _guesses(predicted, labels), strict=True,
+                )
+            ]  # fmt: skip
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write."""
         path: Path = run_folder(trainer) / "predictions.csv"
         write_rows(path, self._rows)
         print(f"{len(self._rows)} predictions: {path}")
+
+
+def _guesses(predicted: Any, labels: Tensor | None) -> Iterator[tuple[Any, str]]:
+    if labels is not None and isinstance(predicted, Tensor) and predicted.dim() == 2:
+        probability, guess = predicted.float().softmax(1).max(1)
+        yield from ((g, f"{p:.6f}") for g, p in zip(guess.tolist(), probability.tolist(), strict=True))
+    else:
+        batches = [predicted] if isinstance(predicted, Tensor) else predicted
+        yield from ((x.squeeze().tolist(), "") for batch in batches for x in batch)

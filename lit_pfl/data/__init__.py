@@ -6,7 +6,16 @@ from lit_pfl.data.domains import GROUPS, Domains
 from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.labels import label_permutation
 from lit_pfl.data.loader import BatchLoader, ImageSet, ResidentLoader
-from lit_pfl.data.loaders import example_of, identity_of, in_batches_of, in_order, labels_of, num_samples, part_of
+from lit_pfl.data.loaders import (
+    example_of,
+    identity_of,
+    in_batches_of,
+    in_order,
+    labels_of,
+    num_samples,
+    part_of,
+    samples_of,
+)
 from lit_pfl.data.partition import (
     IID,
     BalancedDirichlet,
@@ -52,4 +61,5 @@ __all__ = [
     "labels_of",
     "num_samples",
     "part_of",
+    "samples_of",
 ]

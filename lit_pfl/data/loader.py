@@ -100,6 +100,9 @@ class ResidentLoader(ABC):
     def identity(self) -> bytes:  # noqa: D102
         return len(self.dataset).to_bytes(8, "big") + self.dataset.cpu().numpy().tobytes()
 
+    def samples_of(self) -> Tensor:  # noqa: D102
+        return self.dataset
+
     def _with(self, **changes: Any) -> Self:
         other = copy.copy(self)
         vars(other).update(changes)

@@ -44,6 +44,8 @@ class Loader(Protocol):
 
     def identity(self) -> bytes: ...  # noqa: D102
 
+    def samples_of(self) -> Tensor: ...  # noqa: D102
+
 
 def num_samples(loader: Any) -> int:
     """Return how many samples a loader has, whether or not all of them come in every epoch."""
@@ -76,6 +78,11 @@ def part_of(loader: Any, positions: Tensor) -> Any:
 def in_batches_of(loader: Any, batch_size: int) -> Any:
     """Return a loader of the same samples in batches of another size."""
     return _of(loader).in_batches_of(batch_size)
+
+
+def samples_of(loader: Any) -> Tensor:
+    """Return the (n,) int64 places of the samples in the data set they are of."""
+    return _of(loader).samples_of()
 
 
 def labels_of(loader: Any) -> Tensor:
@@ -189,6 +196,10 @@ class _OfDataLoader:
         for batch in DataLoader(FixedDraws(some), 1, collate_fn=self.loader.collate_fn, generator=torch.Generator()):
             apply_to_collection(batch, Tensor, lambda x: known.append(x.cpu().contiguous().numpy().tobytes()))
         return b"|".join(known)
+
+    def samples_of(self) -> Tensor:
+        samples: Any = self.samples
+        return torch.tensor(samples.indices if isinstance(samples, Subset) else range(self.num_samples))
 
     def _batch_size(self) -> int:
         if self.loader.batch_size is None or type(self.loader.batch_sampler) is not BatchSampler:
