@@ -100,13 +100,16 @@ def test_metrics_of_a_round():
 
 
 def test_summary_counts_clients_equally_and_leaves_empty_ones_out():
-    rows = [Row(k, 1, "val", "", n, acc, 1.0) for k, (n, acc) in enumerate([(1, 0.2), (99, 0.8), (0, float("nan"))])]
-    metrics = summary(rows, "val")
+    rows = [
+        Row(k, 1, "val", "", n, {"acc": acc, "loss": 1.0})
+        for k, (n, acc) in enumerate([(1, 0.2), (99, 0.8), (0, float("nan"))])
+    ]
+    metrics = summary(rows, "val", {"acc": True})
     assert metrics["val/acc"] == pytest.approx(0.5)
     assert metrics["val/acc_std"] == pytest.approx(0.3)
     assert metrics["val/acc_worst10"] == 0.2
-    twenty = [Row(k, 1, "val", "", 1, k / 20, 1.0) for k in range(20)]
-    assert summary(twenty, "val")["val/acc_worst10"] == pytest.approx((0 + 1 / 20) / 2)
+    twenty = [Row(k, 1, "val", "", 1, {"acc": k / 20, "loss": 1.0}) for k in range(20)]
+    assert summary(twenty, "val", {"acc": True})["val/acc_worst10"] == pytest.approx((0 + 1 / 20) / 2)
 
 
 def test_evaluation_before_and_after_aggregation():
@@ -119,8 +122,8 @@ def test_evaluation_before_and_after_aggregation():
     member.download(after.coordinator.server.reply(2))
     expected = member.score(after.data.client(2).test)
     row = next(row for row in after.rows if row.client == 2)
-    assert (row.n, row.acc, row.loss) == (expected.n, expected.acc, expected.loss)
-    assert [row.acc for row in before.rows] != [row.acc for row in after.rows]
+    assert (row.n, row.scores["acc"], row.scores["loss"]) == (expected.n, expected.acc, expected.loss)
+    assert [row.scores["acc"] for row in before.rows] != [row.scores["acc"] for row in after.rows]
 
 
 def test_clients_that_never_trained_are_scored_as_they_would_join_now(tmp_path, capsys):
@@ -137,7 +140,7 @@ def test_clients_that_never_trained_are_scored_as_they_would_join_now(tmp_path, 
             kept = weights(federation)[row.client]
             member.download(federation.coordinator.server.reply(row.client))
         expected = member.evaluate(federation.data.client(row.client).test)
-        assert (row.acc, row.loss) == (expected.acc, expected.loss)
+        assert (row.scores["acc"], row.scores["loss"]) == (expected.acc, expected.loss)
         if row.client not in trained:
             assert not torch.equal(kept["backbone.head.weight"], member.backbone.head.weight)
     assert "Clients that have never trained, scored as they would join now: 2." in capsys.readouterr().out
@@ -165,7 +168,7 @@ def test_evaluating_a_sample_of_clients():
 def test_validate_test_and_predict_on_a_finished_federation():
     federation, tests = run(client(FedAvg)), trainer()
     [tested] = tests.test(federation, datamodule=federation.data, verbose=False)
-    assert tested["test/acc"] == pytest.approx(summary(federation.rows, "test")["test/acc"])
+    assert tested["test/acc"] == pytest.approx(summary(federation.rows, "test", {})["test/acc"])
     scored = federation.rows[1]
     [validated] = trainer().validate(federation, datamodule=digits(), verbose=False)
     assert 0 <= validated["val/acc"] <= 1
@@ -256,7 +259,7 @@ def test_the_short_way_through_a_batch_ends_where_the_trainer_s_own_does(method)
     for k in short.clients:
         a, b = (f.clients[k].trainer for f in (short, own))
         assert (a.global_step, a.current_epoch) == (b.global_step, b.current_epoch)
-        assert_equal(*[f._restored[k]["lr_schedulers"] for f in (short, own)])
+        assert_equal(*[f.engine._restored[k]["lr_schedulers"] for f in (short, own)])
     assert_equal(short.coordinator.state_dict(), own.coordinator.state_dict())
     assert short.rows == own.rows
 

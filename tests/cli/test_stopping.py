@@ -84,7 +84,7 @@ def test_a_signal_while_a_client_trains_is_heard_at_once(capsys):
     Path("mine.py").write_text(
         "import os, signal\nfrom lit_pfl.methods import FedAvg\n"
         "class Mine(FedAvg):\n"
-        "    def begin_epoch(self, epoch):\n"
+        "    def begin_epoch(self, epoch, local_epochs):\n"
         "        if self.trainer.current_epoch == 1 and self.spec.client_id == 1:\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
     )

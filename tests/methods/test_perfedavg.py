@@ -136,7 +136,7 @@ def test_without_an_inner_step_it_is_fedavg_on_the_second_parts_bit_for_bit(orde
     ours = client(PerFedAvg, alpha=0.0, backbone=NormNet, **options)
     federations = [run(method, digits(3, batch_size=64)) for method in (ours, client(SecondParts, backbone=NormNet))]
     assert_equal(weights(federations[0]), weights(federations[1]))
-    assert [row.acc for row in federations[0].rows] == [row.acc for row in federations[1].rows]
+    assert [row.scores["acc"] for row in federations[0].rows] == [row.scores["acc"] for row in federations[1].rows]
 
 
 @pytest.mark.parametrize(("order", "parts"), [("first", 2), ("hessian_free", 3)])
@@ -183,7 +183,7 @@ def test_what_is_evaluated_is_one_step_away(permuted):
             hits = int((expected.argmax(1) == labels.numpy()).sum())
         score = member.evaluate(member.data.test)
         assert round(score.acc * score.n) == hits  # the test data are one batch
-        assert federation.rows[k].acc == score.acc
+        assert federation.rows[k].scores["acc"] == score.acc
     assert_equal(weights(federation), before)
 
 
@@ -217,7 +217,7 @@ def test_testing_a_checkpoint_gives_the_last_round_s_scores(tmp_path, evaluate):
     for found in predicted:
         for k, z in found.items():
             labels = torch.cat([y for _, y in restored.data.client(k).test])
-            assert float((z.argmax(1) == labels).double().mean()) == pytest.approx(federation.rows[k].acc)
+            assert float((z.argmax(1) == labels).double().mean()) == pytest.approx(federation.rows[k].scores["acc"])
 
 
 def test_heads_stay_at_home_under_permuted_labels():
