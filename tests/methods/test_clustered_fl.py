@@ -247,7 +247,7 @@ def test_two_kinds_of_clients_are_told_apart_and_served_better():
     clustered = run(softmax_regression(ClusteredFL, **SUITABLE), two_groups(), rounds=6)
     assert clustered.coordinator.server.clusters == [[0, 2, 4], [1, 3, 5]]
     averaged = run(softmax_regression(FedAvg), two_groups(), rounds=6)
-    accuracy = [sum(row.acc for row in federation.rows) / 6 for federation in (clustered, averaged)]
+    accuracy = [sum(row.scores["acc"] for row in federation.rows) / 6 for federation in (clustered, averaged)]
     assert accuracy[0] > accuracy[1] + 0.04
     assert "backbone.head.weight" in clustered.coordinator.server.reply(0)
 

@@ -53,7 +53,7 @@ def members(num_clients=3, seed=0, **options):
         clients[k].data = data.client(k)
         clients[k].eval()
     server = clients[0].configure_server()
-    server.start({k: ClientInfo(10, c.upload()) for k, c in clients.items()})
+    server.start({k: ClientInfo(10, c.initial()) for k, c in clients.items()})
     return clients, server
 
 
@@ -64,6 +64,7 @@ def sub_round(clients, server, take_part=None, train=lambda client: None):
         clients[k].download(server.reply(k))
         clients[k].begin_round()
         train(clients[k])
+        clients[k].end_round()
         uploads[k] = clients[k].upload()
         assert {n: (t.shape, t.dtype) for n, t in uploads[k].items()} == dict(server.layout(k))
     server.aggregate(1 + server.step, uploads)
@@ -300,9 +301,9 @@ def test_layers_that_are_done_do_not_train_and_schedules_go_on():
                 assert torch.equal(tensor, server.model[f"{name}.{leaf}"])
                 assert not tensor.requires_grad
         assert all(t.requires_grad for _, layer in client.layers[2:] for t in layer.parameters())
-    [group] = federation._restored[0]["optimizer_states"][0]["param_groups"]
+    [group] = federation.engine._restored[0]["optimizer_states"][0]["param_groups"]
     assert group["lr"] == pytest.approx(0.1 * 0.5**3)  # halved every second of 6 epochs
-    assert len(federation._restored[0]["optimizer_states"][0]["state"]) == 4  # momentum of what trains
+    assert len(federation.engine._restored[0]["optimizer_states"][0]["state"]) == 4  # momentum of what trains
 
 
 # ------------------------------------------------------------------------------------------------------------- traffic
@@ -424,7 +425,7 @@ def test_with_nobody_left_the_sub_round_is_tried_again():
 def test_it_runs_with_whoever_takes_part(options):
     federation = run(fedma(), digits(4), rounds=2 * DEPTH + 1, **options)
     assert federation.coordinator.server.step == 2 * DEPTH + 1
-    assert all(row.n and 0 <= row.acc <= 1 for row in federation.rows)
+    assert all(row.n and 0 <= row.scores["acc"] <= 1 for row in federation.rows)
 
 
 class Poison(L.Callback):
@@ -493,12 +494,12 @@ def test_after_a_communication_round_all_clients_have_the_global_network():
 
 def test_three_clients_learn_digits_in_two_communication_rounds():
     federation = run(fedma(), digits(3), rounds=2 * DEPTH, local_epochs=3, evaluate="after")
-    assert np.mean([row.acc for row in federation.rows]) > 0.6
+    assert np.mean([row.scores["acc"] for row in federation.rows]) > 0.6
 
 
 def test_one_client_learns_too():
     federation = run(fedma(), digits(1), rounds=2 * DEPTH, local_epochs=2, evaluate="after")
-    assert federation.rows[0].acc > 0.8
+    assert federation.rows[0].scores["acc"] > 0.8
 
 
 # ------------------------------------------------------------------------------------------------------- what it takes
