@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from lit_pfl.last_good import LastGoodState
 
+from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.methods import FactorizedFL, FedAvg, FedPer, FedSpa, PFedPara, Scaffold, SimFed, StandAlone
 from tiny import assert_equal, client, digits, run, weights
 
@@ -21,7 +21,7 @@ def spoilt(method, own=None, **options):
 
         def upload(self):
             if own is not None and self.bad():
-                self.get_parameter(own).data.fill_(float("inf"))
+                self.learner.get_parameter(own).data.fill_(float("inf"))
             return super().upload()
 
     return client(Spoilt, **options)
@@ -40,10 +40,10 @@ def test_a_bad_batch_costs_a_round_and_no_more(method):
         federation = run(spoilt(method), rounds=4)
     assert not federation.coordinator.refused
     assert all(tensor.isfinite().all() for state in weights(federation).values() for tensor in state.values())
-    [state] = federation._restored[2]["optimizer_states"]
+    [state] = federation.engine._restored[2]["optimizer_states"]
     assert all(s["momentum_buffer"].isfinite().all() for s in state["state"].values())
     assert federation.clients[2].trainer.current_epoch == 4
-    assert all(row.loss == row.loss for row in federation.rows)
+    assert all(row.scores["loss"] == row.scores["loss"] for row in federation.rows)
 
 
 @pytest.mark.parametrize("optimizer", [None, adam])
@@ -54,13 +54,15 @@ def test_the_state_is_the_one_that_the_round_began_with(optimizer):
     with pytest.warns(UserWarning, match="Client 2"):
         two = run(spoilt(StandAlone, **options), rounds=2)
     assert_equal(weights(two)[2], weights(one)[2])
-    a, b = (f._restored[2]["optimizer_states"][0]["state"] for f in (one, two))
+    a, b = (f.engine._restored[2]["optimizer_states"][0]["state"] for f in (one, two))
     assert_equal(a, b)
     assert not torch.equal(weights(two)[1]["backbone.head.weight"], weights(one)[1]["backbone.head.weight"])
 
 
 def test_what_never_travels_is_looked_at_too():
-    with pytest.warns(UserWarning, match=r"Client 2: its own tensor 'backbone\.head\.weight' holds NaN or infinity"):
+    with pytest.warns(
+        UserWarning, match=r"Client 2: its own tensor 'learner\.backbone\.head\.weight' holds NaN or infinity"
+    ):
         federation = run(spoilt(FedPer, own="backbone.head.weight"), digits(permute_labels=True), rounds=2)
     assert len(federation.coordinator.refused) == 1
     assert weights(federation)[2]["backbone.head.weight"].isfinite().all()

@@ -19,7 +19,7 @@ def rates(counts, rounds=6, fits=1, **options):
     seen = []
 
     class Noting(FedAvg):
-        def begin_epoch(self, epoch):
+        def begin_epoch(self, epoch, local_epochs):
             [optimizer] = self.trainer.optimizers
             seen.append((self.spec.client_id, self.completed_rounds + 1, epoch, optimizer.param_groups[0]["lr"]))
 

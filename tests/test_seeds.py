@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from lit_pfl import Federation
-from lit_pfl.cli import last_checkpoint
-from lit_pfl.lightning_internals import AtomicCheckpointIO
+from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint
 from lit_pfl.methods import FactorizedFL, FedFOMO, SimFed
 from tiny import assert_equal, client, digits, trainer, weights
 
@@ -21,8 +20,7 @@ DRAWS = {
 def test_what_a_server_draws_after_a_resume_in_another_process(tmp_path, method):
     def run(folder, rounds, process, resume=False):
         torch.manual_seed(process)
-        checkpoint = last_checkpoint()
-        checkpoint.dirpath = str(tmp_path / folder)
+        checkpoint = LastCheckpoint(tmp_path / folder)
         federation = Federation(DRAWS[method](), threads=1)
         fitting = trainer(rounds, callbacks=[checkpoint], enable_checkpointing=True)
         fitting.fit(federation, datamodule=digits(), ckpt_path=tmp_path / folder / "last.ckpt" if resume else None)

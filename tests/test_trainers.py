@@ -4,11 +4,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lit_pfl.trainers import OWNED
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
+from lit_pfl.engines.trainers import OWNED
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LeanEpochLoop, make_lean
 from lit_pfl.methods import APFL, FedAvg, PerFedAvg
