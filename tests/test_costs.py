@@ -30,7 +30,7 @@ class NoTest(Federation):
     """A federation whose models are of no interest."""
 
     def on_fit_end(self) -> None:
-        self.hub.abort()
+        self.engine.abort()
 
 
 def elements_per_round(method: Client, rounds: int = 1) -> float:
@@ -103,4 +103,4 @@ def test_parameter_counts():
     body = [layer for _, layer in factorized_layers(member.backbone.body)]
     assert sum(layer.u.numel() + layer.v.numel() for layer in body) == 270_616
     assert sum(layer.u.numel() for layer in body) == 88
-    assert member.get_parameter(member.criterion).numel() == 65_536
+    assert member.learner.get_parameter(member.criterion).numel() == 65_536

@@ -9,7 +9,7 @@ import torch
 from lit_pfl import Federation, Payload
 from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.federation import Row, summary
+from lit_pfl.evaluation import Row, score, summary
 from lit_pfl.methods import FedAvg, SimFed, StandAlone
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from tiny import Backwards, TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
@@ -100,10 +100,8 @@ def test_metrics_of_a_round():
 
 
 def test_summary_counts_clients_equally_and_leaves_empty_ones_out():
-    rows = [
-        Row(k, 1, "val", "", n, {"acc": acc, "loss": 1.0})
-        for k, (n, acc) in enumerate([(1, 0.2), (99, 0.8), (0, float("nan"))])
-    ]
+    found = enumerate([(1, 0.2), (99, 0.8), (0, float("nan"))])
+    rows = [Row(k, 1, "val", "", n, {"acc": acc, "loss": 1.0}) for k, (n, acc) in found]
     metrics = summary(rows, "val", {"acc": True})
     assert metrics["val/acc"] == pytest.approx(0.5)
     assert metrics["val/acc_std"] == pytest.approx(0.3)
@@ -120,9 +118,10 @@ def test_evaluation_before_and_after_aggregation():
     member = after.clients[2]
     assert not torch.equal(member.backbone.head.weight, after.coordinator.server.model["backbone.head.weight"])
     member.download(after.coordinator.server.reply(2))
-    expected = member.score(after.data.client(2).test)
+    expected = score(member.learner, after.data.client(2).test, "test")
     row = next(row for row in after.rows if row.client == 2)
-    assert (row.n, row.scores["acc"], row.scores["loss"]) == (expected.n, expected.acc, expected.loss)
+    assert row.scores.keys() == {"acc", "loss"}
+    assert (row.n, row.scores) == (expected.n, expected.values)
     assert [row.scores["acc"] for row in before.rows] != [row.scores["acc"] for row in after.rows]
 
 
@@ -139,8 +138,8 @@ def test_clients_that_never_trained_are_scored_as_they_would_join_now(tmp_path, 
         if row.client not in trained:
             kept = weights(federation)[row.client]
             member.download(federation.coordinator.server.reply(row.client))
-        expected = member.evaluate(federation.data.client(row.client).test)
-        assert (row.scores["acc"], row.scores["loss"]) == (expected.acc, expected.loss)
+        expected = score(member.learner, federation.data.client(row.client).test, "test")
+        assert (row.n, row.scores) == (expected.n, expected.values)
         if row.client not in trained:
             assert not torch.equal(kept["backbone.head.weight"], member.backbone.head.weight)
     assert "Clients that have never trained, scored as they would join now: 2." in capsys.readouterr().out
@@ -168,7 +167,7 @@ def test_evaluating_a_sample_of_clients():
 def test_validate_test_and_predict_on_a_finished_federation():
     federation, tests = run(client(FedAvg)), trainer()
     [tested] = tests.test(federation, datamodule=federation.data, verbose=False)
-    assert tested["test/acc"] == pytest.approx(summary(federation.rows, "test", {})["test/acc"])
+    assert tested["test/acc"] == pytest.approx(summary(federation.rows, "test", {"acc": True})["test/acc"])
     scored = federation.rows[1]
     [validated] = trainer().validate(federation, datamodule=digits(), verbose=False)
     assert 0 <= validated["val/acc"] <= 1
@@ -348,17 +347,17 @@ def test_running_statistics_travel_only_when_asked_to(norm_stats):
 def test_channels_last_where_it_pays():
     """Wide convolutions are laid out channels last on CPU; results are those of the other lay-out, but for rounding."""
     runs = [run(client(FedAvg, backbone=wide, channels_last=x), rounds=1) for x in (None, False)]
-    assert [f.clients[0].channels_last for f in runs] == [True, False]
+    assert [f.clients[0].learner.channels_last for f in runs] == [True, False]
     for k, state in weights(runs[0]).items():
         torch.testing.assert_close(state, weights(runs[1])[k], atol=1e-3, rtol=1e-3)
-    assert run(client(FedAvg), rounds=1).clients[0].channels_last is False
+    assert run(client(FedAvg), rounds=1).clients[0].learner.channels_last is False
 
 
 def wide(channels, classes):
     return TinyNet(channels, classes, width=64)
 
 
-def test_defaults_of_a_pattern_are_shared_by_no_one():
+def test_defaults_of_a_prototype_are_shared_by_no_one():
     federation = run(client(FedAvg), rounds=1)
     memory = [p.data_ptr() for member in federation.clients.values() for p in member.parameters()]
     assert len(set(memory)) == len(memory)

@@ -69,7 +69,7 @@ def test_killed_and_resumed_equals_never_killed(tmp_path, method, kill):
     for name in ("metrics.csv", "clients.csv"):
         assert (tmp_path / "whole" / name).read_text() == (tmp_path / "killed" / name).read_text()
     assert len((tmp_path / "whole" / "metrics.csv").read_text().splitlines()) == ROUNDS + 1
-    momentum = whole._restored[whole.participants(0)[0]]["optimizer_states"][0]["state"][0]["momentum_buffer"]
+    momentum = whole.engine._restored[whole.participants(0)[0]]["optimizer_states"][0]["state"][0]["momentum_buffer"]
     assert momentum.abs().sum() > 0
 
 

@@ -146,7 +146,7 @@ def federation(
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
     )  # fmt: skip
     run = Federation(method, seed=1, threads=threads)
-    run.on_fit_end = lambda: run.hub.stop()  # type: ignore[method-assign]  # without the test at the end
+    run.on_fit_end = lambda: run.engine.stop()  # type: ignore[method-assign]  # without the test at the end
     trainer.fit(run, datamodule=data)
 
 

@@ -24,7 +24,7 @@ def test_every_pair_of_every_group_has_a_row_a_round(tmp_path):
     rows = list(csv.DictReader((tmp_path / "run" / "similarity.csv").open()))
     assert {(row["round"], row["group"]) for row in rows} == {("1", "u"), ("1", "v"), ("3", "u"), ("3", "v")}
     assert len(rows) == 2 * 2 * 3
-    states = {k: c.state_dict() for k, c in federation.clients.items()}
+    states = {k: c.learner.state_dict() for k, c in federation.clients.items()}
     [row] = [r for r in rows if (r["round"], r["group"], r["client"], r["other"]) == ("3", "v", "0", "2")]
     expected = torch.cosine_similarity(*(states[k]["backbone.body.0.v"].flatten() for k in (0, 2)), dim=0)
     assert float(row["cosine"]) == pytest.approx(float(expected), abs=1e-6)

@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lit_pfl import Client, Federation
+from lit_pfl.client import ClientSpec
 from lit_pfl.data import BatchLoader, Digits, Dirichlet, Uniform
+from lit_pfl.learners import OptimizerCallable, SchedulerCallable
 from tiny import Parts, client, digits, trainer
 
 
@@ -60,22 +63,35 @@ class Point(nn.Module):
         super().__init__()
         self.first, self.second = (nn.Parameter(torch.tensor(part)) for part in np.split(start, [1]))
 
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.cat([self.first, self.second]).expand(len(images), -1)
+    def forward(self) -> Tensor:
+        return torch.cat([self.first, self.second])
+
+
+class QuadraticLearner(L.LightningModule):
+    """A learner whose training loss is its client's quadratic, whatever the batch, and by which it is scored too."""
+
+    client_id: int
+
+    def __init__(self, problem: Quadratics, optimizer: OptimizerCallable, scheduler: SchedulerCallable | None) -> None:
+        super().__init__()
+        self.problem, self.make_optimizer, self.make_scheduler = problem, optimizer, scheduler
+        self.backbone = Point(problem.start)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        away = self.backbone() - torch.tensor(self.problem.b[self.client_id])
+        return away @ torch.tensor(self.problem.a[self.client_id]) @ away / 2
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return optimizer if self.make_scheduler is None else ([optimizer], [self.make_scheduler(optimizer)])
 
 
 class QuadraticClient(Client):
-    """What lies below a method: the loss of its learner is that of a quadratic."""
+    """What lies below a method: it tells its learner which quadratic is the client's."""
 
-    problem: Quadratics
-
-    def loss(self, learner: Any, batch: Any, batch_idx: int) -> Tensor:
-        k, w = self.spec.client_id, torch.cat([learner.backbone.body.first, learner.backbone.body.second])
-        away = w - torch.tensor(self.problem.b[k])
-        return away @ torch.tensor(self.problem.a[k]) @ away / 2
-
-    def mean_loss(self, batches: Any) -> float:
-        return float(self.loss(self.learner, None, 0).detach())
+    def configure(self, spec: ClientSpec, alone: bool = False) -> None:
+        self.learner.client_id = spec.client_id
+        super().configure(spec, alone)
 
 
 def sgd(lr: float, **options: Any) -> Callable[[Any], torch.optim.Optimizer]:
@@ -86,11 +102,17 @@ def halved_every_other_epoch(optimizer: torch.optim.Optimizer) -> torch.optim.lr
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
 
-def quadratic(method: type[Client], problem: Quadratics, lr: float = 0.1, **options: Any) -> Client:
+def quadratic(
+    method: type[Client],
+    problem: Quadratics,
+    lr: float = 0.1,
+    optimizer: OptimizerCallable | None = None,
+    scheduler: SchedulerCallable | None = None,
+    **options: Any,
+) -> Client:
     """Return a client of a method whose loss is a quadratic, in double precision."""
-    kind: Any = type(method.__name__, (method, QuadraticClient), {"problem": problem})
-    own: dict[str, Any] = {"optimizer": sgd(lr), "scheduler": None, **options}
-    return kind(backbone=lambda channels, classes: Parts(Point(problem.start), nn.Identity()), **own)
+    kind: Any = type(method.__name__, (method, QuadraticClient), {})
+    return kind(learner=QuadraticLearner(problem, optimizer or sgd(lr), scheduler), **options)
 
 
 def softmax_regression(method: type[Client], lr: float = 0.1, **options: Any) -> Client:
@@ -109,7 +131,7 @@ class SoftmaxRegression:
             [(images, labels)] = BatchLoader(train.data, train.dataset, len(train.dataset), train.label_map)
             self.data.append((images.flatten(1).double().numpy(), np.eye(10)[labels.numpy()]))
         with federation._drawing("weights"):
-            self.start = flat(federation.prototype.build(federation.clients[0].spec).state_dict())
+            self.start = flat(federation.prototype.build(federation.clients[0].spec).learner.state_dict())
 
     def _log_probabilities(self, k: int, w: np.ndarray) -> np.ndarray:
         logits = self.data[k][0] @ w[:640].reshape(10, 64).T + w[640:]
@@ -124,7 +146,7 @@ class SoftmaxRegression:
         return np.concatenate([(by_logit.T @ images).ravel(), by_logit.sum(0)])
 
 
-def flat(tensors: Mapping[str, Tensor], prefix: str = "learner.backbone.") -> np.ndarray:
+def flat(tensors: Mapping[str, Tensor], prefix: str = "backbone.") -> np.ndarray:
     """Return the tensors of a name as one vector in double precision, in their order."""
     return np.concatenate([t.detach().double().numpy().ravel() for n, t in tensors.items() if n.startswith(prefix)])
 

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_pfl import Client
 from lit_pfl.coordinator import Coordinator
+from lit_pfl.engines import Upload
+from lit_pfl.errors import UploadError
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo
 
@@ -65,8 +67,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def servers_elsewhere() -> Iterator[None]:
     """Let servers see what clients upload on the second device, as on a GPU; checkpoints are read into CPU memory."""
-    settled: set[int] = set()
-    settle, start = Client.settle, Coordinator.start
+    placed: set[int] = set()
+    place, start = Client.place_on, Coordinator.start
     collect, state_dict, load = Coordinator.collect, Coordinator.state_dict, Coordinator.load_state_dict
 
     def on_two_devices(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,26 +84,27 @@ def servers_elsewhere() -> Iterator[None]:
     def received(reply: Payload) -> Payload:
         return Payload({k: x.here if isinstance(x, There) else x for k, x in reply.items()}, reply.sparse)
 
-    def settling(self: Client, device: torch.device) -> None:
-        settled.add(self.spec.client_id)
-        settle(self, device)
+    def placing(self: Client, device: torch.device) -> None:
+        placed.add(self.spec.client_id)
+        place(self, device)
 
     def starting(self: Coordinator, clients: Mapping[int, ClientInfo]) -> None:
-        if settled >= clients.keys():  # only then are they on their device
+        if placed >= clients.keys():  # only then are they on their device
             clients = {k: ClientInfo(info.num_samples, sent(info.initial)) for k, info in clients.items()}
         on_two_devices(start)(self, clients)
         reply = on_two_devices(self.server.reply)
         self.server.reply = lambda client: received(reply(client))  # type: ignore[method-assign]
 
-    def collecting(self: Coordinator, uploads: Any, trouble: Any = None) -> None:
-        on_two_devices(collect)(self, {client: sent(upload) for client, upload in uploads.items()}, trouble)
+    def collecting(self: Coordinator, uploads: Mapping[int, Upload]) -> None:
+        arrived = {k: upload if isinstance(upload, UploadError) else sent(upload) for k, upload in uploads.items()}
+        on_two_devices(collect)(self, arrived)
 
     def saving(self: Coordinator) -> Any:
         state = on_two_devices(state_dict)(self)
         return tree_map(lambda x: x.here if isinstance(x, There) else x, state)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Client, "settle", settling)
+        patch.setattr(Client, "place_on", placing)
         for name, method in {"start": starting, "collect": collecting, "state_dict": saving}.items():
             patch.setattr(Coordinator, name, method)
         patch.setattr(Coordinator, "load_state_dict", on_two_devices(load))

@@ -63,7 +63,7 @@ def test_two_rounds_equal_the_formulas(alpha, adaptive, mixing):
     expected = recorded.averaged(train, ALL)
     for k, member in recorded.members.items():
         assert_close(member.backbone, expected[k])
-        assert_close(member.personal, v[k])
+        assert_close(member.personal.backbone, v[k])
         assert float(member.alpha) == pytest.approx(alphas[k], abs=1e-5)
         images, _ = next(iter(member.data.test))
         x = images.flatten(1).double().numpy()
@@ -71,7 +71,8 @@ def test_two_rounds_equal_the_formulas(alpha, adaptive, mixing):
             "parameters": logits(combine(alphas[k], v[k], 1 - alphas[k], expected[k]), x),
             "logits": alphas[k] * logits(v[k], x) + (1 - alphas[k]) * logits(expected[k], x),
         }[mixing]
-        np.testing.assert_allclose(member.predict(images).detach().numpy(), mixture, atol=2e-4)
+        with torch.no_grad(), member.personalized() as learner:
+            np.testing.assert_allclose(learner(images).numpy(), mixture, atol=2e-4)
     assert (alphas != [alpha] * 3) is adaptive
 
 
@@ -94,16 +95,18 @@ def test_the_common_model_is_fedavg_s_bit_for_bit(mixing, client_trainer):
 class Twice(APFL):
     """The common model's gradient is there once more when the personal one's comes."""
 
-    def objective(self, images, labels):
-        return super().objective((images, labels), 0) + nn.functional.cross_entropy(self.backbone(images), labels)
+    def objective(self, batch, batch_idx):
+        images, labels = batch
+        return super().objective(batch, batch_idx) + nn.functional.cross_entropy(self.backbone(images), labels)
 
 
 class Attached(APFL):
     """The mixture's loss moves the common model."""
 
-    def objective(self, images, labels):
-        mixed = self.alpha * self.personal(images) + (1 - self.alpha) * self.backbone(images)
-        return self.loss(self.backbone, self.backbone(images), labels) + self.loss(self.personal, mixed, labels)
+    def objective(self, batch, batch_idx):
+        images, labels = batch
+        mixed = self.alpha * self.personal(images) + (1 - self.alpha) * self.learner(images)
+        return self.loss(self.learner, batch, batch_idx) + nn.functional.cross_entropy(mixed, labels)
 
 
 @pytest.mark.parametrize("wrong", [Twice, Attached])
@@ -151,13 +154,13 @@ def test_statistics_of_mixed_parameters_are_the_mixture_s():
         for weight in member.personal.parameters():
             weight.add_(torch.randn_like(weight))
     images = torch.randn(50, 1, 8, 8)
-    member.objective(images, torch.randint(10, (50,)))
-    w, v = arrays(member.backbone), arrays(member.personal)
+    member.objective((images, torch.randint(10, (50,))), 0)
+    w, v = arrays(member.backbone), arrays(member.personal.backbone)
     mixed = NormNet()
     mixed.load_state_dict({name: torch.tensor((w[name] + v[name]) / 2) for name in w}, strict=False)
     mixed(images)
-    torch.testing.assert_close(member.personal.body[1].running_mean, mixed.body[1].running_mean)
-    torch.testing.assert_close(member.personal.body[1].running_var, mixed.body[1].running_var)
+    torch.testing.assert_close(member.personal.backbone.body[1].running_mean, mixed.body[1].running_mean)
+    torch.testing.assert_close(member.personal.backbone.body[1].running_var, mixed.body[1].running_var)
     common = NormNet()
     common.load_state_dict({name: torch.tensor(w[name]) for name in w}, strict=False)
     common(images)

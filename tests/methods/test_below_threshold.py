@@ -81,7 +81,7 @@ def test_an_entry_that_trains_grows_until_it_is_sent(below, sent):
     member = beta(below, start="paper").build(spec(channels=1, image_size=8))
     name, seen = "backbone.body.0.mu", []
     for _ in sent:
-        member.get_parameter(name).detach()[0, 0, 0, 0] += 0.6 * THRESHOLD  # what training adds in a round
+        member.learner.get_parameter(name).detach()[0, 0, 0, 0] += 0.6 * THRESHOLD  # what training adds in a round
         upload = member.upload()
         seen.append(bool(upload[name][0, 0, 0, 0]))
         member.download(upload)

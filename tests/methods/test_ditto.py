@@ -47,7 +47,7 @@ def test_two_rounds_equal_the_formulas(lam):
     expected = recorded.averaged(train, ALL)
     for k, member in recorded.members.items():
         assert_close(member.backbone, expected[k])
-        assert_close(member.personal, v[k])
+        assert_close(member.personal.backbone, v[k])
 
 
 @pytest.mark.parametrize("personal_epochs", [1, 2])
@@ -71,7 +71,7 @@ def test_separate_personal_epochs_equal_the_formulas(personal_epochs):
     expected = recorded.averaged(train, ALL)
     for k, member in recorded.members.items():
         assert_close(member.backbone, expected[k])
-        assert_close(member.personal, v[k])
+        assert_close(member.personal.backbone, v[k])
 
 
 @pytest.mark.parametrize("client_trainer", TRAINERS)
@@ -118,15 +118,17 @@ def test_factorized_models_are_those_of_fedavg_and_stand_alone(l1_mode):
 @pytest.mark.parametrize("schedule", ["interleaved", "separate"])
 def test_the_personal_model_never_travels_and_starts_as_the_common_one(schedule):
     member = client(Ditto, schedule=schedule).build(spec(channels=1, image_size=8, local_epochs=2))
-    assert_equal(dict(member.personal.state_dict()), dict(member.backbone.state_dict()))
-    assert not {id(p) for p in member.personal.parameters()} & {id(p) for p in member.backbone.parameters()}
+    assert_equal(dict(member.personal.state_dict()), dict(member.learner.state_dict()))
+    assert not {id(p) for p in member.personal.parameters()} & {id(p) for p in member.learner.parameters()}
     federation = run(client(Ditto, schedule=schedule), digits(2, permute_labels=True), local_epochs=2)
     for member in federation.clients.values():
         assert set(member.upload()) == {f"backbone.body.{i}.{leaf}" for i in (0, 1) for leaf in ("weight", "bias")}
         assert member._start == []  # a sleeping client holds two networks, not three
         images, _ = next(iter(member.data.test))
         member.eval()
-        assert torch.equal(member.predict(images), member.personal(images))
+        with member.personalized() as learner:
+            assert torch.equal(learner(images), member.personal.backbone(images))
+            assert not torch.equal(learner(images), member.backbone(images))
 
 
 def test_absent_clients_and_resuming(tmp_path):

@@ -17,7 +17,7 @@ import lit_pfl.methods
 from lit_pfl import Client, Federation
 from lit_pfl.cli import main
 from lit_pfl.data import Digits
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint
 from lit_pfl.models import Backbone
 from lit_pfl.payload import Payload
@@ -234,11 +234,11 @@ def test_a_bad_upload_is_refused_and_the_round_goes_on(tester, monkeypatch):
     collect = lit_pfl.coordinator.Coordinator.collect
     refused: list[int] = []
 
-    def poisoned(self, uploads, trouble):
+    def poisoned(self, uploads):
+        assert not [upload for upload in uploads.values() if isinstance(upload, UploadError)]
         bad = Payload(
             {name: torch.full_like(t, torch.nan) if t.is_floating_point() else t for name, t in uploads[1].items()}
         )
-        assert not trouble
         collect(self, {**uploads, 1: bad} if len(bad) else uploads)
         refused.append(len(self.refused))
 

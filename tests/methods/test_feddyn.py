@@ -140,14 +140,14 @@ def test_deviations_of_others_stay_and_their_mean_is_the_server_s():
 class OnceBroken(QuadraticClient):
     """Client 2 gets lost in round 2."""
 
-    def objective(self, images, labels):
+    def objective(self, batch, batch_idx):
         lost = self.spec.client_id == 2 and self.current_epoch == 1
-        return super().objective((images, labels), 0) * (float("nan") if lost else 1.0)
+        return super().objective(batch, batch_idx) * (float("nan") if lost else 1.0)
 
 
 def test_a_refused_client_forgets_what_the_server_never_knew():
     problem = Quadratics.random()
-    method = type("Method", (FedDyn, OnceBroken), {"problem": problem})
+    method = type("Method", (FedDyn, OnceBroken), {})
     with pytest.warns(UserWarning, match="Client 2"):
         federation = run(quadratic(method, problem, alpha=3.0), equal(4), rounds=5)
     server = federation.coordinator.server

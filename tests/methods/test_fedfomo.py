@@ -9,12 +9,12 @@ from quadratic import chosen, flat, run_whole_and_in_two_parts, softmax_regressi
 
 from lit_pfl import Payload
 from lit_pfl.client import Factorization
-from lit_pfl.data import CropFlip, Digits
+from lit_pfl.data import CropFlip, Digits, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedFOMO, StandAlone, fedfomo
 from lit_pfl.methods.fedfomo import FedFOMOServer, by_client, gains_per_distance
 from lit_pfl.server import ClientInfo
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, digits, run, spec, weights
 
 # ------------------------------------------------------------------------------------------------------ the client
 
@@ -48,7 +48,7 @@ def test_rounds_equal_the_formulas(norm, order):
     train = [arrays(member.training_data()) for member in members]
     held = [arrays(member.held_back()) for member in members]
     with federation._drawing("weights"):
-        start = flat(federation.prototype.build(federation.clients[0].spec).state_dict())
+        start = flat(federation.prototype.build(federation.clients[0].spec).learner.state_dict())
 
     theta, base, p = [start] * 4, [start] * 4, np.zeros((4, 4))
     for round in range(rounds):
@@ -122,7 +122,7 @@ class Alike(Digits):
 
 
 def test_among_clients_that_are_alike_a_client_stays_put(monkeypatch):
-    monkeypatch.setattr(FedFOMO, "_parts", lambda self: 2 * (self.data.train.dataset,))
+    monkeypatch.setattr(FedFOMO, "_parts", lambda self: 2 * (torch.arange(len(self.data.train.dataset)),))
     data = Alike(num_clients=3, image_size=8, batch_size=2000)
     federation = run(softmax_regression(FedFOMO), data, rounds=3)
     before = weights(federation)
@@ -157,9 +157,9 @@ def test_where_no_model_helps_a_client_goes_back_to_where_it_started():
 def test_others_are_tried_with_the_own_head_and_running_statistics(monkeypatch):
     federation = run(client(FedFOMO), digits(3, permute_labels=True), rounds=2)
     member, others, states = federation.clients[0], federation.clients, []
-    score = FedFOMO.score
-    monkeypatch.setattr(FedFOMO, "score", lambda self, batches: states.append(
-        {name: t.clone() for name, t in self.state_dict().items()}) or score(self, batches))  # fmt: skip
+    mean_loss = FedFOMO.mean_loss
+    monkeypatch.setattr(FedFOMO, "mean_loss", lambda self, batches: states.append(
+        {name: t.clone() for name, t in self.learner.state_dict().items()}) or mean_loss(self, batches))  # fmt: skip
     trained, theirs = weights(federation)[0], weights(federation)
     reply = federation.coordinator.server.reply(0)
     shared = set(member.upload()) - {"affinity"}
@@ -178,7 +178,7 @@ def test_others_are_tried_with_the_own_head_and_running_statistics(monkeypatch):
     for name in member._network():
         assert torch.equal(states[0][name], member.base[name])
         if name not in shared:
-            assert torch.equal(member.state_dict()[name], trained[name])
+            assert torch.equal(member.learner.state_dict()[name], trained[name])
 
 
 def test_averaged_running_statistics_are_mixed_too():
@@ -187,7 +187,7 @@ def test_averaged_running_statistics_are_mixed_too():
     server, member = federation.coordinator.server, federation.clients[0]
     uploads = torch.stack([model[name] for model in server.latest.values()])
     member.download(server.reply(0))
-    mixed = member.get_buffer(name)
+    mixed = member.learner.get_buffer(name)
     assert ((uploads.amin(0) <= mixed) & (mixed <= uploads.amax(0))).all()
     assert name not in member.shared_weights()
 
@@ -215,7 +215,7 @@ def test_a_fifth_of_the_training_data_is_held_back():
 
 @pytest.mark.parametrize(("samples", "train", "held"), [(1, 1, 1), (2, 1, 1), (3, 2, 1), (10, 8, 2), (13, 10, 3)])
 def test_small_clients_hold_something_back_and_train_on_something(samples, train, held):
-    member = client(FedFOMO)
+    member = client(FedFOMO).build(spec(channels=1, image_size=8))
     data = digits(1)
     data.setup()
     member.data = data.client(0)
@@ -324,16 +324,17 @@ def test_a_reply_is_read_in_the_order_of_ids_however_it_travelled():
 # ------------------------------------------------------------------------------------------------------- federations
 
 
-class Alone(StandAlone):
-    """Stand-Alone on what FedFOMO trains on."""
-
-    val_fraction = 0.2
-    _parts, training_data = FedFOMO._parts, FedFOMO.training_data
-
-
 @pytest.mark.parametrize(("num_clients", "rounds"), [(1, 3), (4, 1)])
 def test_without_models_it_is_stand_alone_bit_for_bit(num_clients, rounds):
     fomo = run(client(FedFOMO), digits(num_clients), rounds=rounds)
+
+    class Alone(StandAlone):
+        """Stand-Alone on what FedFOMO trains on."""
+
+        def training_data(self):
+            trained_on, _ = fomo.clients[self.spec.client_id]._parts()
+            return part_of(super().training_data(), trained_on)
+
     alone = run(client(Alone), digits(num_clients), rounds=rounds)
     for k, state in weights(alone).items():
         assert_equal(state, {name: weights(fomo)[k][name] for name in state})

@@ -53,7 +53,7 @@ def members(num_clients=3, seed=0, **options):
         clients[k].data = data.client(k)
         clients[k].eval()
     server = clients[0].configure_server()
-    server.start({k: ClientInfo(10, c.upload()) for k, c in clients.items()})
+    server.start({k: ClientInfo(10, c.initial()) for k, c in clients.items()})
     return clients, server
 
 
@@ -64,6 +64,7 @@ def sub_round(clients, server, take_part=None, train=lambda client: None):
         clients[k].download(server.reply(k))
         clients[k].begin_round()
         train(clients[k])
+        clients[k].end_round()
         uploads[k] = clients[k].upload()
         assert {n: (t.shape, t.dtype) for n, t in uploads[k].items()} == dict(server.layout(k))
     server.aggregate(1 + server.step, uploads)

@@ -88,7 +88,7 @@ def test_absent_clients_and_resuming(tmp_path):
 @pytest.mark.parametrize(
     ("personal_layers", "message"),
     [
-        (3, r"model\.personal_layers=3: the backbone has 2 layers; give 0 to 2"),
+        (3, r"model\.personal_layers=3: the learner has 2 layers; give 0 to 2"),
         (-1, r"model\.personal_layers=-1"),
         (["layer9"], r"nothing of the body is named like 'layer9'; it has 0\.weight, 0\.bias"),
     ],

@@ -46,7 +46,7 @@ class Watch(L.Callback):
         self.seen: list[dict[str, torch.Tensor]] = []
 
     def on_train_epoch_start(self, trainer, pl_module):
-        self.seen.append({name: tensor.clone() for name, tensor in pl_module.state_dict().items()})
+        self.seen.append({name: tensor.clone() for name, tensor in pl_module.learner.state_dict().items()})
 
 
 @pytest.mark.parametrize("client_trainer", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 3}])

@@ -31,20 +31,26 @@ class Watched(FedSpa):
     def __init__(self, **options) -> None:
         super().__init__(**options)
         self.notes = []
+        self.ended = ()
+
+    def end_round(self) -> None:
+        before = {name: mask.clone() for name, mask in self.masks.items()}
+        weights = {name: self.learner.get_parameter(name) for name in before}
+        state = {name: weight.detach().clone() for name, weight in weights.items()}
+        super().end_round()
+        optimizer = self.trainer.optimizers[0].state
+        buffers = {
+            name: [value.clone() for value in optimizer[weight].values() if value.dim()]
+            for name, weight in weights.items()
+        }
+        after = {name: mask.clone() for name, mask in self.masks.items()}
+        self.ended = (int(self.round_number), before, after, state, buffers)
 
     def upload(self) -> Payload:
-        trained = self._trained
-        before = {name: mask.clone() for name, mask in self.masks.items()}
-        state = {name: self.get_parameter(name).detach().clone() for name in before}
         upload = super().upload()
-        if trained:
-            optimizer = self.trainer.optimizers[0].state
-            buffers = {
-                name: [value.clone() for value in optimizer[self.get_parameter(name)].values() if value.dim()]
-                for name in before
-            }
-            after = {name: mask.clone() for name, mask in self.masks.items()}
-            self.notes.append((int(self.round_number), before, after, state, buffers, upload))
+        if self.ended:
+            self.notes.append((*self.ended, upload))
+            self.ended = ()
         return upload
 
 
@@ -83,7 +89,7 @@ def test_rounds_equal_the_formulas(participation):
     federation = run(made, unequal(), rounds=rounds, local_epochs=2, participation=participation)
     with federation._drawing("weights"):
         fresh = federation.prototype.build(federation.clients[0].spec)
-    w = {name: fresh.get_parameter(name).detach().double() for name in NAMES}
+    w = {name: fresh.learner.get_parameter(name).detach().double() for name in NAMES}
     m = {k: {name: mask.clone() for name, mask in fresh.masks.items()} for k in range(4)}
     data = {}
     for k in range(4):
@@ -209,16 +215,16 @@ def test_gradients_are_those_of_the_dense_network_and_leave_no_trace():
     before = weights(federation)[0]
     member.backbone.body[-1].p = 0.0
     member.train()
-    got = member._gradients([member.get_parameter(name) for name in (CONV, HEAD)])
+    got = member._gradients([member.learner.get_parameter(name) for name in (CONV, HEAD)])
     assert_equal(weights(federation)[0], before)
     assert all(parameter.grad is None for parameter in member.parameters())
 
     copy = FedAvg(backbone=federation.prototype.make_backbone).build(member.spec)
-    copy.load_state_dict({name: value for name, value in before.items() if name in copy.state_dict()})
+    copy.learner.load_state_dict({name: before[name] for name in copy.learner.state_dict()})
     copy.backbone.body[-1].p = 0.0
     copy.objective((images, labels), 0).backward()
     for gradient, name in zip(got, (CONV, HEAD), strict=True):
-        torch.testing.assert_close(gradient, copy.get_parameter(name).grad)
+        torch.testing.assert_close(gradient, copy.learner.get_parameter(name).grad)
         assert gradient[before[name] == 0].any()
 
 
@@ -229,7 +235,8 @@ def test_masks_that_never_change_are_sent_on_joining_only():
         assert_equal(masks(federation, k), first)
         assert all("masks" not in note[-1] for note in member.notes)
         assert all(torch.equal(note[1][HEAD], first[HEAD]) for note in member.notes)
-        assert "masks" in member.upload()
+        assert "masks" in member.initial()
+        assert "masks" not in member.upload()
     assert not federation.coordinator.refused
 
 
@@ -250,7 +257,7 @@ def test_it_starts_from_the_weights_of_other_methods():
     sparse = client(FedSpa).build(tasks)
     torch.manual_seed(0)
     dense = client(FedAvg).build(tasks)
-    assert_equal({name: sparse.state_dict()[name] for name in dense.state_dict()}, dict(dense.state_dict()))
+    assert_equal(dict(sparse.learner.state_dict()), dict(dense.learner.state_dict()))
 
 
 # ---------------------------------------------------------------------------------------------------------- the server
@@ -311,7 +318,7 @@ def test_traffic_is_that_of_active_weights_and_of_masks(regrow):
 def test_traffic_of_resnet9_is_half():
     member = client(FedSpa, backbone=ResNet9).build(spec())
     server = member.configure_server()
-    joined = member.upload()
+    joined = member.initial()
     server.start({0: ClientInfo(10, joined)})
     dense = Payload(member.shared_parameters()).nbytes
     reply = server.reply(0)

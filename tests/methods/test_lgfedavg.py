@@ -66,5 +66,5 @@ def test_it_sends_what_fedslr_counts(classes):
 
 
 def test_errors():
-    with pytest.raises(ConfigError, match=r"model\.shared_layers=3: the backbone has 2 layers"):
+    with pytest.raises(ConfigError, match=r"model\.shared_layers=3: the learner has 2 layers"):
         client(LGFedAvg, shared_layers=3).build(spec(channels=1, image_size=8))

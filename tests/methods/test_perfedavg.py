@@ -23,6 +23,8 @@ from two_layers import (
 
 from lit_pfl import Federation
 from lit_pfl.data import BatchLoader
+from lit_pfl.evaluation import score
+from lit_pfl.learners import split_batch
 from lit_pfl.methods import FedAvg, PerFedAvg
 from lit_pfl.models import Backbone
 from tiny import Parts, assert_equal, client, digits, run, spec, trainer, weights
@@ -77,8 +79,9 @@ def test_the_formulas_are_told_apart():
 class LeastSquares(PerFedAvg):
     """A quadratic f, whose Hessian is known."""
 
-    def plain_objective(self, images, labels):
-        return (self.backbone(images)[:, 0] - labels).square().mean() / 2
+    def loss(self, learner, batch, batch_idx):
+        images, labels = batch
+        return (learner(images)[:, 0] - labels).square().mean() / 2
 
 
 @pytest.mark.parametrize("delta", [1e-3, 1.0])
@@ -114,7 +117,7 @@ def test_hessian_free_sees_one_function_on_both_sides():
     for order in ("first", "hessian_free"):
         torch.manual_seed(0)
         member = PerFedAvg(order=order, delta=1e-3, backbone=Dropped).build(spec(channels=1, image_size=8))
-        member.objective(torch.randn(90, 1, 8, 8), torch.randint(10, (90,))).backward()
+        member.objective((torch.randn(90, 1, 8, 8), torch.randint(10, (90,))), 0).backward()
         sizes.append(float(member.backbone.head.weight.grad.norm()))
     assert sizes[1] < 2 * sizes[0]
 
@@ -129,14 +132,16 @@ def test_without_an_inner_step_it_is_fedavg_on_the_second_parts_bit_for_bit(orde
             batches.batch_size *= parts
             return batches
 
-        def objective(self, images, labels):
-            return super().objective(images.tensor_split(parts)[1], labels.tensor_split(parts)[1])
+        def objective(self, batch, batch_idx):
+            images, labels = batch
+            return super().objective((images.tensor_split(parts)[1], labels.tensor_split(parts)[1]), batch_idx)
 
     options = {"order": order, "weighting": "samples", "inner_statistics": False}
     ours = client(PerFedAvg, alpha=0.0, backbone=NormNet, **options)
     federations = [run(method, digits(3, batch_size=64)) for method in (ours, client(SecondParts, backbone=NormNet))]
     assert_equal(weights(federations[0]), weights(federations[1]))
-    assert [row.scores["acc"] for row in federations[0].rows] == [row.scores["acc"] for row in federations[1].rows]
+    accuracy = [[row.scores["acc"] for row in federation.rows] for federation in federations]
+    assert accuracy[0] == accuracy[1]
 
 
 @pytest.mark.parametrize(("order", "parts"), [("first", 2), ("hessian_free", 3)])
@@ -144,14 +149,15 @@ def test_a_step_uses_consecutive_batches_of_an_epoch(order, parts):
     federation = run(client(PerFedAvg, order=order), digits(2, batch_size=64), rounds=2, local_epochs=3)
     for member in federation.clients.values():
         n = len(member.data.train.dataset)
+        assert member.parts == parts
         assert member.training_data().batch_size == 64 * parts
         assert member.data.train.batch_size == 64
         assert member.trainer.global_step == 2 * 3 * -(-n // (64 * parts))
     images = torch.arange(10.0).view(10, 1, 1, 1)
-    divided = federation.clients[0]._divide(images, torch.arange(10))
+    divided = split_batch((images, torch.arange(10)), parts)
     assert torch.equal(torch.cat([x for x, _ in divided]), images)
     assert [len(y) for _, y in divided] == ([5, 5] if parts == 2 else [4, 3, 3])
-    few = federation.clients[0]._divide(images[: 2 * parts - 1], torch.arange(2 * parts - 1))
+    few = split_batch((images[: 2 * parts - 1], torch.arange(2 * parts - 1)), parts)
     assert [len(y) for _, y in few] == [2 * parts - 1] * parts
 
 
@@ -160,9 +166,14 @@ def test_batch_norm_counts_every_pass_or_the_last():
     for inner in (True, False):
         for order in ("first", "hessian_free"):
             member = client(PerFedAvg, order=order, inner_statistics=inner).build(spec(channels=1, image_size=8))
-            member.objective(torch.randn(12, 1, 8, 8), torch.randint(10, (12,)))
+            member.objective((torch.randn(12, 1, 8, 8), torch.randint(10, (12,))), 0)
             counts[inner, order] = int(member.backbone.body[1].num_batches_tracked)
     assert counts == {(True, "first"): 2, (True, "hessian_free"): 4, (False, "first"): 1, (False, "hessian_free"): 1}
+
+
+def personal_score(member):
+    with member.personalized() as learner:
+        return score(learner, member.data.test, "test")
 
 
 @pytest.mark.parametrize("permuted", [False, True])
@@ -179,11 +190,12 @@ def test_what_is_evaluated_is_one_step_away(permuted):
         w = combine(1, w, -0.7, gradient(w, (images.flatten(1).double().numpy(), labels.numpy())))
         for images, labels in member.data.test:
             expected = logits(w, images.flatten(1).double().numpy())
-            np.testing.assert_allclose(member.predict(images).detach().numpy(), expected, atol=1e-4)
+            with member.personalized() as learner, torch.no_grad():
+                np.testing.assert_allclose(learner(images).numpy(), expected, atol=1e-4)
             hits = int((expected.argmax(1) == labels.numpy()).sum())
-        score = member.evaluate(member.data.test)
-        assert round(score.acc * score.n) == hits  # the test data are one batch
-        assert federation.rows[k].scores["acc"] == score.acc
+        found = personal_score(member)
+        assert round(found.values["acc"] * found.n) == hits  # the test data are one batch
+        assert federation.rows[k].scores == found.values
     assert_equal(weights(federation), before)
 
 
@@ -191,14 +203,14 @@ def test_evaluation_draws_nothing_and_leaves_no_trace():
     """TinyNet has batch norm and dropout."""
     federation = run(client(PerFedAvg, alpha=0.5), digits(2))
     member, before, state = federation.clients[0], weights(federation), torch.get_rng_state()
-    scores = [member.evaluate(member.data.test) for _ in range(2)]
+    scores = [personal_score(member) for _ in range(2)]
     assert scores[0] == scores[1]
     assert torch.equal(torch.get_rng_state(), state)
     assert_equal(weights(federation), before)
     assert member.training
     assert all(weight.grad is None for weight in member.parameters())
     member.alpha = 0.0
-    assert member.evaluate(member.data.test) != scores[0]
+    assert personal_score(member) != scores[0]
 
 
 @pytest.mark.parametrize("evaluate", ["before", "after"])

@@ -64,9 +64,9 @@ def test_what_travels_is_averaged_and_the_rest_stays(personal):
 def test_clients_start_from_the_same_private_factors_and_train_them():
     federation = run(client(PFedPara), digits(2), rounds=1)
     with federation._drawing("weights"):
-        initial = federation.prototype.build(federation.clients[0].spec).state_dict()
+        initial = federation.prototype.build(federation.clients[0].spec).learner.state_dict()
     with federation._drawing("weights"):
-        assert_equal(federation.prototype.build(federation.clients[1].spec).state_dict(), initial)
+        assert_equal(federation.prototype.build(federation.clients[1].spec).learner.state_dict(), initial)
     for state in weights(federation).values():
         assert not any(torch.equal(state[name], initial[name]) for name in OWN | COMMON | HEAD)
 
@@ -74,8 +74,8 @@ def test_clients_start_from_the_same_private_factors_and_train_them():
 def test_the_body_is_hadamard_and_the_classifier_dense():
     for personal in (True, False):
         member = client(PFedPara, personal=personal).build(spec(channels=1, image_size=8))
-        assert [name for name, _ in hadamard_layers(member)] == ["backbone.body.0"]
-        [(_, layer)] = hadamard_layers(member)
+        assert [name for name, _ in hadamard_layers(member.learner)] == ["backbone.body.0"]
+        [(_, layer)] = hadamard_layers(member.learner)
         w1, w2 = layer.w1(), layer.w2()
         torch.testing.assert_close(layer.weight, w1 * (w2 + 1) if personal else w1 * w2)
         assert type(member.backbone.head) is torch.nn.Linear
@@ -99,7 +99,7 @@ def test_traffic_of_resnet9_is_that_of_the_papers_table(ratio, rounds, gigabytes
 def test_gamma_of_the_paper_chooses_ranks_too():
     """0.81 is near the 7.4 GB too."""
     member = PFedPara(0.81, "gamma", norm_stats="averaged").build(spec(labels_agree=False))
-    assert [layer.rank for _, layer in hadamard_layers(member)] == [5, 50, 65, 65, 90, 128, 128, 128]
+    assert [layer.rank for _, layer in hadamard_layers(member.learner)] == [5, 50, 65, 65, 90, 128, 128, 128]
     assert f"{4 * 20 * 2 * 49.5 * member.upload().elements / 1e9:.3f}" == "7.400"
 
 
