@@ -41,6 +41,8 @@ def test_a_fit_that_something_ends_is_said_in_one_line():
     [
         ({"limit_train_batches": 2}, r"trainer\.limit_train_batches=2: .*federation\.participation"),
         ({"limit_train_batches": 0.5}, r"trainer\.limit_train_batches=0\.5: .*client_trainer\.limit_train_batches"),
+        ({"limit_train_batches": 1}, r"trainer\.limit_train_batches=1: "),  # one, where 1.0 is all
+        ({"limit_val_batches": 1}, r"trainer\.limit_val_batches=1: "),
         ({"overfit_batches": 1}, r"trainer\.overfit_batches=1: .*federation\.participation"),
         ({"limit_val_batches": 3}, r"trainer\.limit_val_batches=3: .*federation\.evaluate_clients"),
         ({"gradient_clip_val": 10}, r"trainer\.gradient_clip_val=10: .*federation\.client_trainer\.gradient_clip_val"),

@@ -45,14 +45,14 @@ def check_outer(trainer: L.Trainer) -> None:
     check_precision("trainer.precision", trainer)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # limits batches, for a first try of everything
         return
-    for name, all_of_them in (("limit_train_batches", 1.0), ("overfit_batches", 0.0)):
-        if (value := getattr(trainer, name)) != all_of_them:
+    for name, allowed in (("overfit_batches", 0.0), ("limit_train_batches", 1.0)):
+        if not _is_share(value := getattr(trainer, name), allowed):
             raise ConfigError(
                 f"trainer.{name}={value}: a batch is a client here, and always the same ones would train. For fewer "
                 "clients a round give federation.participation, for fewer batches of images "
                 "federation.client_trainer.limit_train_batches."
             )
-    if trainer.limit_val_batches not in (0, 1.0):
+    if not any(_is_share(trainer.limit_val_batches, allowed) for allowed in (0.0, 1.0)):
         raise ConfigError(
             f"trainer.limit_val_batches={trainer.limit_val_batches}: a batch is a client here; to evaluate fewer give "
             "federation.evaluate_clients, and 0 here to evaluate none."
@@ -63,6 +63,11 @@ def check_outer(trainer: L.Trainer) -> None:
             raise ConfigError(
                 f"trainer.{name}={value}: it is clients that have gradients; give federation.client_trainer.{name}."
             )
+
+
+def _is_share(limit: float, share: float) -> bool:
+    """Say whether a limit is a share of the batches: 1.0 is all of them, but 1 is one."""
+    return limit == share and not (isinstance(limit, int) and limit)
 
 
 def check_precision(option: str, trainer: L.Trainer) -> None:
