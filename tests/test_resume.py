@@ -55,7 +55,8 @@ def test_killed_and_resumed_equals_never_killed(tmp_path, method, kill):
     whole = fit(tmp_path / "whole", method)
     arguments = [str(tmp_path / "killed"), method, *map(str, kill)]
     killed = subprocess.run(
-        [sys.executable, __file__, *arguments], env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        [sys.executable, __file__, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
     )
     assert killed.returncode == -signal.SIGKILL
     resumed = fit(tmp_path / "killed", method, resume=True)
