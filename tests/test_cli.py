@@ -8,7 +8,8 @@ import wandb
 import yaml
 
 from lit_pfl.cli import main
-from wandb_files import wandb_history
+from lit_pfl.cli.options import nested
+from wandb_files import wandb_config, wandb_history
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--config", str(ROOT / "tests/conf/tiny.yaml")]
@@ -155,7 +156,10 @@ def test_wandb_offline_has_the_metrics_by_name_against_round():
     assert [float(row["val/acc"]) for row in written] == [float(row["val/acc"]) for row in expected]
     assert {name for row in history for name in row} >= METRICS
     assert {name: axes[name] for name in METRICS - {"round"}} == dict.fromkeys(METRICS - {"round"}, "round")
-    assert (Path("runs/SimFed-Digits/version_0") / "config.yaml").exists()
+    recorded = yaml.safe_load(Path("runs/SimFed-Digits/version_0/config.yaml").read_text())
+    config = wandb_config(run)
+    assert {key: config[key] for key in recorded} == nested(recorded), "every option, to filter runs by"
+    assert (config["model"]["class"], config["model"]["tau"], config["data"]["seed"]) == ("SimFed", 0.9, 1234)
     main(["fit", *TINY, "--config", str(ROOT / "configs/logger/wandb.yaml"), "--trainer.max_epochs", "1"])
     wandb.finish()
 

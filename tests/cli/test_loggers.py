@@ -4,12 +4,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import wandb
 import yaml
 
-from cli.typed import ROOT, TINY, typed
+from cli.typed import TINY, typed
 from lit_pfl.cli.options import by_name, differences, may_change, nested
-from wandb_files import wandb_config
 
 CONFIG = {
     "seed_everything": 1,
@@ -48,20 +46,6 @@ def test_differences_and_which_may_be():
     assert [name for name in ("trainer.max_epochs", "trainer.precision", "data.root", "data.seed", "federation.threads",
                               "federation.seed", "trainer.gradient_clip_val", "model") if may_change(name)] == [
         "trainer.max_epochs", "data.root", "federation.threads"]  # fmt: skip
-
-
-def test_wandb_holds_every_option(capsys):
-    words = ["fit", *TINY, "--config", str(ROOT / "configs/logger/wandb.yaml"), "--trainer.max_epochs", "1"]
-    assert typed(capsys, *words, "--data.partition", "Dirichlet", "--data.partition.alpha", "0.5").code == 0
-    wandb.finish()
-    [run] = Path("runs/wandb").glob("offline-run-*/*.wandb")
-    config = wandb_config(run)
-    assert (config["model"]["class"], config["model"]["tau"]) == ("SimFed", 0.9)
-    partition = config["data"]["partition"]
-    assert (partition["class"], partition["alpha"]) == ("Dirichlet", 0.5)
-    assert (config["data"]["seed"], config["seed_everything"], config["federation"]["participation"]) == (1234, 1, 1.0)
-    recorded = yaml.safe_load(Path("runs/SimFed-Digits/version_0/config.yaml").read_text())
-    assert {key: config[key] for key in recorded} == nested(recorded)
 
 
 def test_tensorboard_is_asked_for_in_one_line(monkeypatch, capsys):
