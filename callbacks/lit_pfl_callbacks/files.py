@@ -12,6 +12,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file to write beside a path, and rename it to the path once it is written.
 
     A killed process, or an error, leaves a former file whole. Missing folders are made.
+
+    Raises:
+        OSError: when the file cannot be written; it names the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
@@ -21,5 +24,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
+    except OSError as error:  # which says what, but seldom where
+        raise OSError(error.errno, f"cannot be written ({error.strerror})", str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)

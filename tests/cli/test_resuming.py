@@ -318,7 +318,7 @@ class TestInPython:
             (client(SimFed), digits(3, seed=5), {}, "data: client 0 had other samples"),
             (client(SimFed), digits(3, permute_labels=True), {}, "data: client 0 had other samples, or other labels"),
             (client(SimFed), digits(3, evaluate_on="all"), {}, "data: client 0 had other samples"),
-            (client(SimFed, factorization=None), digits(3), {}, "model: .* client 0's tensor 'backbone"),
+            (client(SimFed, factorization=None), digits(3), {}, "model: .* client 0's tensor 'learner.backbone"),
         ],
     )  # fmt: skip
     def test_another_run_is_refused(self, method, data, options, said, tmp_path):
