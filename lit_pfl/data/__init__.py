@@ -1,12 +1,14 @@
 """Data sets, split among clients."""
 
 from lit_pfl.data.augment import Augment, CropFlip, ResizedCropJitter
-from lit_pfl.data.datamodule import ImageDataModule
+from lit_pfl.data.datamodule import ImageDataModule, PartitionedDataModule
 from lit_pfl.data.domains import GROUPS, Domains
 from lit_pfl.data.federated import ClientData, FederatedDataModule
+from lit_pfl.data.from_dataset import FromDataset
 from lit_pfl.data.labels import label_permutation
 from lit_pfl.data.loader import BatchLoader, ImageSet, ResidentLoader
 from lit_pfl.data.loaders import (
+    LateLoader,
     example_of,
     identity_of,
     in_batches_of,
@@ -25,7 +27,11 @@ from lit_pfl.data.partition import (
     Partition,
     Uniform,
 )
+from lit_pfl.data.per_client import PerClient
 from lit_pfl.data.sources import CIFAR10, CIFAR100, MNIST, SVHN, Digits, FashionMNIST, TinyImageNet
+from lit_pfl.data.table import Table
+from lit_pfl.data.tensors import SampleSet, TensorLoader
+from lit_pfl.data.text import Text, WindowLoader
 
 __all__ = [
     "CIFAR10",
@@ -46,13 +52,22 @@ __all__ = [
     "Domains",
     "FashionMNIST",
     "FederatedDataModule",
+    "FromDataset",
     "ImageDataModule",
     "ImageSet",
+    "LateLoader",
     "Partition",
+    "PartitionedDataModule",
+    "PerClient",
     "ResidentLoader",
     "ResizedCropJitter",
+    "SampleSet",
+    "Table",
+    "TensorLoader",
+    "Text",
     "TinyImageNet",
     "Uniform",
+    "WindowLoader",
     "example_of",
     "identity_of",
     "in_batches_of",

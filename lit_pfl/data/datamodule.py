@@ -2,7 +2,7 @@
 
 import random
 from abc import abstractmethod
-from typing import Literal
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -12,17 +12,33 @@ from lit_pfl.data.augment import Augment
 from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.labels import label_permutation
 from lit_pfl.data.loader import BatchLoader, ImageSet
-from lit_pfl.data.partition import IID, Partition, matched_split
+from lit_pfl.data.partition import IID, Partition, check_fractions, matched_split
 from lit_pfl.errors import ConfigError
 
 
-class ImageDataModule(FederatedDataModule):
-    """Images of classes, split among clients. A new source overrides :meth:`load` only.
+class Samples(Protocol):
+    """What a split needs to know of samples: see :class:`~lit_pfl.data.ImageSet`, one of two kinds that there are."""
+
+    @property
+    def labels(self) -> torch.Tensor: ...  # noqa: D102
+
+    @property
+    def num_classes(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def groups(self) -> torch.Tensor | None: ...  # noqa: D102
+
+    def to(self, device: torch.device) -> Self: ...  # noqa: D102
+
+
+class PartitionedDataModule(FederatedDataModule):
+    """One set of samples, dealt to clients. A new kind overrides :meth:`load`, :meth:`batches` and :meth:`example`.
 
     All samples of the source are shuffled and cut into a training, a test and a validation part; the training part is
     dealt to the clients by ``partition``. Where the partition has several domains, this is done for each of them, with
-    clients of its own. A Trainer that is given this data module iterates over sets of clients; the batches of images
-    are each client's own, see :meth:`client`.
+    clients of its own. Where the samples are of natural groups, every group has a client, and is cut by itself. A
+    Trainer that is given this data module iterates over sets of clients; the batches of samples are each client's own,
+    see :meth:`client`.
 
     Args:
         num_clients: number of clients K.
@@ -30,14 +46,13 @@ class ImageDataModule(FederatedDataModule):
         permute_labels: whether every client numbers the classes in its own way (label heterogeneity). The classifier
             heads are then never shared.
         seed: seed of the split and of the label permutations; 1234 gives the papers'.
-        batch_size: images in a training batch.
-        eval_batch_size: images in a validation or test batch.
+        batch_size: samples in a training batch.
+        eval_batch_size: samples in a validation or test batch.
         evaluate_on: ``own``: every client is evaluated on a part of the validation and test data with the same share of
             each class as its training data. ``all``: on all of them (all of its domain's, if there are several), under
             its own labels (Factorized-FL, Section 5.1).
         train_fraction: share of the samples to train on.
         test_fraction: share of the samples to test on; the rest is for validation.
-        augment: random changes of training images.
 
     Raises:
         ConfigError: for numbers that do not go together.
@@ -57,14 +72,9 @@ class ImageDataModule(FederatedDataModule):
         evaluate_on: Literal["own", "all"] = "own",
         train_fraction: float = 0.8,
         test_fraction: float = 0.1,
-        augment: Augment | None = None,
     ) -> None:
         super().__init__()
-        if not 0 < train_fraction < 1 or not 0 < test_fraction <= 1 - train_fraction + 1e-9:
-            raise ConfigError(
-                f"data.train_fraction={train_fraction} and data.test_fraction={test_fraction} must be above 0 "
-                "and leave something for each other."
-            )
+        check_fractions(train_fraction, test_fraction)
         self.num_clients = num_clients
         self.partition = partition or IID()
         self.permute_labels = permute_labels
@@ -74,12 +84,26 @@ class ImageDataModule(FederatedDataModule):
         self.evaluate_on = evaluate_on
         self.train_fraction = train_fraction
         self.test_fraction = test_fraction
-        self.augment = augment
-        self.data: ImageSet | None = None
+        self.data: Any = None
+        self.device = torch.device("cpu")
 
     @abstractmethod
-    def load(self) -> ImageSet:
+    def load(self) -> Samples:
         """Read all samples, the official training data first."""
+
+    @abstractmethod
+    def batches(self, client_id: int, part: str, label_map: torch.Tensor | None) -> Any:
+        """Return a loader of a client's samples.
+
+        Args:
+            client_id: its id, from 0.
+            part: ``train``, ``val`` or ``test``; ``self.indices[part][client_id]`` has the positions of the samples.
+            label_map: (num_classes,) this client's label of every class, or None.
+        """
+
+    @abstractmethod
+    def example(self) -> Any:
+        """Return a batch of one sample or a few, see :class:`~lit_pfl.data.ClientData`."""
 
     def setup(self, stage: str | None = None) -> None:
         """Read the data and split it, once.
@@ -91,8 +115,12 @@ class ImageDataModule(FederatedDataModule):
         if self.data is not None:
             return
         data = self.load()
+        self._check_labels(data)
         labels = data.labels.numpy()
-        domains = self.partition.domains(data.num_classes)
+        if data.groups is not None:
+            self._deal_groups(data)
+            return
+        domains = self.partition.domains(data.num_classes or 1)
         each = self._clients_of_a_domain(len(domains))
         parts = [self._split(np.flatnonzero(np.isin(labels, classes))) for classes in domains]
         smallest = min(len(train) for train, _, _ in parts)
@@ -107,7 +135,7 @@ class ImageDataModule(FederatedDataModule):
         label_counts = []
         for train, val, test in parts:
             own = [train[positions] for positions in self.partition.split(labels[train], each, rng)]
-            counts = np.stack([np.bincount(labels[i], minlength=data.num_classes) for i in own])
+            counts = np.stack([np.bincount(labels[i], minlength=data.num_classes or 1) for i in own])
             indices["train"] += own
             indices["val"] += self._eval_parts(labels, val, counts)
             indices["test"] += self._eval_parts(labels, test, counts)
@@ -116,6 +144,33 @@ class ImageDataModule(FederatedDataModule):
         self.label_counts = np.concatenate(label_counts)
         self.domains = domains
         self.data = data
+
+    def _deal_groups(self, data: Samples) -> None:
+        """Give every natural group a client, and cut each by itself."""
+        assert data.groups is not None
+        groups, num_classes = data.groups.numpy(), data.num_classes or 1
+        sizes = np.unique(groups, return_counts=True)[1]
+        members = np.split(np.argsort(groups, kind="stable"), np.cumsum(sizes)[:-1])
+        train, val, test = (list(part) for part in zip(*map(self._split, members), strict=True))
+        if self.evaluate_on == "all":
+            val, test = [np.concatenate(val)] * len(sizes), [np.concatenate(test)] * len(sizes)
+        self.num_clients = len(sizes)
+        self.indices = {"train": train, "val": val, "test": test}
+        self.label_counts = np.stack([np.bincount(data.labels.numpy()[i], minlength=num_classes) for i in train])
+        self.domains = [list(range(num_classes))]
+        self.data = data
+
+    def _check_labels(self, data: Samples) -> None:
+        if data.num_classes is not None:
+            return
+        name = type(self).__name__
+        if self.partition.needs_labels and data.groups is None:
+            raise ConfigError(
+                f"data.partition: {type(self.partition).__name__} deals by class labels, and this {name} has none; "
+                "choose Uniform or IID."
+            )
+        if self.permute_labels:
+            raise ConfigError(f"data.permute_labels=true: this {name} has no class labels; leave it out.")
 
     def _clients_of_a_domain(self, num_domains: int) -> int:
         each, rest = divmod(self.num_clients, num_domains)
@@ -141,8 +196,9 @@ class ImageDataModule(FederatedDataModule):
         return [part[positions] for positions in matched_split(labels[part], counts.astype(float))]
 
     def move_to(self, device: torch.device) -> None:
-        """Hold the images on a device, where batches are then made."""
+        """Hold the samples on a device, where batches are then made."""
         assert self.data is not None, "setup() comes first"
+        self.device = device
         self.data = self.data.to(device)
 
     def client(self, client_id: int) -> ClientData:
@@ -158,35 +214,55 @@ class ImageDataModule(FederatedDataModule):
         assert data is not None, "setup() comes first"
         if not 0 <= client_id < self.num_clients:
             raise ConfigError(f"There is no client {client_id}; data.num_clients={self.num_clients}.")
-        device = data.images.device
         classes = self.domains[client_id * len(self.domains) // self.num_clients]
         label_map = self._label_map(client_id, classes, data)
-
-        def loader(part: str) -> BatchLoader:
-            indices = torch.from_numpy(self.indices[part][client_id]).to(device)
-            if part == "train":
-                return BatchLoader(data, indices, self.batch_size, label_map, shuffle=True, augment=self.augment)
-            return BatchLoader(data, indices, self.eval_batch_size, label_map)
-
         return ClientData(
-            loader("train"),
-            loader("val"),
-            loader("test"),
-            example=(torch.zeros(1, data.channels, *data.images.shape[2:]), torch.zeros(1, dtype=torch.int64)),
-            num_classes=len(classes),
+            self.batches(client_id, "train", label_map),
+            self.batches(client_id, "val", label_map),
+            self.batches(client_id, "test", label_map),
+            example=self.example(),
+            num_classes=None if data.num_classes is None else len(classes),
             labels_agree=len(self.domains) == 1 and not self.permute_labels,
         )
 
-    def _label_map(self, client: int, classes: list[int], data: ImageSet) -> torch.Tensor | None:
+    def _label_map(self, client: int, classes: list[int], data: Samples) -> torch.Tensor | None:
         """Return the client's label of every class of the data set, -1 for one not in its domain; None if the same."""
-        if not self.permute_labels and len(classes) == data.num_classes:
+        if data.num_classes is None or (not self.permute_labels and len(classes) == data.num_classes):
             return None
         own = label_permutation(client, len(classes), self.seed) if self.permute_labels else range(len(classes))
         label_map = torch.full((data.num_classes,), -1)
         label_map[classes] = torch.tensor(own)
-        return label_map.to(data.images.device)
+        return label_map.to(self.device)
 
     @property
     def clients(self) -> list[int]:
         """Ids of the clients that have training data: all, unless the partition may leave some empty."""
         return [client for client, indices in enumerate(self.indices["train"]) if len(indices)]
+
+
+class ImageDataModule(PartitionedDataModule):
+    """Images of classes, dealt to clients. A new source overrides :meth:`load` only.
+
+    Args:
+        args: see :class:`PartitionedDataModule`.
+        augment: random changes of training images.
+        kwargs: see :class:`PartitionedDataModule`.
+    """
+
+    def __init__(self, *args: Any, augment: Augment | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.augment = augment
+
+    @abstractmethod
+    def load(self) -> ImageSet:
+        """Read all images, the official training data first."""
+
+    def batches(self, client_id: int, part: str, label_map: torch.Tensor | None) -> BatchLoader:  # noqa: D102
+        indices = torch.from_numpy(self.indices[part][client_id]).to(self.device)
+        if part == "train":
+            return BatchLoader(self.data, indices, self.batch_size, label_map, shuffle=True, augment=self.augment)
+        return BatchLoader(self.data, indices, self.eval_batch_size, label_map)
+
+    def example(self) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: D102
+        data = self.data
+        return torch.zeros(1, data.channels, *data.images.shape[2:]), torch.zeros(1, dtype=torch.int64)

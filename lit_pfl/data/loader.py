@@ -23,6 +23,7 @@ class ImageSet:
         mean: of each of the ``channels`` channels, for values from 0 to 1.
         std: likewise.
         channels: number of channels a model sees.
+        groups: (N,) int64 natural group of every image, such as its writer, if every group is to have a client.
     """
 
     images: Tensor
@@ -31,6 +32,7 @@ class ImageSet:
     mean: Tensor
     std: Tensor
     channels: int
+    groups: Tensor | None = None
 
     def to(self, device: torch.device) -> "ImageSet":
         """Return the same on another device."""
@@ -49,36 +51,39 @@ class ResidentLoader(ABC):
     """Batches of one client, cut from samples that are held in memory once for all clients.
 
     A last training batch of a single sample is left out when there are others, since batch norm cannot train on one;
-    it comes in the next epoch's order. No other sample is left out.
+    it comes in the next epoch's order. No other sample is left out, unless ``drop_last`` says so.
 
     Args:
         indices: (n,) positions of this client's samples.
         batch_size: samples a batch.
         shuffle: whether every epoch has another order, from PyTorch's default generator; for training.
+        drop_last: whether a last batch that is not full is left out when there are others.
     """
 
-    def __init__(self, indices: Tensor, batch_size: int, shuffle: bool = False) -> None:
+    def __init__(self, indices: Tensor, batch_size: int, shuffle: bool = False, drop_last: bool = False) -> None:
         self.dataset = indices
         self.batch_size = batch_size
         self.shuffle = shuffle
+        self.drop_last = drop_last
 
     @abstractmethod
     def batch(self, indices: Tensor) -> Any:
         """Return the batch of some samples, by their positions among those of all clients."""
 
     def __len__(self) -> int:
-        batches = -(-len(self.dataset) // self.batch_size)
-        return batches - 1 if self._leaves_one_out() else batches
+        return -(-(len(self.dataset) - self._left_out()) // self.batch_size)
 
-    def _leaves_one_out(self) -> bool:
-        return self.shuffle and leaves_one_out(len(self.dataset), self.batch_size)
+    def _left_out(self) -> int:
+        """Return how many samples an epoch leaves out."""
+        if self.drop_last and len(self.dataset) > self.batch_size:
+            return len(self.dataset) % self.batch_size
+        return int(self.shuffle and leaves_one_out(len(self.dataset), self.batch_size))
 
     def __iter__(self) -> Iterator[Any]:
         order = self.dataset
         if self.shuffle:
             order = order[torch.randperm(len(order)).to(order.device)]
-        if self._leaves_one_out():
-            order = order[:-1]
+        order = order[: len(order) - self._left_out()]
         for indices in order.split(self.batch_size) if len(order) else ():
             yield self.batch(indices)
 
@@ -89,7 +94,7 @@ class ResidentLoader(ABC):
         return len(self.dataset)
 
     def in_order(self, batch_size: int | None = None) -> Self:  # noqa: D102
-        return self._with(shuffle=False, batch_size=batch_size or self.batch_size)
+        return self._with(shuffle=False, drop_last=False, batch_size=batch_size or self.batch_size)
 
     def part_of(self, positions: Tensor) -> Self:  # noqa: D102
         return self._with(dataset=self.dataset[positions.to(self.dataset.device)])

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,13 @@ Indices = npt.NDArray[np.int64]
 
 
 class Partition(ABC):
-    """Deals samples to clients. A new one needs :meth:`split` only, and then works by name on the command line."""
+    """Deals samples to clients. A new one needs :meth:`split` only, and then works by name on the command line.
+
+    Attributes:
+        needs_labels: whether it deals by classes. One that does not is given zeros where the data has none.
+    """
+
+    needs_labels: ClassVar[bool] = True
 
     @abstractmethod
     def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
@@ -53,6 +59,8 @@ class Uniform(Partition):
         FedSLR, Appendix B.1 (IID); Factorized-FL, Appendix B.2 (4 x 1,200 samples of a domain).
     """
 
+    needs_labels = False
+
     def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
         return np.array_split(np.arange(len(labels)), num_clients)
 
@@ -67,6 +75,8 @@ class IID(Partition):
     Source:
         Factorized-FL, Section 5.1; SimFed, Section 5.1.
     """
+
+    needs_labels = False
 
     def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
         by_class = [np.flatnonzero(labels == c) for c in np.unique(labels)]
@@ -236,6 +246,15 @@ class ClassShards(Partition):
                 f", or give a number of clients that is a multiple of {num_classes // math.gcd(num_classes, own)}"
             )
         raise ConfigError(message + ".")
+
+
+def check_fractions(train: float, test: float) -> None:
+    """Raise a ConfigError for shares of training and test data that do not go together."""
+    if not 0 < train < 1 or not 0 < test <= 1 - train + 1e-9:
+        raise ConfigError(
+            f"data.train_fraction={train} and data.test_fraction={test} must be above 0 "
+            "and leave something for each other."
+        )
 
 
 def matched_split(labels: Indices, shares: npt.NDArray[np.float64]) -> list[Indices]:

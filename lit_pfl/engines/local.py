@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import move_data_to_device
 
 from lit_pfl.client import Client
+from lit_pfl.data import LateLoader
 from lit_pfl.engines import Upload
 from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.errors import ConfigError
@@ -85,7 +86,7 @@ class LocalEngine:
         restored = self._restored.pop(client, None)
         if restored is not None:
             memory.checkpoint = restored
-        path, batches = None if restored is None else "memory", module.training_data()
+        path, batches = None if restored is None else "memory", LateLoader(module.training_data())
         self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
 
     def stop(self) -> None:

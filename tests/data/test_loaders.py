@@ -1,5 +1,6 @@
 """What methods ask of loaders: the same of ours and of PyTorch's."""
 
+import copy
 import random
 from itertools import chain
 
@@ -20,6 +21,7 @@ from lit_pfl.data import (
     BatchLoader,
     CropFlip,
     ImageSet,
+    LateLoader,
     example_of,
     in_batches_of,
     in_order,
@@ -200,6 +202,23 @@ def test_an_epoch_of_a_data_loader_is_decided_by_the_default_generator_alone():
         epochs.append([batches(loader), batches(loader), torch.rand(1).item()])
     assert epochs[0] == epochs[1]
     assert epochs[0][0] != epochs[0][1]
+
+
+def test_a_late_loader_draws_nothing_before_its_first_batch():
+    for loader in (theirs(num_workers=0), ours()):
+        late, state = LateLoader(loader), random_state()
+        iterator = iter(late)
+        assert same_state(state, random_state())
+        torch.manual_seed(2)
+        first = [x.tolist() for x, _ in iterator]
+        torch.manual_seed(2)
+        assert first == [x.tolist() for x, _ in loader]
+        assert len(late) == len(loader)
+        assert late.batch_size == 4
+        assert late.dataset is loader.dataset
+        with pytest.raises(AttributeError):
+            _ = late.nothing
+    copy.copy(late)
 
 
 def test_samplers_of_a_subset_have_the_samples_that_they_choose_from():

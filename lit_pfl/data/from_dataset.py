@@ -1,0 +1,193 @@
+"""Any PyTorch dataset, dealt to clients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+
+from lit_pfl.data.datamodule import PartitionedDataModule
+from lit_pfl.data.loader import leaves_one_out
+from lit_pfl.data.loaders import example_of, in_order
+from lit_pfl.data.partition import Partition, Uniform
+from lit_pfl.data.randomness import random_state, same_state
+from lit_pfl.data.tensors import SampleSet, TensorLoader, relabelled
+from lit_pfl.errors import ConfigError
+
+#: how something is found of every sample: an attribute of the dataset, a function of a sample, or a sequence
+Lookup = Callable[[Any], Any] | str | Sequence[Any]  # in the order in which the command line tries them
+
+
+class FromDataset(PartitionedDataModule):
+    """A map-style ``Dataset`` of any samples, dealt by a partition or by natural groups.
+
+    Samples that are numbers and tensors of equal shapes are read once and held in memory, unless reading them draws
+    random numbers, as random transforms do. Others are read anew for every batch, by a PyTorch DataLoader without
+    workers; what they draw is drawn anew for training, and is the same every time for validation and testing. A last
+    training batch of a single sample is left out either way, see
+    :class:`~lit_pfl.data.ResidentLoader`.
+
+    Args:
+        dataset: the dataset.
+        partition: how training samples are dealt to clients; by default all get equally many.
+        labels: the class of every sample, for partitions that need it: whole numbers from 0, or names. An attribute of
+            the dataset such as ``targets``, a function of a sample, or a sequence.
+        groups: what every sample is of: a writer, a hospital, a play. Given likewise. Every group is then a client,
+            its samples are divided into training, test and validation data, and ``partition`` and ``num_clients`` are
+            not used.
+        collate_fn: makes a batch of a list of samples, as a DataLoader's; samples are then not held in memory.
+        in_memory: false if there is not enough of it.
+        kwargs: see :class:`~lit_pfl.data.PartitionedDataModule`. ``permute_labels`` needs samples that end with their
+            label.
+
+    Attributes:
+        names: the group of every client by its id, where there are groups; in ascending order, after :meth:`setup`.
+
+    Raises:
+        ConfigError: when labels or groups do not suit the dataset.
+
+    Example::
+
+        FromDataset(EMNIST(...), Dirichlet(alpha=0.1), labels="targets", num_clients=100)
+        FromDataset(my_scans, groups=lambda sample: sample["hospital"])
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        partition: Partition | None = None,
+        labels: Lookup | None = None,
+        groups: Lookup | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        in_memory: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(partition=partition or Uniform(), **kwargs)
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                f"data.dataset: {type(dataset).__name__} cannot be dealt out; "
+                "give a map-style Dataset, with __len__ and __getitem__."
+            )
+        if self.permute_labels and labels is None:
+            raise ConfigError("data.permute_labels=true: say with data.labels which classes the samples are of.")
+        self.dataset: Any = dataset
+        self.labels = labels
+        self.group_of = groups
+        self.collate_fn = collate_fn
+        self.in_memory = in_memory
+        self.names: list[Any] = []
+
+    def load(self) -> SampleSet:  # noqa: D102
+        n = len(self.dataset)
+        if not n:
+            raise ConfigError(f"data.dataset: this {type(self.dataset).__name__} is empty.")
+        labels, num_classes, groups = torch.zeros(n, dtype=torch.int64), None, None
+        if self.labels is not None:
+            labels, num_classes = self._classes(self._found(self.labels, "labels"))
+        if self.group_of is not None:
+            self.names, groups = _numbered(self._found(self.group_of, "groups"), "groups")
+        if self.permute_labels:
+            self._check_that_samples_end_with(labels)
+        self._example = example_of(DataLoader(self.dataset, 1, collate_fn=self.collate_fn))
+        return SampleSet(self._content(), labels, num_classes, groups)
+
+    def _found(self, lookup: Lookup, option: str) -> np.ndarray:
+        """Return the label or group of every sample."""
+        if isinstance(lookup, str):
+            if not hasattr(self.dataset, lookup):
+                raise ConfigError(f"data.{option}={lookup!r}: {type(self.dataset).__name__} has no such attribute.")
+            lookup = getattr(self.dataset, lookup)
+        if callable(lookup):
+            lookup = [lookup(self.dataset[i]) for i in range(len(self.dataset))]
+        found = np.asarray(lookup)
+        if found.shape != (len(self.dataset),):
+            raise ConfigError(
+                f"data.{option}: there must be one for each of the {len(self.dataset)} samples, "
+                f"not an array of shape {found.shape}."
+            )
+        return found
+
+    @staticmethod
+    def _classes(found: np.ndarray) -> tuple[Tensor, int]:
+        if not np.issubdtype(found.dtype, np.integer):
+            if np.issubdtype(found.dtype, np.floating):
+                raise ConfigError("data.labels: classes are whole numbers from 0 or names, not fractions.")
+            names, codes = _numbered(found, "labels")
+            return codes, len(names)
+        if len(found) and found.min() < 0:
+            raise ConfigError(f"data.labels: classes are numbered from 0; there is a {found.min()}.")
+        return torch.from_numpy(found.astype(np.int64)), int(found.max(initial=-1)) + 1
+
+    def _check_that_samples_end_with(self, labels: Tensor) -> None:
+        sample = self.dataset[0]
+        last = sample[-1] if isinstance(sample, list | tuple) and len(sample) > 1 else None
+        if not isinstance(last, int | np.integer | Tensor) or not np.array_equal(last, labels[0]):
+            raise ConfigError(
+                "data.permute_labels=true: samples must end with their label, a number, and a dataset's first sample "
+                f"of class {int(labels[0])} ends with {last!r}."
+            )
+
+    def _content(self) -> Any:
+        """Return the samples stacked, or None where they cannot be."""
+        if not self.in_memory or self.collate_fn is not None or not _stacks(self.dataset[0]):
+            return None
+        before = random_state()
+        samples = [self.dataset[i] for i in range(len(self.dataset))]
+        if not same_state(before, random_state()):
+            return None
+        try:
+            return default_collate(samples)
+        except (RuntimeError, TypeError, KeyError):  # of different shapes
+            return None
+
+    def batches(self, client_id: int, part: str, label_map: Tensor | None) -> TensorLoader | DataLoader:  # noqa: D102
+        assert self.data is not None, "setup() comes first"
+        own, train = self.indices[part][client_id], part == "train"
+        batch_size = self.batch_size if train else self.eval_batch_size
+        if self.data.content is not None:
+            indices = torch.from_numpy(own).to(self.device)
+            return TensorLoader(self.data.content, indices, batch_size, label_map, shuffle=train)
+        samples: Any = Subset(self.dataset, own.tolist())
+        if label_map is not None:
+            samples = _Relabelled(samples, label_map.cpu())
+        if not train:
+            return in_order(DataLoader(samples, batch_size, collate_fn=self.collate_fn))
+        alone = leaves_one_out(len(own), batch_size)
+        return DataLoader(samples, batch_size, shuffle=len(own) > 0, collate_fn=self.collate_fn, drop_last=alone)
+
+    def example(self) -> Any:  # noqa: D102
+        return self._example
+
+
+class _Relabelled(Dataset):
+    """Samples with a client's labels."""
+
+    def __init__(self, samples: Any, label_map: Tensor) -> None:
+        self.samples = samples
+        self.label_map = label_map
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> Any:
+        return relabelled(self.samples[i], self.label_map)
+
+
+def _numbered(found: np.ndarray, option: str) -> tuple[list[Any], Tensor]:
+    """Return the different values in ascending order, and the number of everyone's among them."""
+    try:
+        names, codes = np.unique(found, return_inverse=True)
+    except TypeError as error:
+        raise ConfigError(f"data.{option}: they have no order ({error}); give numbers or names.") from None
+    return names.tolist(), torch.from_numpy(codes.astype(np.int64))
+
+
+def _stacks(sample: Any) -> bool:
+    """Say whether a sample is made of numbers and tensors alone."""
+    if isinstance(sample, dict):
+        return all(map(_stacks, sample.values()))
+    if isinstance(sample, list | tuple):
+        return all(map(_stacks, sample))
+    return isinstance(sample, Tensor | np.ndarray | np.generic | int | float) and not isinstance(sample, np.str_)
