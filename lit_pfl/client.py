@@ -89,6 +89,9 @@ class Client(QuickModule, ABC):
         ConfigError: when the learner is none, or the head is to be shared although labels differ.
     """
 
+    #: whether training changes the shapes of the learner's tensors
+    resizes = False
+
     learner: L.LightningModule
     data: ClientData | None
     _shared: list[tuple[str, nn.Module, str]]

@@ -374,7 +374,8 @@ class Federation(QuickModule):
             names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])
         refuse_another_run(state, self._identity(), names)
         for client, module in self.clients.items():
-            refuse_another_network(client, state["clients"][client]["state_dict"], module.state_dict())
+            saved = state["clients"][client]["state_dict"]
+            refuse_another_network(client, saved, module.state_dict(), module.resizes)
 
 
 class _ServerStep(torch.optim.Optimizer):

@@ -60,6 +60,7 @@ class FedMA(Client):
     """
 
     shares = frozenset({"body", "head"})
+    resizes = True
 
     step: (
         Tensor  # layers that the server had done at its latest reply; from then on, step % L of the client's are global
