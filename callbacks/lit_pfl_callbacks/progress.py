@@ -8,11 +8,11 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lit_pfl_callbacks.clients import human_bytes
+from lit_pfl_callbacks.clients import TITLES, human_bytes
 
 
 class RoundProgress(ProgressBar):
-    """One line: round r of R, client k of K, validation accuracy, bytes sent so far, time left.
+    """One line: round r of R, client k of K, the validation score, bytes sent so far, time left.
 
     On a terminal the line is live; elsewhere a line is printed after every round.
     """
@@ -23,7 +23,7 @@ class RoundProgress(ProgressBar):
         self._bar: Progress | None = None
         self._enabled = True
         self._scored: int | None = None  # rounds before the one that was last validated
-        self._scored_acc = ""
+        self._score = ""
 
     def disable(self) -> None:
         """Show nothing."""
@@ -41,7 +41,7 @@ class RoundProgress(ProgressBar):
         self._bar = Progress(
             TextColumn("round {task.fields[round]}"),
             BarColumn(),
-            TextColumn("client {task.fields[client]} · accuracy {task.fields[acc]} · {task.fields[sent]} · left"),
+            TextColumn("client {task.fields[client]} · {task.fields[score]} · {task.fields[sent]} · left"),
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
@@ -49,7 +49,7 @@ class RoundProgress(ProgressBar):
         clients, rounds = int(self.total_train_batches), trainer.max_epochs or 0
         self._task = self._bar.add_task(
             "", total=clients * rounds if rounds > 0 else None, completed=clients * trainer.current_epoch,
-            round=self._rounds(trainer), client=f"0/{clients}", acc="-", sent="0 B",
+            round=self._rounds(trainer), client=f"0/{clients}", score="not validated", sent="0 B",
         )  # fmt: skip
         self._bar.start()
 
@@ -64,18 +64,19 @@ class RoundProgress(ProgressBar):
             )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take note of the round's accuracy."""
-        acc = trainer.callback_metrics.get("val/acc")
-        if not trainer.sanity_checking and acc is not None:
-            self._scored, self._scored_acc = trainer.current_epoch, f"{float(acc):.4f}"
+        """Take note of the round's score: the accuracy, or the first metric that there is."""
+        metrics = {name.removeprefix("val/"): x for name, x in trainer.callback_metrics.items() if name[:4] == "val/"}
+        if not trainer.sanity_checking and metrics:
+            name = "acc" if "acc" in metrics else next(iter(metrics))
+            self._scored, self._score = trainer.current_epoch, f"{TITLES.get(name, name)} {float(metrics[name]):.4f}"
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the round's accuracy, or the latest and of which round it is."""
-        shown = "-" if self._scored is None else self._scored_acc
+        """Show the round's score, or the latest and of which round it is."""
+        shown = "not validated" if self._scored is None else self._score
         if self._scored not in (None, trainer.current_epoch):
             shown += f" (of round {self._scored + 1})"
         if self._bar is not None:
-            self._bar.update(self._task, acc=shown)
+            self._bar.update(self._task, score=shown)
         elif self._enabled and trainer.is_global_zero:
             done = trainer.current_epoch + 1 - self._first_round
             left = ""
@@ -83,7 +84,7 @@ class RoundProgress(ProgressBar):
                 seconds = (time.monotonic() - self._began) / done * (trainer.max_epochs - trainer.current_epoch - 1)
                 left = f" · {seconds:.0f} s left"
             print(
-                f"round {self._rounds(trainer)} · {self.total_train_batches} clients · accuracy {shown} · "
+                f"round {self._rounds(trainer)} · {self.total_train_batches} clients · {shown} · "
                 f"{self._sent(pl_module)} so far{left}",
                 flush=True,
             )
