@@ -102,6 +102,6 @@ def test_progress_says_of_which_round_an_accuracy_is(capsys):
     out = typed(capsys, "fit", *TINY, "--trainer.check_val_every_n_epoch", "2", "--trainer.max_epochs", "3").out
     lines = [line for line in out.splitlines() if line.startswith("round ")]
     acc = f"{float(rows(RUN / 'metrics.csv')[1]['val/acc']):.4f}"
-    assert "accuracy - " in lines[0]
+    assert "not validated" in lines[0]
     assert f"accuracy {acc} ·" in lines[1]
     assert f"accuracy {acc} (of round 2) ·" in lines[2]
