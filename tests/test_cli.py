@@ -273,3 +273,45 @@ def test_an_error_that_is_no_mistake_of_the_user_keeps_its_traceback():
     )
     with pytest.raises(ValueError, match="Union"):
         main(["fit", "--model", "FedAvg", "--data.partition", "faulty.Partition"])
+
+
+LEARNER = """
+import lightning as L, torch
+class Line(L.LightningModule):
+    def __init__(self, width: int = 1):
+        super().__init__()
+        self.out = torch.nn.Linear(10, width)
+    def training_step(self, batch, batch_idx):
+        return (self.out(batch[0]).mean(1) - batch[1]).square().mean()
+    def validation_step(self, batch, batch_idx):
+        self.log("val_mse", self.training_step(batch, batch_idx))
+    def predict_step(self, batch, batch_idx):
+        return self.out(batch[0]).mean(1)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+def test_somebodys_own_module_of_the_current_folder_is_trained_resumed_scored_and_predicts(capsys, monkeypatch):
+    import sys
+
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "their_module", raising=False)
+    Path("their_module.py").write_text(LEARNER)
+    quiet = ["--trainer.enable_progress_bar", "false"]
+    data = ["--data", "Table", "--data.name", "diabetes", "--trainer.max_epochs", "2"]
+    main(["fit", "--model", "Ditto", "--model.learner", "their_module.Line", *data, *quiet])
+    run = Path("runs/Ditto-Table/version_0")
+    resumed = ["--config", str(run / "config.yaml"), "--ckpt_path", str(run / "checkpoints/last.ckpt")]
+    for command in ("test", "predict"):
+        main([command, *resumed])
+    main(["fit", *resumed, "--trainer.max_epochs", "3"])
+    metrics = rows(run / "metrics.csv")
+    assert [row["round"] for row in metrics] == ["1", "2", "3"]
+    assert all(float(row["val/mse"]) > 0 for row in metrics)
+    predicted = rows(run / "predictions.csv")
+    assert predicted
+    assert all(float(row["prediction"]) and row["probability"] == "" for row in predicted)
+    with pytest.raises(SystemExit):
+        main(["fit", "--model", "Ditto", "--model.learner", "their_module.Nobody", *data])
+    assert capsys.readouterr().err.strip().endswith("model.learner: module 'their_module' has no attribute 'Nobody'.")

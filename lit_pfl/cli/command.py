@@ -245,8 +245,10 @@ def run(args: ArgsType) -> None:
     Args:
         args: the arguments; None for those of the process.
     """
-    if "" not in sys.path:
-        sys.path.append("")  # so that class paths may name modules of the current folder
+    # So that class paths may name modules of the current folder; by its name, since a configuration file is read in its
+    # own folder.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*", category=FutureWarning)  # Lightning's, of PyTorch's
     warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")  # a resumed run's own
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(

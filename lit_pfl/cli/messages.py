@@ -73,6 +73,8 @@ def explained(message: str, known: list[str]) -> str:
         return f"{option}: {problem}; choose one of {', '.join(names)}, or a class path of your own.{hint}"
     if needed := re.search(r"the following arguments are required: ([\w., ]+)", reason):
         return f"{option}: give also " + ", ".join(f"{option}.{name}" for name in needed[1].split(", ")) + "."
+    if missing := re.search(r"No module named '[\w.]+'|[Mm]odule '[\w.]+' has no attribute '\w+'", reason):
+        return f"{option}: {missing[0]}."
     expected, given = _expected(reason), _given(reason) or _given(message)
     if expected and given is not None:
         return f"{option}={given}: expected {expected}."
