@@ -22,6 +22,7 @@ from lit_pfl.learners import (
     SchedulerCallable,
     SkipBatch,
     call_step,
+    check_learner,
     hand_on,
     set_schedules_to,
     single_optimizer,
@@ -87,6 +88,9 @@ class Client(QuickModule, ABC):
     Raises:
         ConfigError: when the learner is none, or the head is to be shared although labels differ.
     """
+
+    #: whether training changes the shapes of the learner's tensors
+    resizes = False
 
     learner: L.LightningModule
     data: ClientData | None
@@ -170,7 +174,12 @@ class Client(QuickModule, ABC):
             self.learner = ImageClassifier.for_data(
                 self.make_backbone, spec.example, spec.num_classes, channels_last=self.channels_last, **options
             )
-        self._check_learner()
+        if isinstance(self.learner, Client):
+            raise ConfigError(
+                f"model.learner: {type(self.learner).__name__} is a method itself; give the LightningModule that it "
+                "should train."
+            )
+        check_learner(self.learner)
         self.configure_learner()
         if self.shares and not spec.labels_agree and not self.head_names:
             raise ConfigError(
@@ -186,25 +195,6 @@ class Client(QuickModule, ABC):
             for step in ("validation_step", "test_step", "predict_step"):
                 if is_overridden(step, self.scored):
                     self.__dict__[step] = self._evaluating_step(step)
-
-    def _check_learner(self) -> None:
-        name = type(self.learner).__name__
-        if not isinstance(self.learner, L.LightningModule):
-            raise ConfigError(f"model.learner: {name} is no LightningModule; give one.")
-        if isinstance(self.learner, Client):
-            raise ConfigError(
-                f"model.learner: {name} is a method itself; give the LightningModule that it should train."
-            )
-        if not self.learner.automatic_optimization:
-            raise ConfigError(f"model.learner: {name} has automatic_optimization=False; a method needs it to be True.")
-        if not is_overridden("training_step", self.learner):
-            raise ConfigError(f"model.learner: {name} has no training_step.")
-        if is_overridden("configure_model", self.learner):
-            self.learner.configure_model()
-        if next(self.learner.parameters(), None) is None:
-            raise ConfigError(
-                f"model.learner: {name} has no parameters yet; make its layers in __init__ or configure_model."
-            )
 
     def place_on(self, device: torch.device) -> None:
         """Move to a device, and take the memory lay-out that suits it."""

@@ -1,29 +1,26 @@
 """A federation is a LightningModule: a round is an epoch, a client is a batch."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal
 
 import lightning as L
-import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.loggers import WandbLogger
-from torch.utils.flop_counter import FlopCounterMode
 
 from lit_pfl.client import Client, ClientSpec
 from lit_pfl.coordinator import Coordinator, Ledger
 from lit_pfl.data import FederatedDataModule, labels_of, samples_of
+from lit_pfl.draws import Draws, check_share
 from lit_pfl.engines.local import LocalEngine
+from lit_pfl.engines.threads import choose_threads, computing
 from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import Row, Split, mean_loss, summary
+from lit_pfl.evaluation import Row, Split, summary
 from lit_pfl.identity import fingerprint, refuse_another_network, refuse_another_run
-from lit_pfl.learners import size_of
 from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, QuickModule
 from lit_pfl.payload import Payload
+from lit_pfl.round_log import RoundLog
 from lit_pfl.server import ClientInfo
 from lit_pfl_callbacks import FederatedLoop
 
@@ -95,11 +92,8 @@ class Federation(QuickModule):
         higher_is_better: dict[str, bool] | None = None,
     ) -> None:
         super().__init__()
-        for name, share in (("participation", participation), ("evaluate_clients", evaluate_clients)):
-            if share <= 0 or (share > 1 and share != int(share)):
-                raise ConfigError(
-                    f"federation.{name}={share}: give a share above 0 and up to 1, or a whole number of clients."
-                )
+        check_share("federation.participation", participation)
+        check_share("federation.evaluate_clients", evaluate_clients)
         check_client_options(client_trainer or {})
         if not 0 <= quorum <= 1:
             raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
@@ -119,7 +113,7 @@ class Federation(QuickModule):
         self.clients = {}
         self.rows: list[Row] = []
         self._validated: dict[str, float] = {}
-        self._named: set[str] = set()
+        self.round_log = RoundLog()
         self._given_seed = seed
         self._asked_to_stop = False
 
@@ -154,13 +148,11 @@ class Federation(QuickModule):
         data.participants, data.validated = self.participants, self.validated
         data.move_to(device)
         if not self.clients:
-            for name in ("participation", "evaluate_clients"):
-                if getattr(self, name) > len(data.clients):
-                    raise ConfigError(
-                        f"federation.{name}={getattr(self, name):g} is more than the {len(data.clients)} clients."
-                    )
+            check_share("federation.participation", self.participation, len(data.clients))
+            check_share("federation.evaluate_clients", self.evaluate_clients, len(data.clients))
             if self.seed is None:
                 self.seed = torch.initial_seed()
+            self.draws = Draws(self.seed)
             self.clients = {client: self._build(client) for client in data.clients}
             self._place_on(device)  # before the server takes its first tensors from them
             self.engine = LocalEngine(self.clients, self.seed, self.local_epochs, self._make_trainer)
@@ -168,7 +160,9 @@ class Federation(QuickModule):
             joined = {k: ClientInfo(self.data.client(k).num_samples, c.initial()) for k, c in self.clients.items()}
             self.coordinator.start(joined)
             if self.threads is None:
-                self.threads = self._choose_threads()
+                client = next(iter(self.clients.values()))
+                batch_size = getattr(data, "batch_size", None)
+                self.threads = choose_threads(client.learner, client.spec.example, batch_size)
         self._place_on(device)
 
     def _place_on(self, device: torch.device) -> None:
@@ -178,35 +172,14 @@ class Federation(QuickModule):
     def _build(self, client: int) -> Client:
         data = self.data.client(client)
         spec = ClientSpec(client, data.example, data.num_classes, data.labels_agree, self.local_epochs)
-        with self._drawing("weights"):  # the same stream for all: common initial weights
+        with self.draws.torch("weights"):  # the same stream for all: common initial weights
             module = self.prototype.build(spec)
         module.data = data
         return module
 
     def _make_server(self) -> Any:
-        with self._drawing("server"):
+        with self.draws.torch("server"):
             return next(iter(self.clients.values())).configure_server()
-
-    @contextmanager
-    def _drawing(self, what: str) -> Iterator[None]:
-        """Draw from PyTorch's default generator as seeded for one purpose, then put it back."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(self._generator(what).integers(2**63)))
-            yield
-
-    def _generator(self, *purpose: str | int) -> np.random.Generator:
-        words = [w if isinstance(w, int) else int.from_bytes(w.encode(), "big") for w in purpose]
-        return np.random.default_rng([self.seed or 0, *words])
-
-    def _choose_threads(self) -> int:
-        """Count one batch's work: a further thread for every 20 million operations of a forward pass."""
-        client = next(iter(self.clients.values()))
-        example = client.spec.example
-        with FlopCounterMode(display=False) as counter:
-            mean_loss(client.learner, [example])
-        batch_size = getattr(self.data, "batch_size", size_of(example))
-        operations = counter.get_total_flops() / size_of(example) * batch_size
-        return max(1, min(torch.get_num_threads(), round(operations / 2e7)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the server's step as an optimizer, so that a Trainer counts rounds as it counts steps."""
@@ -216,19 +189,12 @@ class Federation(QuickModule):
 
     def participants(self, completed: int) -> list[int]:
         """Return the ids of the clients that train in the round after ``completed`` rounds."""
-        return self._draw(self.participation, "participation", completed)
+        return self.draws.choose(list(self.clients), self.participation, "participation", completed)
 
     def validated(self) -> list[int]:
         """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
-        return self._draw(self.evaluate_clients if self.trainer.state.fn == "fit" else 1.0, "evaluation")
-
-    def _draw(self, share: float, *purpose: str | int) -> list[int]:
-        ids = list(self.clients)
-        count = round(share * len(ids)) if share <= 1 else int(share)
-        if count >= len(ids):
-            return ids
-        chosen = self._generator(*purpose).choice(len(ids), max(1, count), replace=False)
-        return [ids[i] for i in sorted(chosen)]
+        share = self.evaluate_clients if self.trainer.state.fn == "fit" else 1.0
+        return self.draws.choose(list(self.clients), share, "evaluation")
 
     def on_train_epoch_start(self) -> None:
         """Begin a round."""
@@ -239,7 +205,7 @@ class Federation(QuickModule):
     def training_step(self, batch: list[int], batch_idx: int) -> None:
         """Train a set of clients; after the last one of the round, let the server do its step."""
         # Clients choose their own precision. The cache would survive their optimizer steps, so it is off.
-        with self._computing(), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
+        with computing(self.threads), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
             try:
                 self.coordinator.train(self.engine, batch)
                 if self.trainer.is_last_batch:
@@ -252,15 +218,6 @@ class Federation(QuickModule):
 
     def _make_trainer(self, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
         return client_trainer(self.trainer, self.client_trainer, loop, memory)
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads or before)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     def on_train_batch_end(self, outputs: Any, batch: list[int], batch_idx: int) -> None:
         """Put a stop off until the round is over: half a round is nothing that could be kept, scored or resumed."""
@@ -277,30 +234,15 @@ class Federation(QuickModule):
         metrics |= self._validated
         metrics |= {"comm/up_bytes": traffic.up, "comm/down_bytes": traffic.down, "comm/total_bytes": traffic.total}
         self._log(metrics)
-        self._write(metrics)
+        self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
 
     def _log(self, metrics: dict[str, float], write: bool = False) -> None:
         """Tell the Trainer and its callbacks; the loggers only if asked to."""
-        self._name_x_axis(metrics)
+        self.round_log.name_axes(self.trainer.loggers, metrics)
         metrics = {"round": self.coordinator.round, **metrics}
         # as tensors, since byte counts do not fit the 32 bits that Lightning gives to plain numbers
         values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
         self.log_dict(values, logger=None if write else False, batch_size=1)
-
-    def _write(self, metrics: dict[str, float]) -> None:
-        """Write to the loggers at once: what a checkpoint holds must have been logged before."""
-        self._name_x_axis(metrics)
-        for logger in self.trainer.loggers:
-            logger.log_metrics({"round": self.coordinator.round, **metrics}, step=self.coordinator.round)
-
-    def _name_x_axis(self, metrics: dict[str, float]) -> None:
-        """Tell W&B to draw over rounds; name by name, since it resolves overlapping patterns at random."""
-        new = metrics.keys() - self._named
-        self._named |= new
-        for logger in self.trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                for name in sorted(new):
-                    logger.experiment.define_metric(name, step_metric="round")
 
     def on_fit_end(self) -> None:
         """Test the models of the last round, and end the clients' fits."""
@@ -361,7 +303,7 @@ class Federation(QuickModule):
         return self.coordinator.ledger
 
     def _evaluate(self, clients: list[int], split: Split) -> None:
-        with self._computing():
+        with computing(self.threads):
             for client in clients:
                 score = self.engine.evaluate(client, split, self._shown_with(client), self.trainer)
                 self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
@@ -384,7 +326,7 @@ class Federation(QuickModule):
         with torch.no_grad():
             self._evaluate(list(self.clients), "test")
         metrics = summary(self.rows, "test", self.higher_is_better)
-        self._write(metrics)
+        self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
@@ -420,7 +362,7 @@ class Federation(QuickModule):
         try:
             state = checkpoint["federation"]
             self._refuse_another_run(state)
-            self.seed = self.engine.hub.seed = state["seed"]
+            self.seed = self.draws.seed = self.engine.hub.seed = state["seed"]
             self.coordinator.load_state_dict(state["coordinator"])
             self.engine.load_state_dict(state)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
@@ -432,7 +374,8 @@ class Federation(QuickModule):
             names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])
         refuse_another_run(state, self._identity(), names)
         for client, module in self.clients.items():
-            refuse_another_network(client, state["clients"][client]["state_dict"], module.state_dict())
+            saved = state["clients"][client]["state_dict"]
+            refuse_another_network(client, saved, module.state_dict(), module.resizes)
 
 
 class _ServerStep(torch.optim.Optimizer):

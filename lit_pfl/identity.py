@@ -46,14 +46,26 @@ def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: 
             )
 
 
-def refuse_another_network(client: int, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def refuse_another_network(
+    client: int, saved: Mapping[str, Tensor], own: Mapping[str, Tensor], resizes: bool = False
+) -> None:
     """Compare the tensors of a client in a checkpoint and in a run.
+
+    Args:
+        client: its id.
+        saved: the checkpoint's.
+        own: the run's.
+        resizes: whether training changes their shapes, so that only numbers of dimensions must agree.
 
     Raises:
         ConfigError: at the first that has another shape, or is in one of them only.
     """
+
+    def shape(tensor: Tensor) -> object:
+        return f"of {tensor.dim()} dimensions" if resizes else tuple(tensor.shape)
+
     for name in {**own, **saved}:
-        before, now = (tuple(tensors[name].shape) if name in tensors else "not there" for tensors in (saved, own))
+        before, now = (shape(tensors[name]) if name in tensors else "not there" for tensors in (saved, own))
         if before != now:
             raise ConfigError(
                 f"model: the checkpoint is of another network: client {client}'s tensor {name!r} is {before}, where "

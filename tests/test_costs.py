@@ -51,7 +51,9 @@ def gigabytes(elements: float, rounds: float) -> float:
 
 
 def test_fedavg_costs_what_the_table_prints():
-    elements = elements_per_round(FedAvg(norm_stats="averaged"))  # all of the state_dict, running statistics too
+    elements = elements_per_round(
+        FedAvg(backbone=ResNet9, norm_stats="averaged")
+    )  # all of the state_dict, running statistics too
     assert elements == CLIENTS * 2 * 2_574_290
     assert round(gigabytes(elements, LABEL), 2) == 20.39
     assert round(gigabytes(elements, DOMAIN), 2) == 40.78
@@ -59,7 +61,7 @@ def test_fedavg_costs_what_the_table_prints():
 
 def test_fedfomo_costs_what_the_table_prints():
     """Twelve transfers: one up, and eleven models down; the weights that clients send beside count for nothing."""
-    elements = elements_per_round(FedFOMO(num_models=11, norm_stats="averaged"), rounds=2)
+    elements = elements_per_round(FedFOMO(backbone=ResNet9, num_models=11, norm_stats="averaged"), rounds=2)
     assert elements == CLIENTS * (12 * 2_574_290 + 11)
     assert round(gigabytes(elements, LABEL), 2) == 122.33
     assert round(gigabytes(elements, DOMAIN), 2) == 244.66
@@ -67,7 +69,7 @@ def test_fedfomo_costs_what_the_table_prints():
 
 def test_factorized_fl_by_the_papers_definition_and_as_it_is_sent():
     """The paper prints 0.32 and 0.64, which its own definition, |U| + |V^(L-1)| up and |U| down, does not give."""
-    method = FactorizedFL(share_head=False)
+    method = FactorizedFL(backbone=ResNet9, share_head=False)
     elements = elements_per_round(method)
     norms = 2 * 1_472
     assert elements == CLIENTS * (2 * 88 + 65_536 + 2 * norms)
@@ -86,7 +88,7 @@ SIZES = {1e-4: 2.731, 3e-4: 2.515, 5e-4: 2.283, 7e-4: 2.068, 1e-3: 1.784}
 def test_the_size_follows_the_threshold_as_in_the_paper(threshold, millions):
     """With entries of mu spread as they must have been there, a normal distribution of deviation 1.86e-3."""
     kind = Factorization(form="FFxIO", threshold=threshold)
-    member = FactorizedFL(mixes="uvm", factorization=kind, share_head=False).build(spec())
+    member = FactorizedFL(backbone=ResNet9, mixes="uvm", factorization=kind, share_head=False).build(spec())
     torch.manual_seed(0)
     for _, layer in factorized_layers(member):
         torch.nn.init.normal_(layer.mu, std=1.86e-3)
@@ -99,7 +101,7 @@ def test_parameter_counts():
     network = ResNet9(3, 10)
     assert sum(p.numel() for p in network.parameters()) == 2_571_338
     assert sum(t.numel() for t in network.state_dict().values()) == 2_574_290
-    member = FactorizedFL().build(spec())
+    member = FactorizedFL(backbone=ResNet9).build(spec())
     body = [layer for _, layer in factorized_layers(member.backbone.body)]
     assert sum(layer.u.numel() + layer.v.numel() for layer in body) == 270_616
     assert sum(layer.u.numel() for layer in body) == 88

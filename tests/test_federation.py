@@ -62,9 +62,9 @@ def test_all_clients_start_from_the_same_weights_and_train_on_their_own_batches(
     federation = run(client(StandAlone), rounds=1)
     states = weights(federation)
     assert not torch.equal(states[0]["backbone.head.weight"], states[1]["backbone.head.weight"])
-    with federation._drawing("weights"):
+    with federation.draws.torch("weights"):
         a = federation.prototype.build(federation.clients[0].spec)
-    with federation._drawing("weights"):
+    with federation.draws.torch("weights"):
         b = federation.prototype.build(federation.clients[1].spec)
     assert_equal(a.state_dict(), b.state_dict())
 

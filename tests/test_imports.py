@@ -11,11 +11,13 @@ FLOORS = [
     {"lit_pfl.cli"},
     {"lit_pfl"},
     {"lit_pfl.federation"},
+    {"lit_pfl.draws", "lit_pfl.round_log"},
     {"lit_pfl.methods"},
     {"lit_pfl.methods.two_models"},
     {"lit_pfl.engines.local"},
     {"lit_pfl.client"},
-    {"lit_pfl.evaluation", "lit_pfl.factorization", "lit_pfl.identity", "lit_pfl.sharing"},
+    {"lit_pfl.factorization", "lit_pfl.identity", "lit_pfl.sharing", "lit_pfl.engines.threads"},
+    {"lit_pfl.evaluation"},
     {"lit_pfl.learners"},
     {"lit_pfl.links"},
     {"lit_pfl.engines.streams"},
@@ -71,3 +73,11 @@ def test_imports_run_downward(path):
 def test_the_callbacks_need_nothing_of_lit_pfl():
     for path in (ROOT / "callbacks").rglob("*.py"):
         assert not [name for name in imports(path) if name.split(".")[0] == "lit_pfl"], path
+
+
+def test_methods_know_nothing_of_images():
+    images = ("torchvision", "kornia", "lit_pfl.learners.classifier")
+    for path in (ROOT / "lit_pfl/methods").glob("*.py"):
+        for name in imports(path):
+            assert not name.startswith(images), f"{path}: {name}"
+            assert not name.startswith("lit_pfl.data") or name == "lit_pfl.data.loaders", f"{path}: {name}"

@@ -16,5 +16,5 @@ def test_simfed_on_digits_reaches_what_the_readme_says():
     with Path("runs/SimFed-Digits/version_0/metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 30
-    assert float(rows[-1]["test/acc"]) == pytest.approx(0.964, abs=0.015)
+    assert float(rows[-1]["test/acc"]) == pytest.approx(0.962, abs=0.015)
     assert float(rows[0]["val/acc"]) < 0.5

@@ -1,7 +1,7 @@
 """What W&B writes of a run without a network."""
 
 import json
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,17 @@ def leveldb_records(log: bytes):
             record = b""
 
 
-def records(run: Path) -> Iterator[wandb_internal_pb2.Record]:
-    """Read an offline run back."""
-    for data in leveldb_records(run.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        yield record
+def records(run: Path) -> list[wandb_internal_pb2.Record]:
+    """Read an offline run back. The process that writes it may be done some time after the run."""
+    deadline = time.monotonic() + 60
+    while True:
+        found = []
+        for data in leveldb_records(run.read_bytes()):
+            found.append(wandb_internal_pb2.Record())
+            found[-1].ParseFromString(data)
+        if time.monotonic() > deadline or (found and found[-1].WhichOneof("record_type") == "exit"):
+            return found
+        time.sleep(0.1)
 
 
 def wandb_config(run: Path) -> dict[str, Any]:

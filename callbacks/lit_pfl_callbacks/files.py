@@ -25,6 +25,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError as error:  # which says what, but seldom where
-        raise OSError(error.errno, f"cannot be written ({error.strerror})", str(path)) from error
+        raise OSError(error.errno, f"cannot be written ({error.strerror or error})", str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)

@@ -45,7 +45,7 @@ class FederatedCLI(LightningCLI):
         self.held = held
         self.words = args if isinstance(args, list) else sys.argv[1:]
         self.changed: dict[str, tuple[Any, Any]] = {}
-        self.scored: Path | None = None  # the run folder that the checkpoint is in
+        self.folder: Path | None = None  # the run folder that the checkpoint is in
         self.stops = Stops()
         super().__init__(Client, FederatedDataModule, args=args, **kwargs)
 
@@ -79,7 +79,7 @@ class FederatedCLI(LightningCLI):
             raise ConfigError("fragments: only a configuration file has them; give --config FILE for each instead.")
         dumped = self.parser.dump(self.config, skip_none=False, skip_validation=True)
         self.given: dict[str, Any] = yaml.safe_load(dumped)[self.subcommand]
-        backbone = self.given["model"]["init_args"].get("backbone")
+        backbone = (self.given["model"].get("init_args") or {}).get("backbone")
         if isinstance(backbone, dict):
             refuse_abstract("model.backbone", backbone["class_path"])
         if self.own.ckpt_path is not None:
@@ -95,7 +95,7 @@ class FederatedCLI(LightningCLI):
         if "://" in path:
             return
         before = saved_options(Path(path), weights_only=self.own.weights_only is not False)
-        self.scored = folder_of(Path(path))
+        self.folder = folder_of(Path(path))
         if before is None:
             return  # written from Python: the federation compares what it knows
         self.changed = taken(before, by_name(of_a_run(self.given)), self.scoring)
@@ -117,8 +117,8 @@ class FederatedCLI(LightningCLI):
                     continue
                 options = one.init_args
                 options.add_only = self.scoring
-                if self.scored is not None:
-                    options.save_dir, options.name, options.version = str(self.scored.parent), "", self.scored.name
+                if self.folder is not None:
+                    options.save_dir, options.name, options.version = str(self.folder.parent), "", self.folder.name
                 elif options.name is None:
                     method, data = (self.own[key].class_path.rpartition(".")[2] for key in ("model", "data"))
                     options.name = f"{method}-{data}"
@@ -134,21 +134,17 @@ class FederatedCLI(LightningCLI):
             self._take_folder()
 
     def _take_folder(self) -> None:
-        logger, made = self.trainer.loggers[0], False
-        folder = run_folder(self.trainer)
+        folder, logger, made = run_folder(self.trainer), self.trainer.loggers[0], False
         try:
-            if self.scored is None and isinstance(logger, RunLogger) and not _holds_a_run(folder):
-                folder, made = logger.make_folder(), True
-            elif self.scored is None and isinstance(logger, RunLogger):
-                raise FileExistsError
-            else:
-                folder.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            if _holds_a_run(folder):
-                raise ConfigError(
-                    f"trainer.logger.version: there is a run in {folder}. Go on with it by --ckpt_path "
-                    f"{folder}/checkpoints/last.ckpt, or leave the version out."
-                ) from None
+            if self.folder is None and isinstance(logger, RunLogger):
+                if any((folder / name).exists() for name in ("config.yaml", "metrics.csv", "checkpoints")):
+                    raise ConfigError(
+                        f"trainer.logger.version: there is a run in {folder}. Go on with it by --ckpt_path "
+                        f"{folder}/checkpoints/last.ckpt, or leave the version out."
+                    )
+                made = not folder.exists()
+                folder = logger.make_folder() if made else folder
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"The run folder cannot be written: {error}. Choose another with --trainer.logger.save_dir FOLDER."
@@ -228,10 +224,6 @@ class Loading(L.Callback):
         self.going_on = False
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
-
-
-def _holds_a_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("config.yaml", "metrics.csv", "checkpoints"))
 
 
 def _try_optimizer(model: Client) -> None:

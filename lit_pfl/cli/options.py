@@ -8,6 +8,7 @@ MAY_CHANGE = (
     "trainer*",
     "data.root",
     "data.download",
+    "data.verify",
     "data.eval_batch_size",
     "federation.threads",
     "federation.quorum",

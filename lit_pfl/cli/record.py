@@ -36,13 +36,13 @@ class RunRecord(L.Callback):
         """Record a run that is new."""
         self._tell_loggers(trainer)
         folder = run_folder(trainer)
-        if trainer.loggers and not trainer.fast_dev_run and not (folder / "config.yaml").exists():  # type: ignore[attr-defined]
+        if _keeps(trainer) and not (folder / "config.yaml").exists():
             self._write(folder / "config.yaml", [])
             self._written = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record a resume, once it has run."""
-        if self._written or not self.changed or not trainer.loggers:
+        if self._written or not self.changed or not _keeps(trainer):
             return
         folder, number = run_folder(trainer), 1
         while (path := folder / f"config.resumed_{number}.yaml").exists():
@@ -74,6 +74,10 @@ class RunRecord(L.Callback):
             file.write((head + yaml.safe_dump(self.config, sort_keys=False)).encode())
 
 
+def _keeps(trainer: L.Trainer) -> bool:
+    return bool(trainer.loggers) and not trainer.fast_dev_run  # type: ignore[attr-defined]
+
+
 @contextmanager
 def alone_in(folder: Path, made: bool) -> Iterator[None]:
     """Keep a run folder to this process; the lock goes with it, however it ends.
@@ -85,7 +89,7 @@ def alone_in(folder: Path, made: bool) -> Iterator[None]:
     Raises:
         ConfigError: when another process has it.
     """
-    import fcntl  # not on Windows, where nothing is locked
+    import fcntl  # POSIX only, as the signals are
 
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -1,5 +1,6 @@
 """What clients train: the built-in image classifier, and how anybody's LightningModule is taken in."""
 
+from lit_pfl.learners.checks import check_learner
 from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, OptimizerCallable, SchedulerCallable
 from lit_pfl.learners.hooks import hand_on
 from lit_pfl.learners.logs import Recorder, recorded
@@ -24,6 +25,7 @@ __all__ = [
     "SkipBatch",
     "Step",
     "call_step",
+    "check_learner",
     "evaluating",
     "extend",
     "hand_on",

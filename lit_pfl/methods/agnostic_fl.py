@@ -7,7 +7,7 @@ import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat
 
 from lit_pfl.client import Client
-from lit_pfl.data import in_order
+from lit_pfl.data.loaders import in_order
 from lit_pfl.ops import project_onto_simplex
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server

@@ -9,7 +9,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from lit_pfl.client import Client
-from lit_pfl.data import in_order, num_samples, part_of
+from lit_pfl.data.loaders import in_order, num_samples, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import Memory
 from lit_pfl.ops import weighted_mean

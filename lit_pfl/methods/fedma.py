@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.client import Client, ClientSpec
-from lit_pfl.data import labels_of
+from lit_pfl.data.loaders import labels_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import BackboneCallable, OptimizerCallable
 from lit_pfl.models import VGG9, Backbone
@@ -60,6 +60,7 @@ class FedMA(Client):
     """
 
     shares = frozenset({"body", "head"})
+    resizes = True
 
     step: (
         Tensor  # layers that the server had done at its latest reply; from then on, step % L of the client's are global

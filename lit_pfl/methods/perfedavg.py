@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from lit_pfl.client import Client
-from lit_pfl.data import in_batches_of, in_order, num_samples
+from lit_pfl.data.loaders import in_batches_of, in_order, num_samples
 from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.learners import Step, evaluating, recorded, size_of, split_batch, unchanged
 from lit_pfl.payload import Payload

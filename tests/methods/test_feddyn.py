@@ -193,7 +193,9 @@ def test_averaged_running_statistics_are_averaged_and_no_more():
     federation = run(client(FedDyn, norm_stats="averaged"), rounds=2)
     server = federation.coordinator.server
     for name in ("running_mean", "running_var"):
-        mean = torch.stack([c.get_buffer(f"backbone.body.1.{name}") for c in federation.clients.values()]).mean(0)
+        mean = torch.stack([c.learner.get_buffer(f"backbone.body.1.{name}") for c in federation.clients.values()]).mean(
+            0
+        )
         torch.testing.assert_close(server.model[f"backbone.body.1.{name}"], mean)
     assert server.model["backbone.body.1.num_batches_tracked"].dtype == torch.int64
     assert all("running" not in name and "tracked" not in name for name in server.deviation)

@@ -47,7 +47,7 @@ def test_rounds_equal_the_formulas(norm, order):
     members = federation.clients.values()
     train = [arrays(member.training_data()) for member in members]
     held = [arrays(member.held_back()) for member in members]
-    with federation._drawing("weights"):
+    with federation.draws.torch("weights"):
         start = flat(federation.prototype.build(federation.clients[0].spec).learner.state_dict())
 
     theta, base, p = [start] * 4, [start] * 4, np.zeros((4, 4))

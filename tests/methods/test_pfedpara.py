@@ -7,6 +7,7 @@ import torch
 from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import PFedPara
+from lit_pfl.models import ResNet9
 from lit_pfl.nn import hadamard_layers
 from tiny import assert_equal, client, digits, run, spec, weights
 
@@ -63,9 +64,9 @@ def test_what_travels_is_averaged_and_the_rest_stays(personal):
 
 def test_clients_start_from_the_same_private_factors_and_train_them():
     federation = run(client(PFedPara), digits(2), rounds=1)
-    with federation._drawing("weights"):
+    with federation.draws.torch("weights"):
         initial = federation.prototype.build(federation.clients[0].spec).learner.state_dict()
-    with federation._drawing("weights"):
+    with federation.draws.torch("weights"):
         assert_equal(federation.prototype.build(federation.clients[1].spec).learner.state_dict(), initial)
     for state in weights(federation).values():
         assert not any(torch.equal(state[name], initial[name]) for name in OWN | COMMON | HEAD)
@@ -87,7 +88,7 @@ def test_the_body_is_hadamard_and_the_classifier_dense():
     [(0.72, 49.5, "7.40"), (0.78, 99, "15.98")],
 )
 def test_traffic_of_resnet9_is_that_of_the_papers_table(ratio, rounds, gigabytes):
-    member = PFedPara(ratio=ratio, norm_stats="averaged").build(spec(labels_agree=False))
+    member = PFedPara(ratio=ratio, backbone=ResNet9, norm_stats="averaged").build(spec(labels_agree=False))
     elements = member.upload().elements
     assert elements == {0.72: 934_757, 0.78: 1_008_771}[ratio]  # 5,896 of them of the norm layers
     assert f"{4 * 20 * 2 * rounds * elements / 1e9:.2f}" == gigabytes
@@ -98,7 +99,7 @@ def test_traffic_of_resnet9_is_that_of_the_papers_table(ratio, rounds, gigabytes
 
 def test_gamma_of_the_paper_chooses_ranks_too():
     """0.81 is near the 7.4 GB too."""
-    member = PFedPara(0.81, "gamma", norm_stats="averaged").build(spec(labels_agree=False))
+    member = PFedPara(0.81, "gamma", backbone=ResNet9, norm_stats="averaged").build(spec(labels_agree=False))
     assert [layer.rank for _, layer in hadamard_layers(member.learner)] == [5, 50, 65, 65, 90, 128, 128, 128]
     assert f"{4 * 20 * 2 * 49.5 * member.upload().elements / 1e9:.3f}" == "7.400"
 

@@ -244,7 +244,9 @@ def test_averaged_running_statistics_are_averaged_and_no_more():
     federation = run(client(Scaffold, optimizer=sgd(0.1), norm_stats="averaged", server_lr=0.5), rounds=2)
     model = federation.coordinator.server.model
     for name in ("running_mean", "running_var"):
-        mean = torch.stack([c.get_buffer(f"backbone.body.1.{name}") for c in federation.clients.values()]).mean(0)
+        mean = torch.stack([c.learner.get_buffer(f"backbone.body.1.{name}") for c in federation.clients.values()]).mean(
+            0
+        )
         torch.testing.assert_close(model[f"backbone.body.1.{name}"], mean)
     assert model["backbone.body.1.num_batches_tracked"].dtype == torch.int64
     assert all("running" not in name and "tracked" not in name for name in federation.clients[0].control)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from lit_pfl.data import Digits
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg
 from lit_pfl.models import CNN, MLP, VGG9, ResNet9, ResNet18
@@ -184,11 +183,3 @@ def test_the_default_network_is_as_wide_as_suits_the_data():
     federation = run(FedAvg(), digits(2, image_size=16, batch_size=16), rounds=1)
     assert count(federation.clients[0]) == count(ResNet9(1, 10, width=8))
     assert federation.clients[0].upload().nbytes < 200_000
-
-
-def test_a_data_set_says_how_wide():
-    class Wide(Digits):
-        width = 12
-
-    federation = run(FedAvg(), Wide(num_clients=2), rounds=1)
-    assert count(federation.clients[0]) == count(ResNet9(1, 10, width=12))
