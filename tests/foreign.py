@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from pydoc_data.topics import topics
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.demos import BoringModel, LightningLSTM, LightningTransformer, SimpleLSTM, Transformer
-from pydoc_data.topics import topics
 from sklearn.datasets import load_breast_cancer, load_diabetes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
@@ -180,7 +180,7 @@ def texts() -> list[Dataset]:
 @cache
 def vectors() -> list[Dataset]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(NEEDED, 32, generator=generator) + client for client in range(NUM_CLIENTS)]  # type: ignore[misc]
+    return [torch.randn(NEEDED, 32, generator=generator) / 3 + client / 3 for client in range(NUM_CLIENTS)]  # type: ignore[misc]
 
 
 def small_lstm() -> L.LightningModule:

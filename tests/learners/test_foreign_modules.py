@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from foreign import PROJECTS, Project
 
 import lit_pfl.methods
+from foreign import PROJECTS, Project
 from lit_pfl import Client, Federation
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
@@ -42,7 +42,12 @@ class BackToFront(Federation):
 
 
 def fit(
-    project: Project, method: Client, folder: Path, rounds: int, kind: type[Federation] = Federation, resume: bool = False
+    project: Project,
+    method: Client,
+    folder: Path,
+    rounds: int,
+    kind: type[Federation] = Federation,
+    resume: bool = False,
 ) -> Federation:
     federation = kind(method, **{"seed": 3, "threads": 1, "local_epochs": 2, "participation": 2, **project.federation})
     checkpoint: Any = LastCheckpoint(folder)
