@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.demos import BoringModel, LightningLSTM, LightningTransformer, SimpleLSTM, Transformer
 from sklearn.datasets import load_breast_cancer, load_diabetes
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanSquaredError, R2Score
 from torchmetrics.classification import BinaryAUROC, BinaryJaccardIndex
 
@@ -22,11 +22,12 @@ TRAIN, VAL, TEST, BATCH = 40, 8, 8, 4  # all of whole batches, also of four fift
 
 
 class Regression(L.LightningModule):
-    """Foretells a number; metrics are objects, in training too."""
+    """Foretells a number; metrics are objects, in training too; its schedule counts steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: str = "AdamW", dropout: float = 0.1) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer, self.lr = optimizer, {"AdamW": 0.01, "SGD": 0.1}[optimizer]
+        self.net = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
         self.train_mse = MeanSquaredError()
         self.val_r2, self.val_mse = R2Score(), MeanSquaredError()
 
@@ -45,8 +46,9 @@ class Regression(L.LightningModule):
         self.log_dict({"val_r2": self.val_r2, "val_mse": self.val_mse}, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)]
+        optimizer = getattr(torch.optim, self.optimizer)(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Screening(L.LightningModule):
@@ -76,7 +78,7 @@ class Screening(L.LightningModule):
 
 
 class Segmentation(L.LightningModule):
-    """Finds discs in pictures; its schedule counts steps."""
+    """Finds discs in pictures; its schedule counts epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +98,7 @@ class Segmentation(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)]
 
 
 class Loaders(L.LightningDataModule):
@@ -109,7 +110,9 @@ class Loaders(L.LightningDataModule):
 
     def _part(self, start: int, end: int, shuffle: bool = False) -> DataLoader:
         part = torch.utils.data.Subset(self.samples, range(start, end))
-        return DataLoader(part, self.batch_size, shuffle=shuffle, collate_fn=default_collate)
+        # Only training draws from PyTorch's own generator: scoring is to change nothing.
+        generator = None if shuffle else torch.Generator()
+        return DataLoader(part, self.batch_size, shuffle=shuffle, generator=generator)
 
     def train_dataloader(self) -> DataLoader:
         return self._part(0, TRAIN, shuffle=True)
@@ -142,7 +145,7 @@ NEEDED = TRAIN + VAL + TEST
 def diabetes() -> list[Dataset]:
     x, y = (torch.tensor(part, dtype=torch.float32) for part in load_diabetes(return_X_y=True))
     x, y = (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
-    return [TensorDataset(a, b) for a, b in zip(x.split(NEEDED), y.split(NEEDED), strict=True)][:NUM_CLIENTS]
+    return [TensorDataset(a, b) for a, b in zip(x.split(NEEDED), y.split(NEEDED), strict=True)]
 
 
 @cache
@@ -150,7 +153,7 @@ def breast_cancer() -> list[Dataset]:
     features, benign = load_breast_cancer(return_X_y=True)
     x, y = torch.tensor(features, dtype=torch.float32), torch.tensor(benign)
     x = (x - x.mean(0)) / x.std(0)
-    return [Dicts(features=a, benign=b) for a, b in zip(x.split(NEEDED), y.split(NEEDED), strict=True)][:NUM_CLIENTS]
+    return [Dicts(features=a, benign=b) for a, b in zip(x.split(NEEDED), y.split(NEEDED), strict=True)]
 
 
 @cache
@@ -221,7 +224,7 @@ class Project:
 
     def data(self) -> PerClient:
         """Return a data module a client."""
-        return PerClient([Loaders(samples) for samples in self.samples()])
+        return PerClient([Loaders(samples) for samples in self.samples()[:NUM_CLIENTS]])
 
 
 CLIPPED = {"client_trainer": {"gradient_clip_val": 0.25}}  # as the demo's learning rate of 20 wants it
@@ -234,7 +237,7 @@ PROJECTS = {
     ),
     "Boring": Project(BoringModel, vectors, {"head": "^layer", "encoder": "layer"}, metrics=frozenset()),
     "Regression": Project(
-        Regression, diabetes, {"head": r"^net\.2\.", "encoder": "net.0"}, metrics=frozenset({"r2", "mse"})
+        Regression, diabetes, {"head": r"^net\.3\.", "encoder": "net.0"}, metrics=frozenset({"r2", "mse"})
     ),
     "Screening": Project(Screening, breast_cancer, metrics=frozenset({"auroc"})),
     "Segmentation": Project(Segmentation, discs, {"head": "^decoder"}, metrics=frozenset({"jaccard"})),
