@@ -126,6 +126,7 @@ class Client(QuickModule, ABC):
         self.encoder = encoder
         self.data = None
         self.completed_rounds = 0  # of the federation, which keeps it up to date
+        self.epoch_ended = False
         self._losses: list[tuple[Tensor, int]] = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -254,6 +255,7 @@ class Client(QuickModule, ABC):
 
         :class:`~lit_pfl_callbacks.FederatedLoop` calls this, which knows where rounds begin.
         """
+        self.epoch_ended = False
         if epoch == 0:
             if self.reset_optimizer:
                 for optimizer in self.trainer.optimizers:
@@ -262,6 +264,17 @@ class Client(QuickModule, ABC):
                 set_schedules_to(self.completed_rounds, local_epochs, self.trainer)
             self.begin_round()
         self.begin_epoch(epoch, local_epochs)
+
+    def end_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Call the learner's ``on_train_epoch_end``, and :meth:`end_round` at the last of a round's local epochs.
+
+        A Trainer calls that hook after those of its callbacks, and so after the upload. But what is uploaded, and what
+        is scored and saved while the client sleeps, has to be of an epoch that is over.
+        """
+        self.on_train_epoch_end()
+        self.epoch_ended = True
+        if epoch == local_epochs - 1:
+            self.end_round()
 
     def begin_round(self) -> None:
         """Prepare for a round's training; the reply is loaded."""

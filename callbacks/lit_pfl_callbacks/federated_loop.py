@@ -53,8 +53,8 @@ class Shares(Protocol):
     def start_epoch(self, epoch: int, local_epochs: int) -> None:
         """Prepare for a local epoch, counted from 0 in every round of ``local_epochs``; the reply is loaded."""
 
-    def end_round(self) -> None:
-        """Finish a round's training; :meth:`upload` comes next."""
+    def end_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Finish a local epoch; after the last of a round :meth:`upload` comes next."""
 
     def upload(self) -> Mapping[str, Tensor]:
         """Return the tensors to send, by name."""
@@ -114,13 +114,12 @@ class FederatedLoop(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Exchange, at the end of every ``every_n_epochs``-th epoch."""
+        if isinstance(pl_module, Shares):
+            pl_module.end_epoch(trainer.current_epoch % self.every_n_epochs, self.every_n_epochs)
         if (trainer.current_epoch + 1) % self.every_n_epochs:
             return
-        if isinstance(pl_module, Shares):
-            pl_module.end_round()
-            reply = self.link.exchange(pl_module.upload())
-        else:
-            reply = self.link.exchange(self._shared(pl_module))
+        shared = pl_module.upload() if isinstance(pl_module, Shares) else self._shared(pl_module)
+        reply = self.link.exchange(shared)
         if reply is None:
             trainer.should_stop = True
         else:

@@ -3,7 +3,7 @@
 from lit_pfl.learners.checks import check_learner
 from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, OptimizerCallable, SchedulerCallable
 from lit_pfl.learners.hooks import hand_on
-from lit_pfl.learners.logs import Recorder, recorded
+from lit_pfl.learners.logs import Recorder, recorded, silenced
 from lit_pfl.learners.optimizers import extend, set_schedules_to, single_optimizer
 from lit_pfl.learners.steps import (
     SkipBatch,
@@ -31,6 +31,7 @@ __all__ = [
     "hand_on",
     "recorded",
     "set_schedules_to",
+    "silenced",
     "single_optimizer",
     "size_of",
     "split_batch",

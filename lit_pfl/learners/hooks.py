@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lit_pfl.learners.logs import recorded
+from lit_pfl.learners.logs import silenced
 from lit_pfl.lightning_internals import in_hook
 
 STAGES = ("validation", "test", "predict")
@@ -57,6 +57,15 @@ def hand_on(
         else:
             evaluation = any(hook.startswith(f"on_{stage}_") for stage in STAGES)
             client.__dict__[hook] = _handing_on(hook, own, [scored] if evaluation else learners)
+    client.__dict__["on_train_epoch_end"] = _once_an_epoch(client, client.on_train_epoch_end)
+
+
+def _once_an_epoch(client: Any, hook: Callable[[], None]) -> Callable[[], None]:
+    def on_train_epoch_end() -> None:
+        if not client.epoch_ended:
+            hook()
+
+    return on_train_epoch_end
 
 
 def _handing_on(hook: str, own: Callable[..., Any] | None, learners: Iterable[L.LightningModule]) -> Callable[..., Any]:
@@ -70,5 +79,5 @@ def _handing_on(hook: str, own: Callable[..., Any] | None, learners: Iterable[L.
 
 
 def _call(learner: L.LightningModule, hook: str, muted: bool, args: Any, kwargs: Any) -> Any:
-    with in_hook(learner, hook), recorded(learner) if muted else nullcontext():
+    with in_hook(learner, hook), silenced(learner) if muted else nullcontext():
         return getattr(learner, hook)(*args, **kwargs)

@@ -45,9 +45,8 @@ class Recorder:
     def compute(self) -> dict[str, float]:
         """Return one number for each name, and reset the metrics."""
         scores = {name: self._reduced(name) for name in self._values}
-        for name, metric in self._metrics.items():
-            scores[name] = float(metric.compute())
-            metric.reset()
+        scores |= {name: float(metric.compute()) for name, metric in self._metrics.items()}
+        self.reset()
         return scores
 
     def _reduced(self, name: str) -> float:
@@ -57,6 +56,11 @@ class Recorder:
             return float(REDUCTIONS.get(reduction, reduction)(values))
         weights = torch.tensor([weight for _, weight in self._values[name]], dtype=torch.float64, device=values.device)
         return float((values * weights).sum() / weights.sum())
+
+    def reset(self) -> None:
+        """Reset the metrics."""
+        for metric in self._metrics.values():
+            metric.reset()
 
     @property
     def directions(self) -> dict[str, bool]:
@@ -81,3 +85,11 @@ def recorded(learner: L.LightningModule) -> Iterator[Recorder]:
             del learner.__dict__["log"]
         else:
             learner.__dict__["log"] = outside
+
+
+@contextmanager
+def silenced(learner: L.LightningModule) -> Iterator[None]:
+    """Tell nobody what a learner logs; metrics that it logs are reset, as a Trainer would have done in the end."""
+    with recorded(learner) as recorder:
+        yield
+    recorder.reset()

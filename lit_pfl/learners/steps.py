@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import lightning as L
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -123,14 +124,35 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Put the plain attributes of a module and its parts back afterwards: hidden states, caches, counters.
+    """Put the plain attributes of a module and its parts back afterwards: hidden states, caches, counters, metrics.
 
     They are in no checkpoint, so a resumed run would not have what an evaluation leaves behind.
     """
-    before = [(part, part.__dict__.copy()) for part in module.modules()]
+    before = [(part.__dict__, part.__dict__.copy()) for part in module.modules()]
+    inside = [(value, _content(value)) for _, attributes in before for value in attributes.values()]
     try:
         yield
     finally:
-        for part, attributes in before:
-            part.__dict__.clear()
-            part.__dict__.update(attributes)
+        for attributes, former in before:
+            attributes.clear()
+            attributes.update(former)
+        for value, content in inside:
+            _put_back(value, content)
+
+
+def _content(value: Any) -> Any:
+    """Return a copy of what may change inside a tensor, list or dict without being replaced by another one."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, list | dict) else None
+
+
+def _put_back(value: Any, content: Any) -> None:
+    if isinstance(value, Tensor):
+        if not torch.equal(value, content):
+            value.detach().copy_(content)
+    elif isinstance(value, list):
+        value[:] = content
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(content)

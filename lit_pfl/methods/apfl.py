@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Step, evaluating, recorded
+from lit_pfl.learners import Step, evaluating, silenced
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl_callbacks.federated_loop import load_tensors
 
@@ -92,7 +92,7 @@ class APFL(TwoModels):
 
     def _at_mixed_parameters(self, alpha: Tensor, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of the personal learner with mixed parameters; only v and alpha get gradients."""
-        with recorded(self.personal):
+        with silenced(self.personal):
             loss = functional_call(Step(self.personal), self._mixture(alpha, "learner."), (batch, batch_idx))
         return self.penalized(loss, self.personal)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.client import Client
-from lit_pfl.learners import extend, recorded, single_optimizer
+from lit_pfl.learners import extend, silenced, single_optimizer
 from lit_pfl.sharing import EVERYTHING
 
 
@@ -61,7 +61,7 @@ class TwoModels(Client):
 
     def personal_loss(self, batch: Any, batch_idx: int) -> Tensor:
         """Return what the personal learner minimises by itself, see :meth:`Client.loss`."""
-        with recorded(self.personal):
+        with silenced(self.personal):
             return self.loss(self.personal, batch, batch_idx)
 
     def configure_gradient_clipping(

@@ -1,0 +1,98 @@
+"""Every method on modules that know nothing of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lit_pfl.methods
+from foreign import PROJECTS, Project
+from lit_pfl import Client, Federation
+from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import LastCheckpoint
+from tiny import assert_equal, trainer, weights
+
+METHODS = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__}
+
+#: what cannot be, and the words of the one line that says why, where head and encoder are named
+REFUSED = {
+    **{("FedMA", project): "has no attribute `backbone`" for project in PROJECTS},
+    ("Scaffold", "Regression"): "use torch.optim.SGD without momentum",
+    ("APFL", "Segmentation"): "use model.mixing=parameters",
+    ("FedRep", "Boring"): "FedRep trains a body, and this one has no weights",
+    ("FactorizedFL", "Boring"): "needs a convolution or a linear layer in the body",
+}
+#: and where they are not named
+NAMELESS = {
+    **{(method, project): f"{method} has to know which parameters of {{name}} are its head"
+       for method in ("FedPer", "FedRep", "LGFedAvg")
+       for project in PROJECTS if project != "Screening"},
+    **{("SimFed", project): "SimFed compares what encoders make of an input; say which part of {name} is one"
+       for project in ("LSTM", "Transformer", "Boring", "Regression")},
+}  # fmt: skip
+CELLS = [(method, project) for method in METHODS for project in PROJECTS]
+
+
+class BackToFront(Federation):
+    """A federation whose clients train in the opposite order."""
+
+    def participants(self, completed: int) -> list[int]:
+        return super().participants(completed)[::-1]
+
+
+def fit(
+    project: Project,
+    method: Client,
+    folder: Path,
+    rounds: int,
+    kind: type[Federation] = Federation,
+    resume: bool = False,
+) -> Federation:
+    federation = kind(method, **{"seed": 3, "threads": 1, "local_epochs": 2, "participation": 2, **project.federation})
+    checkpoint: Any = LastCheckpoint(folder)
+    fitting = trainer(rounds, callbacks=[checkpoint], enable_checkpointing=True)
+    fitting.fit(federation, datamodule=project.data(), ckpt_path=folder / "last.ckpt" if resume else None)
+    return federation
+
+
+@pytest.mark.parametrize(("method", "project"), [cell for cell in CELLS if cell not in REFUSED])
+def test_a_method_and_somebody_s_module(method, project, tmp_path):
+    """It trains; interrupted, resumed and in another order of clients it comes to the same."""
+    there = PROJECTS[project]
+    straight = fit(there, there.method(METHODS[method]), tmp_path / "straight", rounds=3)
+    fit(there, there.method(METHODS[method]), tmp_path / "other", rounds=2, kind=BackToFront)
+    other = fit(there, there.method(METHODS[method]), tmp_path / "other", rounds=3, kind=BackToFront, resume=True)
+    assert_equal(weights(other), weights(straight))
+    assert other.traffic.state_dict() == straight.traffic.state_dict()
+    assert sorted(other.rows) == sorted(straight.rows)  # also of those who did not take part since
+
+    assert {frozenset(row.scores) for row in straight.rows} == {there.metrics}
+    assert not straight.coordinator.refused
+    first = there.method(METHODS[method]).learner.state_dict()
+    for client in straight.clients.values():
+        own = client.learner.state_dict()
+        assert all(tensor.isfinite().all() for tensor in own.values())
+        assert not all(torch.equal(own[name], tensor) for name, tensor in first.items() if name in own)
+
+
+@pytest.mark.parametrize(("method", "project"), REFUSED)
+def test_what_cannot_be_is_said_in_a_line(method, project, tmp_path):
+    there = PROJECTS[project]
+    with pytest.raises(ConfigError, match=REFUSED[method, project]) as error:
+        fit(there, there.method(METHODS[method]), tmp_path, rounds=1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("method", "project"), CELLS)
+def test_parts_that_a_method_has_to_know_are_asked_for(method, project, tmp_path):
+    """Without being told which they are, no method but those does anything else."""
+    there = PROJECTS[project]
+    unnamed = METHODS[method](learner=there.make())
+    words = NAMELESS.get((method, project)) or REFUSED.get((method, project))
+    if words is None:
+        fit(there, unnamed, tmp_path, rounds=1)
+        return
+    with pytest.raises(ConfigError, match=words.format(name=type(unnamed.learner).__name__)) as error:
+        fit(there, unnamed, tmp_path, rounds=1)
+    assert "\n" not in str(error.value)
