@@ -29,7 +29,7 @@ from lit_pfl.learners import (
     size_of,
     training_loss,
 )
-from lit_pfl.lightning_internals import QuickModule, name_metrics, own_copy
+from lit_pfl.lightning_internals import QuickModule, hand_down_trainer, name_metrics, own_copy
 from lit_pfl.models import ResNet9
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
@@ -189,6 +189,7 @@ class Client(QuickModule, ABC):
             )
         self._shared = owners(self.learner, [name for name, role in self.roles().items() if self.travels(name, role)])
         self.configure_state()
+        hand_down_trainer(self)
         for name, learner in self.learners.items():
             name_metrics(learner, f"{name}.")
         hand_on(self, list(self.learners.values()), self.scored, Client, alone)
@@ -215,6 +216,11 @@ class Client(QuickModule, ABC):
     def configure_server(self) -> Server:
         """Return the server that goes with this kind of client."""
         return Server()
+
+    def configure_callbacks(self) -> Any:
+        """Get ready for a Trainer, of all hooks in the one before Lightning looks which steps there are."""
+        self.configure_model()
+        return self.learner.configure_callbacks()
 
     def configure_model(self) -> None:
         """Get ready for a Trainer that is given this client by itself."""

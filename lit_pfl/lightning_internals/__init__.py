@@ -7,7 +7,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
     MemoryCheckpointIO,
     read_checkpoint,
 )
-from lit_pfl.lightning_internals.hooks import in_hook, lent_trainer, name_metrics, optimizers_in
+from lit_pfl.lightning_internals.hooks import hand_down_trainer, in_hook, lent_trainer, name_metrics, optimizers_in
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
 from lit_pfl.lightning_internals.undisturbed import undisturbed
 
@@ -17,6 +17,7 @@ __all__ = [
     "MemoryCheckpointIO",
     "NoProfiler",
     "QuickModule",
+    "hand_down_trainer",
     "in_hook",
     "lent_trainer",
     "make_lean",

@@ -46,6 +46,11 @@ def optimizers_in(configured: Any) -> list[torch.optim.Optimizer]:
     return [] if configured is None else _configure_optimizers(configured)[0]
 
 
+def hand_down_trainer(module: L.LightningModule) -> None:
+    """Let modules that have come into a module since it was given to its Trainer know that one too."""
+    module.trainer = module._trainer
+
+
 @contextmanager
 def lent_trainer(module: L.LightningModule, trainer: L.Trainer) -> Iterator[None]:
     """Lend a module, and those inside it, a Trainer for as long as it has none of its own."""
