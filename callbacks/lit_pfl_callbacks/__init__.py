@@ -1,6 +1,7 @@
 """Callbacks for federated learning with Lightning. They need nothing else of lit-pfl."""
 
 from lit_pfl_callbacks.clients import ClientsTable
+from lit_pfl_callbacks.feature_alignment import FeatureAlignment
 from lit_pfl_callbacks.federated_loop import FederatedLoop, JoinInfo, Link
 from lit_pfl_callbacks.predictions import Predictions
 from lit_pfl_callbacks.progress import RoundProgress
@@ -9,6 +10,7 @@ from lit_pfl_callbacks.similarity import Similarity
 
 __all__ = [
     "ClientsTable",
+    "FeatureAlignment",
     "FederatedLoop",
     "JoinInfo",
     "Link",

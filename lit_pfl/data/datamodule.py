@@ -34,11 +34,11 @@ class Samples(Protocol):
 class PartitionedDataModule(FederatedDataModule):
     """One set of samples, dealt to clients. A new kind overrides :meth:`load`, :meth:`batches` and :meth:`example`.
 
-    All samples of the source are shuffled and cut into a training, a test and a validation part; the training part is
-    dealt to the clients by ``partition``. Where the partition has several domains, this is done for each of them, with
-    clients of its own. Where the samples are of natural groups, every group has a client, and is cut by itself. A
-    Trainer that is given this data module iterates over sets of clients; the batches of samples are each client's own,
-    see :meth:`client`.
+    All samples of the source are shuffled and cut into a training, a test and a validation part, or as the source
+    itself has it (``split``); the training part is dealt to the clients by ``partition``. Where the partition has
+    several domains, this is done for each of them, with clients of its own. Where the samples are of natural groups,
+    every group has a client, and is cut by itself. A Trainer that is given this data module iterates over sets of
+    clients; the batches of samples are each client's own, see :meth:`client`.
 
     Args:
         num_clients: number of clients K.
@@ -51,14 +51,19 @@ class PartitionedDataModule(FederatedDataModule):
         evaluate_on: ``own``: every client is evaluated on a part of the validation and test data with the same share of
             each class as its training data. ``all``: on all of them (all of its domain's, if there are several), under
             its own labels (Factorized-FL, Section 5.1).
-        train_fraction: share of the samples to train on.
-        test_fraction: share of the samples to test on; the rest is for validation.
+        split: ``pooled``: the source's own training and test data together are cut anew. ``official``: the source's own
+            test data are for testing, all of them, and its training data are cut into a training part and, below a
+            ``train_fraction`` of 1, a validation part. Where there are no validation data, test data are scored every
+            round, as such.
+        train_fraction: share of the samples to train on; with ``split=official``, of the source's own training data.
+        test_fraction: share of the samples to test on; the rest is for validation. Not for ``split=official``.
 
     Raises:
         ConfigError: for numbers that do not go together.
 
     Source:
-        Factorized-FL's released generator: all of the official train and test data together, 80/10/10.
+        Factorized-FL's released generator: all of the official train and test data together, 80/10/10. FedMA, Psi-Net
+        and FedSLR: the official split.
     """
 
     def __init__(
@@ -70,11 +75,15 @@ class PartitionedDataModule(FederatedDataModule):
         batch_size: PositiveInt = 128,
         eval_batch_size: PositiveInt = 512,
         evaluate_on: Literal["own", "all"] = "own",
+        split: Literal["pooled", "official"] = "pooled",
         train_fraction: float = 0.8,
         test_fraction: float = 0.1,
     ) -> None:
         super().__init__()
-        check_fractions(train_fraction, test_fraction)
+        if split == "pooled":
+            check_fractions(train_fraction, test_fraction)
+        elif not 0 < train_fraction <= 1:
+            raise ConfigError(f"data.train_fraction={train_fraction}: give a share above 0 and up to 1.")
         self.num_clients = num_clients
         self.partition = partition or IID()
         self.permute_labels = permute_labels
@@ -82,6 +91,7 @@ class PartitionedDataModule(FederatedDataModule):
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.evaluate_on = evaluate_on
+        self.split = split
         self.train_fraction = train_fraction
         self.test_fraction = test_fraction
         self.data: Any = None
@@ -117,12 +127,14 @@ class PartitionedDataModule(FederatedDataModule):
         data = self.load()
         self._check_labels(data)
         labels = data.labels.numpy()
+        if self.split == "official" and self._num_train(data) is None:
+            raise ConfigError(f"data.split=official: {type(self).__name__} has no test data of its own; leave it out.")
         if data.groups is not None:
             self._deal_groups(data)
             return
         domains = self.partition.domains(data.num_classes or 1)
         each = self._clients_of_a_domain(len(domains))
-        parts = [self._split(np.flatnonzero(np.isin(labels, classes))) for classes in domains]
+        parts = [self._split(np.flatnonzero(np.isin(labels, classes)), data) for classes in domains]
         smallest = min(len(train) for train, _, _ in parts)
         if each > smallest:
             where = type(self).__name__ if len(domains) == 1 else f"{len(domains)} domains like the smallest"
@@ -141,6 +153,7 @@ class PartitionedDataModule(FederatedDataModule):
             indices["test"] += self._eval_parts(labels, test, counts)
             label_counts.append(counts)
         self.indices = indices
+        self.whole = {name: np.concatenate([part[i] for part in parts]) for name, i in (("val", 1), ("test", 2))}
         self.label_counts = np.concatenate(label_counts)
         self.domains = domains
         self.data = data
@@ -151,7 +164,8 @@ class PartitionedDataModule(FederatedDataModule):
         groups, num_classes = data.groups.numpy(), data.num_classes or 1
         sizes = np.unique(groups, return_counts=True)[1]
         members = np.split(np.argsort(groups, kind="stable"), np.cumsum(sizes)[:-1])
-        train, val, test = (list(part) for part in zip(*map(self._split, members), strict=True))
+        train, val, test = (list(part) for part in zip(*(self._split(own, data) for own in members), strict=True))
+        self.whole = {"val": np.concatenate(val), "test": np.concatenate(test)}
         if self.evaluate_on == "all":
             val, test = [np.concatenate(val)] * len(sizes), [np.concatenate(test)] * len(sizes)
         self.num_clients = len(sizes)
@@ -182,13 +196,26 @@ class PartitionedDataModule(FederatedDataModule):
             )
         return each
 
-    def _split(self, members: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _split(self, members: np.ndarray, data: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Cut samples into training, validation and test data."""
+        if self.split == "official":
+            pool, test = (members[rows] for rows in (members < self._num_train(data), members >= self._num_train(data)))
+            train, val = np.split(pool[self._order(len(pool))], [round(len(pool) * self.train_fraction)])
+            return train, val, test
         n = len(members)
+        num_train, num_test = round(n * self.train_fraction), round(n * self.test_fraction)
+        train, test, val = np.split(members[self._order(n)], [num_train, num_train + num_test])
+        return train, val, test
+
+    @staticmethod
+    def _num_train(data: Any) -> Any:
+        """Return how many of the samples, the first ones, are officially for training; None where nobody says so."""
+        return getattr(data, "num_train", None)
+
+    def _order(self, n: int) -> list[int]:
         order = list(range(n))
         random.Random(self.seed).shuffle(order)
-        num_train, num_test = round(n * self.train_fraction), round(n * self.test_fraction)
-        train, test, val = np.split(members[order], [num_train, num_train + num_test])
-        return train, val, test
+        return order
 
     def _eval_parts(self, labels: np.ndarray, part: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
         if self.evaluate_on == "all":
@@ -262,6 +289,9 @@ class ImageDataModule(PartitionedDataModule):
         if part == "train":
             return BatchLoader(self.data, indices, self.batch_size, label_map, shuffle=True, augment=self.augment)
         return BatchLoader(self.data, indices, self.eval_batch_size, label_map)
+
+    def everything(self, part: Literal["val", "test"]) -> BatchLoader:  # noqa: D102
+        return BatchLoader(self.data, torch.from_numpy(self.whole[part]).to(self.device), self.eval_batch_size)
 
     def example(self) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: D102
         data = self.data

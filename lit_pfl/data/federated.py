@@ -3,12 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 
 from lit_pfl.data.loaders import num_samples
+from lit_pfl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,14 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         Raises:
             ConfigError: when there is no such client.
         """
+
+    def everything(self, part: Literal["val", "test"]) -> Any:
+        """Return batches of all validation or test data, whosever they are, under the data set's own labels.
+
+        Raises:
+            ConfigError: when this kind of data has no such thing.
+        """
+        raise ConfigError(f"federation.evaluate=global: {type(self).__name__} has no data of all; use before or after.")
 
     def move_to(self, device: torch.device) -> None:
         """Hold the data on a device, if this kind holds data at all; otherwise batches are moved one by one."""

@@ -24,6 +24,8 @@ class ImageSet:
         std: likewise.
         channels: number of channels a model sees.
         groups: (N,) int64 natural group of every image, such as its writer, if every group is to have a client.
+        num_train: the first so many are the source's own training data, the others its test data; None where it does
+            not say.
     """
 
     images: Tensor
@@ -33,6 +35,7 @@ class ImageSet:
     std: Tensor
     channels: int
     groups: Tensor | None = None
+    num_train: int | None = None
 
     def to(self, device: torch.device) -> "ImageSet":
         """Return the same on another device."""

@@ -128,15 +128,15 @@ class _TorchvisionData(ImageDataModule):
         parts = self._read()
         images = torch.cat([self._images(part.data) for part in parts])
         labels = torch.cat([torch.as_tensor(part.targets) for part in parts]).long()
-        return self._image_set(images, labels)
+        return self._image_set(images, labels, len(parts[0].targets))
 
     def _images(self, data: Any) -> torch.Tensor:
         """Return (N, C, H, W) uint8 of what torchvision holds, (N, H, W, 3)."""
         return torch.as_tensor(data).permute(0, 3, 1, 2).contiguous()
 
-    def _image_set(self, images: torch.Tensor, labels: torch.Tensor) -> ImageSet:
-        images = _resized(images, self.image_size)
-        return ImageSet(images, labels, self.num_classes, *_statistics(self.mean, self.std), channels=len(self.mean))
+    def _image_set(self, images: torch.Tensor, labels: torch.Tensor, num_train: int) -> ImageSet:
+        images, statistics = _resized(images, self.image_size), _statistics(self.mean, self.std)
+        return ImageSet(images, labels, self.num_classes, *statistics, channels=len(self.mean), num_train=num_train)
 
 
 class _CIFAR(_TorchvisionData):
@@ -190,7 +190,8 @@ class SVHN(_TorchvisionData):
     def load(self) -> ImageSet:  # noqa: D102
         parts = self._read()
         images = torch.from_numpy(np.concatenate([part.data for part in parts]))
-        return self._image_set(images, torch.from_numpy(np.concatenate([part.labels for part in parts])).long())
+        labels = torch.from_numpy(np.concatenate([part.labels for part in parts])).long()
+        return self._image_set(images, labels, len(parts[0].labels))
 
 
 class _GreyImages(_TorchvisionData):
@@ -209,8 +210,8 @@ class _GreyImages(_TorchvisionData):
     def _images(self, data: Any) -> torch.Tensor:
         return data.unsqueeze(1)
 
-    def _image_set(self, images: torch.Tensor, labels: torch.Tensor) -> ImageSet:
-        return replace(super()._image_set(images, labels), channels=self.channels)
+    def _image_set(self, images: torch.Tensor, labels: torch.Tensor, num_train: int) -> ImageSet:
+        return replace(super()._image_set(images, labels, num_train), channels=self.channels)
 
 
 class MNIST(_GreyImages):
@@ -272,7 +273,8 @@ class TinyImageNet(_TorchvisionData):
     def load(self) -> ImageSet:  # noqa: D102
         from torchvision.io import ImageReadMode, decode_image, read_file
 
-        files = [file for part in self._read() for file in part]
+        train, test = self._read()
+        files = [*train, *test]
         images = torch.empty(len(files), 3, 64, 64, dtype=torch.uint8)
 
         def decode(i: int) -> None:
@@ -287,7 +289,7 @@ class TinyImageNet(_TorchvisionData):
                 "tiny-imagenet-200 and give --data.download true to fetch it anew."
             ) from error
         labels = torch.tensor([c for _, c in files])
-        return self._image_set(images, labels)
+        return self._image_set(images, labels, len(train))
 
 
 def _resized(images: torch.Tensor, size: int) -> torch.Tensor:

@@ -12,18 +12,12 @@ from lit_pfl.data.loaders import labels_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import BackboneCallable, OptimizerCallable
 from lit_pfl.models import VGG9, Backbone
-from lit_pfl.nn import Memory
+from lit_pfl.nn import CHANNELWISE, Memory
 from lit_pfl.ops import Matching, gather_inputs, match_units, merge_units, nearest_units, spread_inputs, unit_matrix
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
-
-#: what may stand between layers: it treats every channel, or every feature, by itself
-BETWEEN = (
-    nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten, nn.Dropout,
-    nn.Dropout2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d,
-)  # fmt: skip
 
 
 class FedMA(Client):
@@ -206,7 +200,7 @@ def chain(learner: nn.Module) -> list[tuple[str, nn.Conv2d | nn.Linear]]:
         if kind in (nn.Conv2d, nn.Linear) and getattr(module, "groups", 1) == 1:
             layers.append((name, module))
         # a module that runs its parts one after the other is looked into
-        elif kind.forward not in (Backbone.forward, nn.Sequential.forward) and kind not in BETWEEN:
+        elif kind.forward not in (Backbone.forward, nn.Sequential.forward) and kind not in CHANNELWISE:
             what = f"{kind.__name__} with groups" if kind is nn.Conv2d else kind.__name__
             raise ConfigError(
                 f"model.backbone: {name} is a {what}. FedMA needs a plain chain of Conv2d and Linear layers, with "

@@ -7,14 +7,10 @@ from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.models.backbone import Backbone
+from lit_pfl.models.norms import Norm, norm_maker
 
-Norm = Literal["batch", "group"]
 Stem = Literal["small", "large"]
 
-_NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "batch": nn.BatchNorm2d,
-    "group": lambda channels: nn.GroupNorm(2, channels),
-}
 #: from channels and width to the layers before the first block, all but norm and ReLU; and what follows those two
 _STEMS: dict[str, tuple[Callable[[int, int], nn.Conv2d], list[nn.Module]]] = {
     "small": (lambda channels, width: nn.Conv2d(channels, width, 3, 1, 1, bias=False), []),
@@ -104,10 +100,9 @@ class ResNet18(Backbone):
         bias: bool = True,
         stem: Stem = "small",
     ) -> None:
-        for option, value, choices in (("norm", norm, _NORMS), ("stem", stem, _STEMS)):
-            if value not in choices:
-                raise ConfigError(f"model.backbone.{option}={value!r}: choose one of {', '.join(choices)}.")
-        make_norm, (make_conv, pool) = _NORMS[norm], _STEMS[stem]
+        if stem not in _STEMS:
+            raise ConfigError(f"model.backbone.stem={stem!r}: choose one of {', '.join(_STEMS)}.")
+        make_norm, (make_conv, pool) = norm_maker(norm), _STEMS[stem]
         widths = [width * 2**stage for stage in (0, 0, 1, 1, 2, 2, 3, 3)]
         body = nn.Sequential(
             make_conv(channels, width), make_norm(width), nn.ReLU(), *pool,

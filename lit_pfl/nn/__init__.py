@@ -1,5 +1,6 @@
 """Layers."""
 
+from lit_pfl.nn.channelwise import CHANNELWISE
 from lit_pfl.nn.composed import ComposedConv2d, ComposedLinear, geometry
 from lit_pfl.nn.factorized import (
     FactorizedConv2d,
@@ -10,6 +11,19 @@ from lit_pfl.nn.factorized import (
     factorize,
     factorized_layers,
     l1_norm_of_masks,
+)
+from lit_pfl.nn.grouped import (
+    Grouped,
+    GroupedBatchNorm,
+    GroupedConv2d,
+    GroupedLinear,
+    GroupedLogits,
+    GroupedNorm,
+    GroupSlice,
+    class_groups,
+    grouped_layers,
+    row_groups,
+    trim,
 )
 from lit_pfl.nn.hadamard import (
     HadamardConv2d,
@@ -23,23 +37,35 @@ from lit_pfl.nn.hadamard import (
 from lit_pfl.nn.memory import Memory
 
 __all__ = [
+    "CHANNELWISE",
     "ComposedConv2d",
     "ComposedLinear",
     "FactorizedConv2d",
     "FactorizedLinear",
     "Form",
+    "GroupSlice",
+    "Grouped",
+    "GroupedBatchNorm",
+    "GroupedConv2d",
+    "GroupedLinear",
+    "GroupedLogits",
+    "GroupedNorm",
     "HadamardConv2d",
     "HadamardLinear",
     "Memory",
     "Pi",
     "RankRule",
     "Start",
+    "class_groups",
     "factorize",
     "factorized_layers",
     "geometry",
+    "grouped_layers",
     "hadamard",
     "hadamard_layers",
     "l1_norm_of_masks",
     "rank_for_gamma",
     "rank_for_ratio",
+    "row_groups",
+    "trim",
 ]

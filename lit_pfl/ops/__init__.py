@@ -24,12 +24,14 @@ from lit_pfl.ops.similarity import (
 from lit_pfl.ops.simplex import project_onto_simplex
 from lit_pfl.ops.sparsity import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
 from lit_pfl.ops.threshold import soft_threshold
+from lit_pfl_callbacks.features import class_preferences, sharing_depth, top_classes, total_variance
 
 __all__ = [
     "Linkage",
     "Matching",
     "assignment_gains",
     "bipartition",
+    "class_preferences",
     "cosine_similarity_matrix",
     "erk_densities",
     "gather_inputs",
@@ -45,9 +47,12 @@ __all__ = [
     "prune_and_regrow",
     "random_mask",
     "random_others",
+    "sharing_depth",
     "soft_threshold",
     "softmax_over",
     "spread_inputs",
+    "top_classes",
+    "total_variance",
     "unit_matrix",
     "unpack_bits",
     "weighted_mean",

@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import random
 import shutil
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from lit_pfl.data import (
     MNIST,
     SVHN,
     BatchLoader,
+    Digits,
     Dirichlet,
     FashionMNIST,
     ImageSet,
     TinyImageNet,
+    Uniform,
     label_permutation,
 )
 from lit_pfl.errors import ConfigError
@@ -85,6 +88,46 @@ def test_no_image_leaks_from_one_part_to_another(partition, evaluate_on):
     assert not train & test
     assert not val & test
     assert len(train) == len(positions(data, "train"))  # nor from one client to another
+
+
+class Numbered(Digits):
+    """Forty images of one pixel, of four classes in turn; the last ten are for testing."""
+
+    def load(self):
+        images = numbered(40)
+        return replace(images, labels=images.labels % 4, num_classes=4, num_train=30)
+
+
+@pytest.mark.parametrize("evaluate_on", ["own", "all"])
+@pytest.mark.parametrize(("train_fraction", "sizes"), [(1.0, (30, 0)), (0.8, (24, 6))])
+def test_the_official_test_data_are_for_testing_and_nothing_else(train_fraction, sizes, evaluate_on):
+    data = Numbered(
+        num_clients=3, split="official", train_fraction=train_fraction, partition=Uniform(), evaluate_on=evaluate_on
+    )
+    data.setup()
+    order = list(range(30))
+    random.Random(1234).shuffle(order)
+    assert positions(data, "train").tolist() == order[: sizes[0]]
+    assert sorted(set(positions(data, "val"))) == sorted(order[sizes[0] :])
+    assert sorted(set(positions(data, "test"))) == list(range(30, 40))
+    assert len(positions(data, "test")) == (10 if evaluate_on == "own" else 30)
+    assert data.everything("test").dataset.tolist() == list(range(30, 40))
+    assert sorted(data.everything("val").dataset.tolist()) == sorted(order[sizes[0] :])
+
+
+def test_everything_has_the_labels_of_the_data_set():
+    data = Numbered(num_clients=2, permute_labels=True, partition=Dirichlet(0.1), train_fraction=0.5, test_fraction=0.3)
+    data.setup()
+    [(images, labels)] = data.everything("test")
+    assert (images.flatten().round().long() % 4).tolist() == labels.tolist()
+    assert len(labels) == 12
+
+
+def test_digits_have_no_official_split():
+    with pytest.raises(ConfigError, match=r"data.split=official: Digits"):
+        ready(split="official")
+    with pytest.raises(ConfigError, match=r"data.train_fraction=1.5"):
+        digits(split="official", train_fraction=1.5)
 
 
 def test_own_evaluation_data_is_divided_and_all_of_it_is_shared():
@@ -332,6 +375,10 @@ def test_cifar100(real_data):
     data = CIFAR100(root=str(real_data))
     check_source(data, 60_000, (3, 32, 32), 100, channels=3)
     assert (torch.bincount(data.data.labels) == 600).all()
+    official = CIFAR100(root=str(real_data), split="official", train_fraction=1.0)
+    official.setup()
+    assert sorted(official.everything("test").dataset.tolist()) == list(range(50_000, 60_000))
+    assert max(positions(official, "train")) < 50_000
 
 
 def test_colour_images_keep_their_pixels_and_order(real_data):
@@ -346,7 +393,7 @@ def test_mnist(real_data, options, shape):
     data = MNIST(root=str(real_data), **options)
     check_source(data, 70_000, shape, 10, channels=options.get("channels", 3))
     official = torchvision.datasets.MNIST(real_data, train=False)
-    assert torch.equal(data.data.labels[60_000:], official.targets)
+    assert torch.equal(data.data.labels[data.data.num_train :], official.targets)
     if shape[1] == 28:
         assert torch.equal(data.data.images[60_000:, 0], official.data)
 
@@ -373,6 +420,7 @@ def test_svhn(tmp_path):
     assert np.array_equal(data.data.images.numpy(), np.concatenate([made["train"][0], made["test"][0]]))
     assert np.array_equal(data.data.labels.numpy(), np.concatenate([made["train"][1], made["test"][1]]))
     assert data.data.labels.dtype == torch.int64
+    assert data.data.num_train == 60
     assert data.client(0).example[0].shape[1] == 3
 
 
@@ -416,6 +464,7 @@ def test_tiny_imagenet(tmp_path, image_size):
     assert images.dtype == torch.uint8
     assert (images.int() - torch.tensor(colours).view(-1, 1, 1, 1)).abs().max() <= 1
     assert data.data.labels.tolist() == classes
+    assert data.data.num_train == 12
     client = data.client(1)
     assert client.example[0].shape == (1, 3, image_size, image_size)
     assert client.num_classes == 200

@@ -6,7 +6,7 @@ from torch import nn
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg
-from lit_pfl.models import CNN, MLP, VGG9, ResNet9, ResNet18
+from lit_pfl.models import CNN, MLP, VGG9, VGG16, MobileNetV1, ResNet9, ResNet18
 from lit_pfl.nn import factorize, factorized_layers
 from tiny import digits, run
 
@@ -183,3 +183,37 @@ def test_the_default_network_is_as_wide_as_suits_the_data():
     federation = run(FedAvg(), digits(2, image_size=16, batch_size=16), rounds=1)
     assert count(federation.clients[0]) == count(ResNet9(1, 10, width=8))
     assert federation.clients[0].upload().nbytes < 200_000
+
+
+def test_vgg16_has_the_papers_layers():
+    model = VGG16(norm=None)
+    assert count(model.body) == 14_714_688
+    assert count(model) == 14_719_818
+    assert count(VGG16()) == 14_719_818 + 8_448
+    widths = [layer.out_channels for layer in VGG16().body if isinstance(layer, nn.Conv2d)]
+    assert widths == [64] * 2 + [128] * 2 + [256] * 3 + [512] * 6
+    assert VGG16(1, 7, width=2)(torch.randn(2, 1, 32, 32)).shape == (2, 7)
+
+
+def test_mobilenet_has_the_papers_number_of_parameters():
+    model = MobileNetV1()
+    convolutions = [layer for layer in model.body if isinstance(layer, nn.Conv2d)]
+    assert sum(layer.weight.numel() for layer in convolutions) == 3_185_088
+    assert count(model) == 3_185_088 + 21_888 + 10_250
+    assert [layer.groups for layer in convolutions[:5]] == [1, 32, 1, 64, 1]
+    assert [layer.out_channels for layer in convolutions[::2]] == [32, 64, 128, 128, 256, 256, *[512] * 6, 1024, 1024]
+    assert model.body[:-2](torch.randn(2, 3, 32, 32)).shape == (2, 1024, 2, 2)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_a_norm_follows_every_convolution_of_vgg9(norm):
+    kind = {"batch": "BatchNorm2d", "group": "GroupNorm"}[norm]
+    names = kinds(VGG9(norm=norm).body)
+    assert [names[i + 1] for i, name in enumerate(names) if name == "Conv2d"] == [kind] * 6
+    assert kind not in kinds(VGG9().body)
+
+
+@pytest.mark.parametrize("make", [VGG9, VGG16, MobileNetV1, ResNet18])
+def test_a_norm_that_there_is_not(make):
+    with pytest.raises(ConfigError, match=r"model.backbone.norm='layer'.*batch, group"):
+        make(norm="layer")

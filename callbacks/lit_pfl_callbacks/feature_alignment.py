@@ -1,0 +1,193 @@
+"""Which classes the neurons of a classifier stand for, layer by layer."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lit_pfl_callbacks.features import class_preferences, sharing_depth, top_classes, total_variance
+from lit_pfl_callbacks.run_folder import read_rows_before, run_folder, write_rows
+
+
+class FeatureAlignment(L.Callback):
+    """Writes what the neurons of a classifier have learnt into ``features.csv`` of the run folder.
+
+    For every layer, in the order in which they run: its number of neurons, its total variance (how far its neurons are
+    apart in the classes that they prefer) and the class that every neuron prefers most. At the end it suggests from
+    which depth on to divide the network into groups of classes.
+
+    It works on any LightningModule that is a classifier: its ``forward`` maps a batch's first entry to (B, classes)
+    logits, and the batch's second entry is (B,) labels. Validation data are used, or training data where there are
+    none. A federation tells its ``clients``, modules by id with their ``data``; then each is measured on its own.
+
+    Args:
+        every_n_epochs: epochs, or rounds, between two measurements; by default the end of the training alone.
+        batches: number of batches to measure on.
+
+    Attributes:
+        rows: what is in the file.
+        depth: the suggested number of layers to share, once measured.
+
+    Raises:
+        MisconfigurationException: when batches or logits are not what is described above.
+
+    Source:
+        Psi-Net, Fig. 1, Fig. 7, Eq. 2 and 5.
+    """
+
+    def __init__(self, every_n_epochs: int | None = None, batches: int = 8) -> None:
+        if batches < 1 or (every_n_epochs is not None and every_n_epochs < 1):
+            raise MisconfigurationException(
+                f"FeatureAlignment(every_n_epochs={every_n_epochs}, batches={batches}): give 1 or more."
+            )
+        self.every_n_epochs = every_n_epochs
+        self.batches = batches
+        self.rows: list[dict[str, Any]] | None = None
+        self.depth: int | None = None
+        self._measured = -1
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure every so many epochs."""
+        if self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            self._measure(trainer, pl_module, trainer.current_epoch + 1)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure what the training ends with, and say which depth it speaks for."""
+        if self._measured != trainer.current_epoch:
+            self._measure(trainer, pl_module, trainer.current_epoch)
+        if self.depth is not None:
+            rank_zero_info(
+                f"FeatureAlignment: half of the rise of total variance is reached after {self.depth} layers; "
+                f"Psi-Net would share these: depth={self.depth}."
+            )
+
+    def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
+        if not trainer.is_global_zero:
+            return
+        self._measured, path = epoch, run_folder(trainer) / "features.csv"
+        if self.rows is None:
+            self.rows = read_rows_before(path, epoch, "epoch")
+        new: list[dict[str, Any]] = []
+        for client, module, batches in _classifiers(trainer, pl_module):
+            measured = measure_features(module, batches, self.batches)
+            for position, (layer, preferences) in enumerate(measured.items(), start=1):
+                new.append({
+                    "epoch": epoch, "client": client, "position": position, "layer": layer,
+                    "neurons": len(preferences), "total_variance": total_variance(preferences),
+                    "top_classes": " ".join(map(str, top_classes(preferences))),
+                })  # fmt: skip
+        self.rows += new
+        self.depth = _suggested_depth(new)
+        if trainer.loggers:
+            write_rows(path, self.rows)
+
+
+def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | None = None) -> dict[str, Tensor]:
+    """Return the class preferences of all neurons of a classifier.
+
+    Args:
+        module: maps images, or whatever a batch's first entry is, to (B, classes) logits.
+        batches: of inputs and (B,) labels; further entries are not looked at.
+        limit: number of batches to use; None for all.
+
+    Returns:
+        (neurons, classes) preferences of every layer by name, in the order in which layers run. A layer is a module
+        with a weight matrix or kernel; where a norm comes next, its output is the layer's. A neuron is a channel. The
+        classifier itself, whose neurons are the classes, is left out.
+
+    Raises:
+        MisconfigurationException: when these are no such batches, or no such logits.
+    """
+    sums: dict[str, Tensor] = {}
+    device = next(module.parameters()).device
+    with _evaluating(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for batch in islice(batches, limit):  # here, since a shuffling loader draws as soon as it is asked for batches
+            if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
+                raise MisconfigurationException("FeatureAlignment needs batches of inputs and labels.")
+            inputs, labels = move_data_to_device(list(batch[:2]), device)
+            with _watching(module) as outputs:
+                logits = module(inputs)
+            if not isinstance(logits, Tensor) or logits.dim() != 2 or labels.shape != logits.shape[:1]:
+                raise MisconfigurationException(
+                    "FeatureAlignment needs a module whose forward returns (B, classes) logits, and (B,) labels."
+                )
+            layers = {name: noted for name, noted in outputs.items() if noted[0] is not logits}
+            own, activations = (
+                logits.gather(1, labels[:, None]).sum(),
+                [activation for activation, _ in layers.values()],
+            )
+            gradients = torch.autograd.grad(own, activations, allow_unused=True, materialize_grads=True)
+            for (name, (activation, dim)), gradient in zip(layers.items(), gradients, strict=True):
+                values = activation.detach().movedim(dim, 1), gradient.movedim(dim, 1)
+                sums[name] = sums.get(name, 0) + class_preferences(*values, labels, logits.shape[1])
+    return sums
+
+
+def _classifiers(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[tuple[int | str, Any, Iterable[Any]]]:
+    """Return the modules to measure, each with a client's id, if it has one, and its batches."""
+    clients: Mapping[int, Any] | None = getattr(pl_module, "clients", None)
+    if clients is not None:
+        for client, module in clients.items():
+            yield client, module, module.data.val if len(module.data.val) else module.data.train
+        return
+    loaders: Any = trainer.val_dataloaders or trainer.train_dataloader
+    yield "", pl_module, next(iter(loaders)) if isinstance(loaders, list | tuple) else loaders
+
+
+@contextmanager
+def _watching(module: nn.Module) -> Iterator[dict[str, tuple[Tensor, int]]]:
+    """Note the output of every layer, and the dimension of its channels, by the layer's name."""
+    outputs: dict[str, tuple[Tensor, int]] = {}
+    latest: list[tuple[str, Tensor]] = []
+
+    def note(name: str, dim: int) -> Any:
+        def hook(_: nn.Module, inputs: Any, output: Tensor) -> None:
+            if not output.requires_grad:
+                return
+            if dim == 0:  # a norm: if it follows a layer directly, it is part of it
+                if not latest or inputs[0] is not latest[-1][1]:
+                    return
+                outputs[latest[-1][0]] = (output, outputs[latest[-1][0]][1])
+            else:
+                outputs[name] = (output, dim)
+                latest.append((name, output))
+
+        return hook
+
+    handles = []
+    for name, layer in module.named_modules():
+        weight = None if list(layer.children()) else getattr(layer, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() and not isinstance(layer, nn.Embedding):
+            dim = {1: 0, 2: -1}.get(weight.dim(), 1)
+            handles.append(layer.register_forward_hook(note(name, dim)))
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in training.items():
+            part.training = mode
+
+
+def _suggested_depth(rows: list[dict[str, Any]]) -> int | None:
+    """Return the depth that the mean over clients speaks for."""
+    positions = sorted({row["position"] for row in rows})
+    values = [[row["total_variance"] for row in rows if row["position"] == position] for position in positions]
+    means = [sum(v) / len(v) for v in values]
+    return sharing_depth(means) if means and all(mean == mean for mean in means) else None

@@ -1,0 +1,126 @@
+"""What neurons have learnt, measured in plain Lightning projects and in federations."""
+
+import csv
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_pfl import Federation
+from lit_pfl.cli import main
+from lit_pfl.methods import FedAvg
+from lit_pfl_callbacks import FeatureAlignment, RunLogger
+from lit_pfl_callbacks.feature_alignment import measure_features
+from tiny import client, digits, trainer
+
+
+class Classifier(L.LightningModule):
+    """A LightningModule of somebody's: convolution, norm, an activation in place, two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.2))
+        self.hidden, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(nn.functional.relu(self.hidden(self.features(x).mean((2, 3)))))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def samples(n: int = 40) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(n, 1, 6, 6, generator=generator), torch.arange(n) % 3)
+
+
+def fit(tmp_path=None, epochs: int = 2, callback: L.Callback | None = None, **options) -> Classifier:
+    torch.manual_seed(2)
+    module = Classifier()
+    logger = RunLogger(str(tmp_path), name="", version="run") if tmp_path else False
+    fitting = trainer(epochs, callbacks=[callback] if callback else [], logger=logger, **options)
+    fitting.fit(module, DataLoader(samples(), batch_size=8, shuffle=True))
+    return module
+
+
+def test_preferences_are_those_of_one_sample_after_another():
+    module = Classifier().eval()
+    module.features[1].running_mean.uniform_(-1, 1)
+    data = samples(10)
+    expected = {"features.0": torch.zeros(4, 3), "hidden": torch.zeros(5, 3)}
+    for image, label in data:
+        image, c = image[None], int(label)
+        normed = nn.functional.relu(module.features[1](module.features[0](image)).detach()).requires_grad_()
+        hidden = module.hidden(normed.mean((2, 3)))
+        logits = module.head(nn.functional.relu(hidden))
+        at = torch.autograd.grad(logits[0, c], [normed, hidden])
+        for total, value, gradient in zip(expected.values(), [normed, hidden], at, strict=True):
+            total[:, c] += (value * gradient).flatten(2).sum(-1)[0] if value.dim() > 2 else (value * gradient)[0]
+    found = measure_features(module, DataLoader(data, batch_size=4))
+    assert list(found) == list(expected)
+    for name, preferences in expected.items():
+        torch.testing.assert_close(found[name], preferences.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_plain_project_gets_a_file(tmp_path):
+    callback = FeatureAlignment(every_n_epochs=2)
+    fit(tmp_path, 3, callback)
+    rows = list(csv.DictReader((tmp_path / "run" / "features.csv").open()))
+    assert [(row["epoch"], row["layer"], row["neurons"]) for row in rows] == [
+        (epoch, layer, n) for epoch in "23" for layer, n in (("features.0", "4"), ("hidden", "5"))
+    ]
+    assert all(0 <= float(row["total_variance"]) <= 1 for row in rows)
+    assert all(len(row["top_classes"].split()) == int(row["neurons"]) for row in rows)
+    assert callback.depth in (1, 2)
+
+
+def test_training_goes_on_as_if_nobody_had_looked():
+    watched, alone = fit(callback=FeatureAlignment(every_n_epochs=1)).state_dict(), fit().state_dict()
+    assert all(torch.equal(watched[name], tensor) for name, tensor in alone.items())
+
+
+def test_the_suggestion_is_said(caplog):
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        fit(callback=FeatureAlignment())
+    assert any("depth=" in message for message in caplog.messages)
+
+
+def test_every_client_of_a_federation_is_measured(tmp_path):
+    federation = Federation(client(FedAvg), seed=1, threads=1)
+    callback = FeatureAlignment()
+    logger = RunLogger(str(tmp_path), name="", version="run")
+    trainer(2, callbacks=[callback], logger=logger).fit(federation, datamodule=digits(3))
+    rows = list(csv.DictReader((tmp_path / "run" / "features.csv").open()))
+    assert [(row["epoch"], row["client"], row["position"]) for row in rows] == [
+        ("2", k, position) for k in "012" for position in "1"
+    ]
+
+
+def test_from_the_command_line(tmp_path):
+    small = ["--config", str(Path(__file__).parents[1] / "conf/tiny.yaml")]
+    main(["fit", *small, "--trainer.callbacks+=FeatureAlignment", "--trainer.callbacks.batches=1",
+          f"--trainer.logger.save_dir={tmp_path}"])  # fmt: skip
+    assert len(list(tmp_path.glob("*/version_0/features.csv"))) == 1
+
+
+class Images(Classifier):
+    def forward(self, x):
+        return self.features(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).mean()
+
+
+def test_what_is_no_classifier_is_refused():
+    for module, data, words in ((Images(), samples(), "logits"), (Classifier(), samples().tensors[0], "labels")):
+        with pytest.raises(MisconfigurationException, match=words):
+            measure_features(module, DataLoader(data, batch_size=4))
+    with pytest.raises(MisconfigurationException, match="batches=0"):
+        FeatureAlignment(batches=0)
