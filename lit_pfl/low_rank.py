@@ -54,8 +54,8 @@ class LowRank:
         return self.elements < math.prod(self.shape)
 
     def dense(self) -> Tensor:
-        """Return the weight."""
-        return as_weight(self.left @ self.right, self.shape)
+        """Return the weight, the same bit for bit however the factors lie in memory."""
+        return as_weight(self.left.contiguous() @ self.right.contiguous(), self.shape)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "LowRank":
         """Return the same with both factors changed, for example copied."""
