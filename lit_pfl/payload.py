@@ -2,19 +2,26 @@
 
 A payload is encoded in the safetensors lay-out: 8 bytes of header length, a JSON header, and the tensors' own bytes. No
 pickle ever crosses a link. A tensor that is marked as sparse travels as a bit mask and its non-zero values whenever
-that is smaller.
+that is smaller, one that is given in factors as these factors.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 
 import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from lit_pfl.low_rank import LowRank
+
 _MASK, _VALUES = "#mask", "#values"
+_LEFT, _RIGHT = "#left", "#right"
+_SPARSE, _LOW_RANK = "sparse", "low_rank"
+Layout = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+Shapes = dict[str, dict[str, tuple[int, ...]]]
 #: in the order in which safetensors lays types out
 _DTYPES = {
     torch.int64: "I64",
@@ -39,9 +46,14 @@ class Payload(Mapping[str, Tensor]):
     Args:
         tensors: the tensors by name.
         sparse: names whose zeros need not travel (a sparse ``mu``, a masked weight); they arrive as +0.
+        low_rank: further tensors by name, in factors. They are read as what the factors make.
 
     Attributes:
         sparse: the names given as sparse.
+        low_rank: the tensors given in factors.
+
+    Raises:
+        ValueError: for a name that is given twice, or that the encoding of another tensor needs.
 
     Example:
         >>> payload = Payload({"u": torch.ones(3), "mu": torch.tensor([0., 0., 0., 5.] * 100)}, sparse=["mu"])
@@ -53,12 +65,26 @@ class Payload(Mapping[str, Tensor]):
         tensor([0., 0., 0., 5.])
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], sparse: Iterable[str] = ()) -> None:
-        self._tensors = dict(tensors)
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        sparse: Iterable[str] = (),
+        low_rank: Mapping[str, LowRank] = MappingProxyType({}),
+    ) -> None:
         self.sparse = frozenset(sparse)
-        for name in self.sparse:
-            if name + _MASK in self._tensors or name + _VALUES in self._tensors:
-                raise ValueError(f"Tensor {name!r} is sparse, so {name + _MASK!r} and {name + _VALUES!r} are taken.")
+        self.low_rank = dict(low_rank)
+        for name in self.low_rank:
+            if name in tensors:
+                raise ValueError(f"Tensor {name!r} is given twice, as it is and in factors.")
+        self._tensors = {**tensors, **{name: factors.dense() for name, factors in self.low_rank.items()}}
+        for names, what, parts in (
+            (self.sparse, "sparse", (_MASK, _VALUES)),
+            (self.low_rank, "given in factors", (_LEFT, _RIGHT)),
+        ):
+            for name in names:
+                if any(name + part in self._tensors for part in parts):
+                    taken = " and ".join(repr(name + part) for part in parts)
+                    raise ValueError(f"Tensor {name!r} is {what}, so {taken} are taken.")
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -74,7 +100,12 @@ class Payload(Mapping[str, Tensor]):
 
     def clone(self) -> "Payload":
         """Return a payload with copies of the tensors."""
-        return Payload({name: tensor.detach().clone() for name, tensor in self.items()}, self.sparse)
+
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone()
+
+        plain = {name: copy(tensor) for name, tensor in self.items() if name not in self.low_rank}
+        return Payload(plain, self.sparse, {name: factors.map(copy) for name, factors in self.low_rank.items()})
 
     @cached_property
     def _nonzeros(self) -> dict[str, int]:
@@ -82,8 +113,15 @@ class Payload(Mapping[str, Tensor]):
 
     @cached_property
     def elements(self) -> int:
-        """Number of elements as the papers count them: of a sparse tensor, the non-zero ones only."""
-        return sum(self._nonzeros.get(name, tensor.numel()) for name, tensor in self.items())
+        """Number of elements as the papers count them: of a sparse tensor the non-zero ones, of one in factors theirs.
+
+        Of factors that are larger than what they make it is that.
+        """
+        counts = {name: factors.elements for name, factors in self.low_rank.items() if factors.saves} | self._nonzeros
+        return sum(counts.get(name, tensor.numel()) for name, tensor in self.items())
+
+    def _travels_in_factors(self, name: str) -> bool:
+        return name in self.low_rank and self.low_rank[name].saves
 
     def _travels_sparse(self, name: str) -> bool:
         if name not in self.sparse:
@@ -98,38 +136,45 @@ class Payload(Mapping[str, Tensor]):
         if not self._tensors:
             return 0
         layout: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        shapes: list[tuple[str, tuple[int, ...]]] = []
+        shapes: Shapes = {}
         for name, tensor in self._tensors.items():
-            if self._travels_sparse(name):
+            if self._travels_in_factors(name):
+                factors = self.low_rank[name]
+                layout.append((name + _LEFT, tensor.dtype, tuple(factors.left.shape)))
+                layout.append((name + _RIGHT, tensor.dtype, tuple(factors.right.shape)))
+                shapes.setdefault(_LOW_RANK, {})[name] = tuple(tensor.shape)
+            elif self._travels_sparse(name):
                 layout.append((name + _MASK, torch.uint8, (_mask_bytes(tensor.numel()),)))
                 layout.append((name + _VALUES, tensor.dtype, (self._nonzeros[name],)))
-                shapes.append((name, tuple(tensor.shape)))
+                shapes.setdefault(_SPARSE, {})[name] = tuple(tensor.shape)
             else:
                 layout.append((name, tensor.dtype, tuple(tensor.shape)))
-        return _encoded_size(tuple(layout), tuple(shapes))
+        return _encoded_size(tuple(layout), tuple(_metadata(shapes).items()))
 
     def to_bytes(self) -> bytes:
         """Encode."""
         if not self._tensors:
             return b""
         parts: dict[str, Tensor] = {}
-        shapes: dict[str, list[int]] = {}
+        shapes: Shapes = {}
         for name, tensor in self._tensors.items():
-            tensor = tensor.detach().cpu().contiguous()
-            if self._travels_sparse(name):
-                flat = tensor.reshape(-1)
+            if self._travels_in_factors(name):
+                parts[name + _LEFT] = _plain(self.low_rank[name].left)
+                parts[name + _RIGHT] = _plain(self.low_rank[name].right)
+                shapes.setdefault(_LOW_RANK, {})[name] = tuple(tensor.shape)
+            elif self._travels_sparse(name):
+                flat = tensor.detach().cpu().contiguous().reshape(-1)
                 mask = flat != 0
                 parts[name + _MASK] = torch.from_numpy(np.packbits(mask.numpy()))
                 parts[name + _VALUES] = flat[mask]
-                shapes[name] = list(tensor.shape)
+                shapes.setdefault(_SPARSE, {})[name] = tuple(tensor.shape)
             else:
-                # safetensors wants tensors that share no memory, with plain strides even in dimensions of size 1
-                parts[name] = tensor.new_empty(tensor.shape).copy_(tensor)
-        return safetensors.torch.save(parts, metadata={"sparse": json.dumps(shapes)} if shapes else None)
+                parts[name] = _plain(tensor)
+        return safetensors.torch.save(parts, metadata=_metadata(shapes) or None)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Payload":
-        """Decode what :meth:`to_bytes` made. Marked as sparse are the tensors that travelled so.
+        """Decode what :meth:`to_bytes` made. Marked as sparse, and held in factors, are the tensors that travelled so.
 
         Raises:
             safetensors.SafetensorError: when ``data`` is not such an encoding.
@@ -138,14 +183,29 @@ class Payload(Mapping[str, Tensor]):
             return cls({})
         parts = safetensors.torch.load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        shapes: dict[str, list[int]] = json.loads(header.get("__metadata__", {}).get("sparse", "{}"))
-        for name, shape in shapes.items():
+        shapes = {key: json.loads(text) for key, text in header.get("__metadata__", {}).items()}
+        sparse: dict[str, list[int]] = shapes.get(_SPARSE, {})
+        for name, shape in sparse.items():
             mask, values = parts.pop(name + _MASK), parts.pop(name + _VALUES)
             tensor = torch.zeros(shape, dtype=values.dtype)
             bits = np.unpackbits(mask.numpy(), count=tensor.numel()).astype(bool)
             tensor.view(-1)[torch.from_numpy(bits)] = values
             parts[name] = tensor
-        return cls(parts, sparse=shapes)
+        low_rank = {
+            name: LowRank(parts.pop(name + _LEFT), parts.pop(name + _RIGHT), tuple(shape))
+            for name, shape in shapes.get(_LOW_RANK, {}).items()
+        }
+        return cls(parts, sparse, low_rank)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a copy as safetensors wants them: sharing no memory, with plain strides even in dimensions of size 1."""
+    tensor = tensor.detach().cpu()
+    return tensor.new_empty(tensor.shape).copy_(tensor)
+
+
+def _metadata(shapes: Shapes) -> dict[str, str]:
+    return {key: json.dumps(by_name) for key, by_name in shapes.items()}
 
 
 def _mask_bytes(numel: int) -> int:
@@ -153,13 +213,9 @@ def _mask_bytes(numel: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _encoded_size(
-    layout: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], shapes: tuple[tuple[str, tuple[int, ...]], ...]
-) -> int:
+def _encoded_size(layout: Layout, metadata: tuple[tuple[str, str], ...]) -> int:
     """Length of the encoding of tensors of these names, types and shapes; safetensors sorts by type, then name."""
-    header: dict[str, object] = {}
-    if shapes:
-        header["__metadata__"] = {"sparse": json.dumps({name: list(shape) for name, shape in shapes})}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in sorted(layout, key=lambda part: (_ORDER.index(part[1]), part[0])):
         start, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

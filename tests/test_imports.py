@@ -29,7 +29,7 @@ FLOORS = [
     {"lit_pfl.nn"},
     {"lit_pfl.ops"},
     {"lit_pfl.payload"},
-    {"lit_pfl.errors"},
+    {"lit_pfl.low_rank", "lit_pfl.errors"},
     {"lit_pfl_callbacks"},
 ]
 FILES = [*(ROOT / "lit_pfl").rglob("*.py"), *(ROOT / "callbacks/lit_pfl_callbacks").rglob("*.py")]

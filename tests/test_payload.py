@@ -3,12 +3,14 @@
 import json
 from random import Random
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
 from lit_pfl import Payload
+from lit_pfl.low_rank import LowRank, as_matrix, as_weight
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -208,3 +210,82 @@ def test_the_size_is_exact_for_any_mixture_of_types():
 def test_a_name_that_the_encoding_needs_is_refused():
     with pytest.raises(ValueError, match="'n' is sparse, so 'n#mask'"):
         Payload({"n": torch.zeros(9), "n#mask": torch.zeros(9)}, sparse=["n"])
+
+
+# ----------------------------------------------------------------------------------------------------------- low rank
+
+
+def factors(rank, shape=(6, 4, 3, 3), dtype=torch.float32):
+    rows, columns = as_matrix(torch.empty(shape)).shape
+    return LowRank(random((rows, rank), dtype), random((rank, columns), dtype), shape)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3), (5, 7, 3, 2), (5, 7, 2, 3, 4), (3, 1, 1, 1)])
+def test_the_matrix_of_a_weight(shape):
+    """Row (output, first half of the window), column (input, second half), each counted from its last index."""
+    weight = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    matrix = as_matrix(weight)
+    window = shape[2:]
+    half = (len(window) + 1) // 2
+    for place in np.ndindex(*shape):
+        row = np.ravel_multi_index((place[0], *place[2 : 2 + half]), (shape[0], *window[:half]))
+        column = np.ravel_multi_index((place[1], *place[2 + half :]), (shape[1], *window[half:]))
+        assert matrix[row, column] == weight[place]
+    assert torch.equal(as_weight(matrix, shape), weight)
+    assert as_weight(matrix, shape).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(20, 30), (20, 10, 3), (6, 4, 3, 3), (5, 4, 3, 2, 2)])
+@pytest.mark.parametrize("rank", [0, 1, 3, 7, 8, 100])
+def test_a_tensor_in_factors_travels_in_the_smaller_encoding(rank, shape, dtype):
+    weight = factors(rank, shape, dtype)
+    dense = as_weight(weight.left @ weight.right, shape)
+    payload = Payload({"b": random((3,))}, low_rank={"w": weight})
+    assert_same_bits(payload["w"], dense)
+    arrived = assert_travels(payload)
+    rows, columns = as_matrix(dense).shape
+    saves = rank * (rows + columns) < dense.numel()
+    assert encoded_names(payload) == ({"w#left", "w#right", "b"} if saves else {"w", "b"})
+    assert payload.elements == 3 + min(rank * (rows + columns), dense.numel())
+    assert set(arrived.low_rank) == ({"w"} if saves else set())
+    if saves:
+        assert_same_bits(arrived.low_rank["w"].left, weight.left)
+        assert_same_bits(arrived.low_rank["w"].right, weight.right)
+
+
+def test_factors_in_any_memory_lay_out_make_the_same_bits():
+    """What the sender holds and what the receiver decodes must not differ."""
+    left, right = torch.randn(64, 8), torch.randn(8, 96)
+    one = LowRank(left, right, (64, 96))
+    other = LowRank(left.T.contiguous().T, right.T.contiguous().T, (64, 96))
+    assert_same_bits(one.dense(), other.dense())
+    assert_travels(Payload({}, low_rank={"w": other}))
+
+
+def test_the_size_is_exact_for_all_encodings_together():
+    for count in range(1, len(NAMES) + 1):
+        dense = {"d" + name: random((i,)) for i, name in enumerate(NAMES[:count])}
+        sparse = {"s" + name: random((300,), density=0.05) for name in dense}
+        low_rank = {"l" + name: factors(1) for name in dense}
+        payload = Payload({**dense, **sparse}, sparse, low_rank)
+        arrived = assert_travels(payload)
+        assert (arrived.sparse, set(arrived.low_rank)) == (set(sparse), set(low_rank))
+
+
+def test_a_clone_has_factors_of_its_own():
+    weight = factors(1)
+    clone = Payload({}, low_rank={"w": weight}).clone()
+    before = clone["w"].clone()
+    weight.left.zero_()
+    assert torch.equal(clone["w"], before)
+    assert clone.low_rank["w"].left.any()
+
+
+def test_factors_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"must be \(18, r\) and \(r, 12\)"):
+        LowRank(torch.ones(18, 2), torch.ones(3, 12), (6, 4, 3, 3))
+    with pytest.raises(ValueError, match="'w' is given twice"):
+        Payload({"w": torch.ones(3)}, low_rank={"w": factors(1)})
+    with pytest.raises(ValueError, match="'w' is given in factors, so 'w#left' and 'w#right' are taken"):
+        Payload({"w#left": torch.ones(3)}, low_rank={"w": factors(1)})

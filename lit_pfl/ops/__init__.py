@@ -22,11 +22,13 @@ from lit_pfl.ops.similarity import (
     softmax_over,
 )
 from lit_pfl.ops.simplex import project_onto_simplex
+from lit_pfl.ops.singular_values import Factors, threshold_singular_values
 from lit_pfl.ops.sparsity import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
 from lit_pfl.ops.threshold import soft_threshold
 from lit_pfl_callbacks.features import class_preferences, sharing_depth, top_classes, total_variance
 
 __all__ = [
+    "Factors",
     "Linkage",
     "Matching",
     "assignment_gains",
@@ -51,6 +53,7 @@ __all__ = [
     "soft_threshold",
     "softmax_over",
     "spread_inputs",
+    "threshold_singular_values",
     "top_classes",
     "total_variance",
     "unit_matrix",
