@@ -1,13 +1,16 @@
 """Which methods a module can be federated with."""
 
 import itertools
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.demos import BoringModel, LightningLSTM, LightningTransformer
+from torch.utils.data import DataLoader
 
 import lit_pfl.methods
-from foreign import Loaders, Regression, diabetes
+from foreign import VOCABULARY, Loaders, Regression, diabetes, texts, vectors
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import Ditto, FedAvg, FedRep, Scaffold
 from lit_pfl.testing import check_learner
@@ -65,6 +68,15 @@ def test_what_is_in_the_way_is_a_line(module, reason):
     for line in check_learner(module, batches(), [FedAvg, Ditto]).values():
         assert reason in line
         assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("make", "samples"), [(LightningLSTM, texts), (LightningTransformer, texts), (BoringModel, vectors)]
+)
+def test_lightning_s_own_in_their_own_sizes(make, samples):
+    options = {"vocab_size": VOCABULARY} if samples is texts else {}
+    two = itertools.islice(DataLoader(samples()[0], 4), 2)
+    assert check_learner(partial(make, **options), two, [FedAvg, Ditto]).works == ["FedAvg", "Ditto"]
 
 
 def test_no_batch_is_said():
