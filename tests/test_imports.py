@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 #: from the top; a module imports only from lines below its own, or its own
 FLOORS = [
     {"lit_pfl.cli"},
+    {"lit_pfl.testing"},
     {"lit_pfl"},
     {"lit_pfl.federation"},
     {"lit_pfl.draws", "lit_pfl.round_log"},

@@ -10,6 +10,7 @@ from lit_pfl import Client, Federation
 from lit_pfl.client import ClientSpec
 from lit_pfl.data import BatchLoader, Digits
 from lit_pfl.models import Backbone
+from lit_pfl.testing import assert_equal as assert_equal
 
 
 class TinyNet(Backbone):
@@ -88,22 +89,6 @@ def short(name: str) -> str:
 def weights(federation: Federation) -> dict[int, dict[str, Tensor]]:
     """Return copies of all clients' states, by the names that they travel under."""
     return {k: {short(name): t.clone() for name, t in c.state_dict().items()} for k, c in federation.clients.items()}
-
-
-def assert_equal(a: Any, b: Any, where: str = "") -> None:
-    """Compare nested states bit for bit."""
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_equal(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_equal(x, y, f"{where}/{i}")
-    elif isinstance(a, Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
 
 
 class Backwards(Digits):

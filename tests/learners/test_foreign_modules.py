@@ -11,6 +11,7 @@ from foreign import PROJECTS, Project
 from lit_pfl import Client, Federation
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
+from lit_pfl.testing.method_tester import BackToFront
 from tiny import assert_equal, trainer, weights
 
 METHODS = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__}
@@ -35,13 +36,6 @@ NAMELESS = {
        for project in ("LSTM", "Transformer", "Boring", "Regression")},
 }  # fmt: skip
 CELLS = [(method, project) for method in METHODS for project in PROJECTS]
-
-
-class BackToFront(Federation):
-    """A federation whose clients train in the opposite order."""
-
-    def participants(self, completed: int) -> list[int]:
-        return super().participants(completed)[::-1]
 
 
 def fit(

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,21 +24,21 @@ COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.index)  
 class There(Tensor):
     """A tensor on the second device; its values are in a CPU tensor, ``here``."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, here: Tensor) -> "There":
-        options = {"dtype": here.dtype, "strides": here.stride(), "storage_offset": here.storage_offset()}
+    def __new__(cls, here: Tensor) -> "There":  # noqa: D102
+        options: Any = {"dtype": here.dtype, "strides": here.stride(), "storage_offset": here.storage_offset()}
         return Tensor._make_wrapper_subclass(cls, here.shape, device=OTHER, **options)
 
     def __init__(self, here: Tensor) -> None:
         self.here = here
 
-    def tolist(self) -> Any:
+    def tolist(self) -> Any:  # noqa: D102
         return self.here.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return run(func, args, kwargs or {})
 
 
@@ -103,9 +103,9 @@ def servers_elsewhere() -> Iterator[None]:
         state = on_two_devices(state_dict)(self)
         return tree_map(lambda x: x.here if isinstance(x, There) else x, state)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Client, "place_on", placing)
-        for name, method in {"start": starting, "collect": collecting, "state_dict": saving}.items():
-            patch.setattr(Coordinator, name, method)
-        patch.setattr(Coordinator, "load_state_dict", on_two_devices(load))
+    with (
+        patch.object(Client, "place_on", placing),
+        patch.multiple(Coordinator, start=starting, collect=collecting, state_dict=saving),
+        patch.object(Coordinator, "load_state_dict", on_two_devices(load)),
+    ):
         yield

@@ -1,0 +1,134 @@
+"""A method on a few digits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lit_pfl.client import Client, ClientSpec
+from lit_pfl.data import Digits
+from lit_pfl.errors import ConfigError
+from lit_pfl.federation import Federation
+from lit_pfl.lightning_internals import LastCheckpoint
+from lit_pfl.models import Backbone
+
+#: 90 images to train on, 90 to validate with; the rest is for testing
+FEW: dict[str, Any] = {
+    "image_size": 8, "batch_size": 16, "permute_labels": True, "train_fraction": 0.05, "test_fraction": 0.9
+}  # fmt: skip
+LOCAL_EPOCHS = 2
+SPEC = ClientSpec(
+    example=(torch.zeros(1, 1, 8, 8), torch.zeros(1, dtype=torch.int64)), num_classes=10, local_epochs=LOCAL_EPOCHS
+)
+
+
+class MixedNet(Backbone):
+    """A convolution, batch norm and a classifier."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        body = nn.Sequential(
+            nn.Conv2d(channels, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        )
+        super().__init__(body, nn.Linear(16, classes))
+
+
+class GroupNet(Backbone):
+    """A network with group norm in place of batch norm."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        body = nn.Sequential(
+            nn.Conv2d(channels, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        )
+        super().__init__(body, nn.Linear(16, classes))
+
+
+class PlainNet(Backbone):
+    """A chain without any norm, for methods that can do with nothing else."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        body = nn.Sequential(
+            nn.Conv2d(channels, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 8), nn.ReLU()
+        )
+        super().__init__(body, nn.Linear(8, classes))
+
+
+class BackToFront(Federation):
+    """A federation whose clients train in the opposite order."""
+
+    def participants(self, completed: int) -> list[int]:  # noqa: D102
+        return super().participants(completed)[::-1]
+
+
+def trainer(rounds: int, **options: Any) -> L.Trainer:
+    """Return a quiet Trainer."""
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "num_sanity_val_steps": 0,
+    }  # fmt: skip
+    return L.Trainer(max_epochs=rounds, **{**quiet, **options})
+
+
+def digits(num_clients: int = 3, **options: Any) -> Digits:
+    """Return a few digits a client."""
+    return Digits(**{"num_clients": num_clients, **FEW, **options})
+
+
+def weights(federation: Federation) -> dict[int, dict[str, Tensor]]:
+    """Return copies of all clients' states."""
+    return {k: {name: t.clone() for name, t in c.state_dict().items()} for k, c in federation.clients.items()}
+
+
+class MethodTester:
+    """Runs one method on a few digits.
+
+    Args:
+        make: the method's class, or anything else that makes its prototype from options of a
+            :class:`~lit_pfl.Client`, such as ``backbone``: ``functools.partial(MyMethod, strength=0.1)``.
+    """
+
+    def __init__(self, make: Callable[..., Client]) -> None:
+        self.make = make
+
+    def method(self, **options: Any) -> Client:
+        """Return the method with a tiny network that it can use."""
+        method = self.make(**{"backbone": MixedNet, **options})
+        return method if can_build(method) else self.make(**{"backbone": PlainNet, **options})
+
+    def run(
+        self,
+        data: Digits | None = None,
+        rounds: int = 2,
+        method: Client | None = None,
+        kind: type[Federation] = Federation,
+        **options: Any,
+    ) -> Federation:
+        """Run a federation and return it."""
+        federation = kind(method or self.method(), **self._options(options))
+        trainer(rounds).fit(federation, datamodule=data or digits())
+        return federation
+
+    def run_saved(self, folder: Path, rounds: int, resume: bool = False) -> Federation:
+        """Run a federation in which two of three take part; save it to ``last.ckpt``, and go on from there if asked."""
+        federation = Federation(self.method(), **self._options({"participation": 2}))
+        saving: Any = LastCheckpoint(folder)
+        fitting = trainer(rounds, callbacks=[saving], enable_checkpointing=True, default_root_dir=str(folder))
+        fitting.fit(federation, datamodule=digits(), ckpt_path=folder / "last.ckpt" if resume else None)
+        return federation
+
+    @staticmethod
+    def _options(options: dict[str, Any]) -> dict[str, Any]:
+        return {"seed": 3, "threads": 1, "local_epochs": LOCAL_EPOCHS, **options}
+
+
+def can_build(method: Client) -> bool:
+    """Say whether a method can do with its network; if not it has to say what is in its way."""
+    reason = "model."
+    try:
+        method.build(SPEC)
+    except ConfigError as error:
+        reason = str(error)
+    assert reason.startswith("model."), f"the error does not begin with the option that is in the way: {reason}"
+    return reason == "model."

@@ -1,0 +1,291 @@
+"""What holds for every method, whoever writes it."""
+
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lit_pfl.client import Client
+from lit_pfl.coordinator import Coordinator, Ledger
+from lit_pfl.errors import UploadError
+from lit_pfl.federation import Federation
+from lit_pfl.lightning_internals import AtomicCheckpointIO
+from lit_pfl.payload import Payload
+from lit_pfl.testing.method_tester import (
+    BackToFront,
+    GroupNet,
+    MethodTester,
+    PlainNet,
+    can_build,
+    digits,
+    trainer,
+    weights,
+)
+from lit_pfl.testing.second_device import servers_elsewhere
+from lit_pfl.testing.states import assert_equal
+
+
+def check_method(make: Callable[..., Client]) -> None:
+    """See that a method keeps every rule that this library's own methods keep; it takes some seconds.
+
+    Resumed it is the same run, whatever the order of clients; nobody who does not take part changes; uploads and
+    replies change nothing, and are counted to the byte; heads stay at home where labels differ; bad uploads and
+    clients that run away do no harm; and more: :data:`METHOD_CHECKS` has them all.
+
+    Args:
+        make: the method's class, or anything else that makes its prototype from options of a
+            :class:`~lit_pfl.Client`, such as ``backbone``: ``functools.partial(MyMethod, strength=0.1)``.
+
+    Raises:
+        AssertionError: at the first rule that is broken; a note says which.
+
+    Example::
+
+        def test_my_method():
+            check_method(MyMethod)
+    """
+    tester = MethodTester(make)
+    for check in METHOD_CHECKS:
+        try:
+            check(tester)
+        except Exception as error:
+            error.add_note(f"(in lit_pfl.testing: {check.__name__.replace('_', ' ')})")
+            raise
+
+
+def two_rounds_are_logged(tester: MethodTester) -> None:
+    """A round logs the loss, the scores and the traffic."""
+    federation = tester.run()
+    logged = federation.trainer.callback_metrics
+    expected = {"round", "train/loss", "val/acc", "val/acc_std", "val/acc_worst10", "test/acc", "comm/up_bytes",
+                "comm/down_bytes", "comm/total_bytes"}  # fmt: skip
+    assert expected <= set(logged), f"not logged: {expected - set(logged)}"
+    assert logged["round"] == 2
+    assert logged["train/loss"] > 0
+    assert all(0 <= logged[name] <= 1 for name in ("val/acc", "test/acc"))
+
+
+def resumed_equals_uninterrupted(tester: MethodTester) -> None:
+    """A run that goes on from a checkpoint comes to what an uninterrupted one does: what a method keeps is in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole_folder, parts = Path(folder) / "whole", Path(folder) / "parts"
+        whole = tester.run_saved(whole_folder, 4)
+        tester.run_saved(parts, 2)
+        resumed = tester.run_saved(parts, 4, resume=True)
+        assert_equal(weights(resumed), weights(whole), "weights")
+        assert_equal(resumed.traffic.state_dict(), whole.traffic.state_dict(), "traffic")
+        one, other = (
+            AtomicCheckpointIO().load_checkpoint(path / "last.ckpt")["federation"]["coordinator"]
+            for path in (whole_folder, parts)
+        )
+        assert_equal(other, one, "server")
+
+
+def servers_work_on_the_clients_device_also_after_a_resume(tester: MethodTester) -> None:
+    """There, where the CPU's tensors do not mix with the clients', everything comes out as on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        expected = weights(tester.run_saved(Path(folder) / "here", 4))
+        with servers_elsewhere():
+            tester.run_saved(Path(folder) / "there", 2)
+            assert_equal(weights(tester.run_saved(Path(folder) / "there", 4, resume=True)), expected, "weights")
+
+
+def the_order_of_clients_does_not_matter(tester: MethodTester) -> None:
+    """Clients that train in the opposite order come to the same."""
+    forwards, backwards = (tester.run(rounds=3, kind=kind) for kind in (Federation, BackToFront))
+    assert_equal(weights(backwards), weights(forwards), "weights")
+    assert_equal(backwards.traffic.state_dict(), forwards.traffic.state_dict(), "traffic")
+
+
+def clients_that_do_not_take_part_stay_as_they_are(tester: MethodTester) -> None:
+    """A round changes its participants only."""
+    seen: list[dict[int, dict[str, Tensor]]] = []
+
+    class Watch(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+            seen.append(weights(pl_module))
+
+    federation = Federation(tester.method(), seed=3, threads=1, participation=2, local_epochs=2)
+    trainer(4, callbacks=[Watch()]).fit(federation, datamodule=digits(4))
+    for completed in range(1, 4):
+        absent = federation.clients.keys() - set(federation.participants(completed))
+        assert len(absent) == 2
+        for client in absent:
+            assert_equal(seen[completed][client], seen[completed - 1][client], f"client {client}, who did not train")
+
+
+def uploads_and_replies_change_nothing(tester: MethodTester) -> None:
+    """However often they are asked for, they are the same, and all else is as it was."""
+    federation = tester.run()
+    for client, module in federation.clients.items():
+        state, drawn = weights(federation), torch.get_rng_state()
+        first, again = ({name: t.clone() for name, t in module.upload().items()} for _ in range(2))
+        assert_equal(again, first, f"client {client}: a second upload")
+        assert_equal(weights(federation), state, "after uploads, the state of client")
+        server = federation.coordinator.server
+        first, again = ({name: t.clone() for name, t in server.reply(client).items()} for _ in range(2))
+        assert_equal(again, first, f"a second reply to client {client}")
+        assert torch.equal(torch.get_rng_state(), drawn), "uploads and replies draw from PyTorch's random numbers"
+
+
+def a_single_client_is_a_federation(tester: MethodTester) -> None:
+    """One client trains and is scored."""
+    assert len(tester.run(digits(1), rounds=3).rows) == 1
+
+
+def a_single_batch_is_an_epoch(tester: MethodTester) -> None:
+    """Clients train on all they have at once."""
+    federation = tester.run(digits(batch_size=10_000))
+    assert all(len(client.training_data()) == 1 for client in federation.clients.values())
+
+
+def bytes_are_those_of_the_encoded_payloads(tester: MethodTester) -> None:
+    """What is counted is what would be sent, and what arrives is what was sent."""
+    sent: dict[str, list[int]] = {"sent_up": [], "sent_down": []}
+
+    def watched(direction: str) -> Any:
+        count = getattr(Ledger, direction)
+
+        def counted(self: Ledger, client: int, payload: Payload) -> None:
+            data = payload.to_bytes()
+            sent[direction].append(len(data))
+            assert_equal(dict(Payload.from_bytes(data)), dict(payload), "decoded")
+            count(self, client, payload)
+
+        return counted
+
+    with patch.multiple(Ledger, **{direction: watched(direction) for direction in sent}):
+        federation = tester.run(rounds=3)
+    assert len(sent["sent_up"]) == len(sent["sent_down"]) == 9
+    assert federation.traffic.total == sum(sent["sent_up"]) + sum(sent["sent_down"])
+
+
+def heads_stay_at_home_where_labels_differ(tester: MethodTester) -> None:
+    """No upload and no reply holds anything of a head whose labels mean something else elsewhere."""
+    federation = tester.run()
+    payloads = [c.upload() for c in federation.clients.values()]
+    payloads += [federation.coordinator.server.reply(client) for client in federation.clients]
+    heads = [name for payload in payloads for name in payload if ".head." in name]
+    assert not heads, f"travels although labels differ: {heads}"
+    own = [nn.utils.parameters_to_vector(c.backbone.head.parameters()) for c in federation.clients.values()]  # type: ignore[union-attr]
+    assert not torch.equal(own[0], own[1])
+
+
+def heads_may_travel_where_labels_agree(tester: MethodTester) -> None:
+    """Where labels mean the same everywhere, it trains too."""
+    assert_finite(tester.run(digits(permute_labels=False)))
+
+
+def a_bad_upload_is_refused_and_the_round_goes_on(tester: MethodTester) -> None:
+    """An upload of NaN reaches nobody."""
+    collect = Coordinator.collect
+    refused: list[int] = []
+
+    def poisoned(self: Coordinator, uploads: Any) -> None:
+        assert not [upload for upload in uploads.values() if isinstance(upload, UploadError)]
+        bad = Payload(
+            {name: torch.full_like(t, torch.nan) if t.is_floating_point() else t for name, t in uploads[1].items()}
+        )
+        collect(self, {**uploads, 1: bad} if len(bad) else uploads)
+        refused.append(len(self.refused))
+
+    with patch.object(Coordinator, "collect", poisoned), warnings.catch_warnings(record=True):
+        federation = tester.run(digits(permute_labels=False), rounds=3)
+    assert refused == [1 if federation.clients[1].upload() else 0] * 3
+    assert_finite(federation)
+
+
+def a_client_that_runs_away_begins_again_from_its_last_good_state(tester: MethodTester) -> None:
+    """A round in which a client's loss is NaN goes on without it, and leaves nothing of it."""
+    method = tester.method()
+    step = type(method).training_step
+
+    def spoilt(self: Client, batch: Any, batch_idx: int) -> Any:
+        bad = self.spec.client_id == 1 and self.completed_rounds == 1 and self.current_epoch % 2 == 0
+        loss = step(self, batch, batch_idx)
+        return None if loss is None else loss * (float("nan") if bad else 1.0)
+
+    with (
+        patch.object(type(method), "training_step", spoilt),
+        warned(r"Round 2 goes on .*Client 1: .*The client begins"),
+    ):
+        federation = tester.run(method=method, rounds=4)
+    assert not federation.coordinator.refused
+    assert_finite(federation)
+
+
+def what_a_trainer_offers_works(tester: MethodTester) -> None:
+    """Gradient clipping, mixed precision, and evaluation after aggregation."""
+    assert_finite(tester.run(client_trainer={"gradient_clip_val": 0.5}))
+    assert_finite(tester.run(client_trainer={"precision": "bf16-mixed"}))
+    assert_finite(tester.run(evaluate="after"))
+
+
+def other_networks_work_or_are_refused(tester: MethodTester) -> None:
+    """A network without batch norm, and a plain chain: it trains, or says what is in its way."""
+    for backbone in (GroupNet, PlainNet):
+        method = tester.method(backbone=backbone)
+        if can_build(method):
+            assert tester.run(method=method).rows
+
+
+def running_statistics_may_be_averaged(tester: MethodTester) -> None:
+    """With ``norm_stats="averaged"``."""
+    assert_finite(tester.run(method=tester.method(norm_stats="averaged"), rounds=3))
+
+
+def schedules_work(tester: MethodTester) -> None:
+    """With a learning rate that halves every epoch."""
+
+    def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    assert_finite(tester.run(method=tester.method(scheduler=halving)))
+
+
+def assert_finite(federation: Federation) -> None:
+    """See that no client, upload or reply holds NaN or infinity."""
+    for client, module in federation.clients.items():
+        reply = federation.coordinator.server.reply(client)
+        for tensors in (module.state_dict(), module.upload(), reply):
+            for name, tensor in tensors.items():
+                assert tensor.isfinite().all(), f"client {client}: {name!r} holds NaN or infinity"
+
+
+@contextmanager
+def warned(pattern: str) -> Iterator[None]:
+    """See that there is a warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert any(re.search(pattern, str(w.message)) for w in caught), f"no warning like {pattern!r}"
+
+
+#: every rule, as a function of a :class:`MethodTester` that raises an AssertionError
+METHOD_CHECKS: tuple[Callable[[MethodTester], None], ...] = (
+    two_rounds_are_logged,
+    resumed_equals_uninterrupted,
+    servers_work_on_the_clients_device_also_after_a_resume,
+    the_order_of_clients_does_not_matter,
+    clients_that_do_not_take_part_stay_as_they_are,
+    uploads_and_replies_change_nothing,
+    a_single_client_is_a_federation,
+    a_single_batch_is_an_epoch,
+    bytes_are_those_of_the_encoded_payloads,
+    heads_stay_at_home_where_labels_differ,
+    heads_may_travel_where_labels_agree,
+    a_bad_upload_is_refused_and_the_round_goes_on,
+    a_client_that_runs_away_begins_again_from_its_last_good_state,
+    what_a_trainer_offers_works,
+    other_networks_work_or_are_refused,
+    running_statistics_may_be_averaged,
+    schedules_work,
+)

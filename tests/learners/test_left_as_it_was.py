@@ -1,0 +1,129 @@
+"""What scoring and sleeping leave behind in a module: nothing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+from torchmetrics.classification import BinaryAUROC
+
+from foreign import PROJECTS, Regression, Screening, diabetes
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from lit_pfl.evaluation import score
+from lit_pfl.learners import unchanged
+from lit_pfl.links import LocalHub
+from lit_pfl.methods import APFL, Ditto, FedAvg
+from lit_pfl_callbacks import FederatedLoop
+from tiny import trainer
+
+
+@pytest.mark.parametrize("project", ["Regression", "Screening"])
+def test_a_second_score_is_the_first(project):
+    """Metrics keep sums in tensors that change in place, or lists that grow."""
+    there = PROJECTS[project]
+    learner, batches = there.make(), list(DataLoader(there.samples()[0], 8))
+    first = score(learner, batches, "val").values
+    assert score(learner, batches, "val").values == first
+    assert score(learner, batches[:2], "val").values != first
+    metrics = [part for part in learner.modules() if isinstance(part, Metric)]
+    assert not any(metric.update_called for metric in metrics)
+
+
+def test_scores_are_those_of_all_samples_at_once():
+    learner = Regression()
+    x, y = (torch.stack(part) for part in zip(*[diabetes()[0][i] for i in range(50)], strict=True))
+    values = score(learner, DataLoader(torch.utils.data.TensorDataset(x, y), 8), "val").values
+    with torch.no_grad():
+        error = (learner.eval().net(x).squeeze(1) - y).square()
+    assert values["mse"] == pytest.approx(float(error.mean()), rel=1e-5)
+    assert values["r2"] == pytest.approx(float(1 - error.sum() / (y - y.mean()).square().sum()), rel=1e-4)
+
+
+def test_plain_attributes_are_put_back_inside_too():
+    module = nn.Linear(1, 1)
+    module.hidden, module.seen, module.counts = torch.zeros(2), [1], {"steps": 0}
+    module.wide, auroc = torch.zeros(1).expand(3), BinaryAUROC()
+    module.auroc = auroc
+    hidden = module.hidden
+    with unchanged(module):
+        module.hidden += 1
+        module.seen.append(2)
+        module.counts["steps"] = 5
+        module.new = 1
+        auroc.update(torch.rand(3), torch.ones(3, dtype=torch.int64))
+    assert module.hidden is hidden
+    assert (hidden.tolist(), module.seen, module.counts) == ([0, 0], [1], {"steps": 0})
+    assert not hasattr(module, "new")
+    assert not auroc.update_called
+    assert not auroc.preds
+
+
+class TellsWhenAnEpochEnds(Screening):
+    def __init__(self):
+        super().__init__()
+        self.told = []
+        self.register_buffer("epochs", torch.zeros(()))
+
+    def on_train_epoch_end(self):
+        self.told.append("epoch ends")
+        self.epochs += 1
+        self.log("epochs", self.epochs)
+
+
+class TellsWhenARoundEnds(FedAvg):
+    def end_round(self):
+        self.learner.told.append("round ends")
+
+    def upload(self):
+        self.learner.told.append("upload")
+        return super().upload()
+
+
+EXPECTED = ["upload", *["epoch ends", "epoch ends", "round ends", "upload"] * 2]
+
+
+def test_a_module_s_epoch_is_over_before_its_round_is():
+    there = PROJECTS["Screening"]
+    federation = Federation(TellsWhenARoundEnds(learner=TellsWhenAnEpochEnds()), seed=0, threads=1, local_epochs=2)
+    trainer(2).fit(federation, datamodule=there.data())
+    for client in federation.clients.values():
+        # A client joins twice: the federation asks it, then its own fit.
+        assert client.learner.told[-len(EXPECTED) :] == EXPECTED
+        assert client.learner.epochs == 4
+
+
+def test_it_is_so_by_the_callback_and_without():
+    batches = PROJECTS["Screening"].data().modules[0].train_dataloader()
+    hub, module = LocalHub(), TellsWhenARoundEnds(learner=TellsWhenAnEpochEnds())
+    fitting = trainer(4, callbacks=[FederatedLoop(hub.link, every_n_epochs=2)])
+    hub.add(0, lambda: fitting.fit(module, batches))
+    hub.run(module.configure_server())
+    assert module.learner.told == EXPECTED
+    assert fitting.callback_metrics["epochs"] == 4
+
+    alone = FedAvg(learner=TellsWhenAnEpochEnds())
+    trainer(3).fit(alone, batches)
+    assert alone.learner.told == ["epoch ends"] * 3
+
+
+@pytest.mark.parametrize("method", [Ditto, APFL])
+def test_metrics_of_a_second_model_do_not_pile_up(method):
+    """What it logs in training is not shown, but a Trainer would have started its metrics anew."""
+
+    class Lists(Screening):
+        def __init__(self):
+            super().__init__()
+            self.train_auroc = BinaryAUROC()
+
+        def training_step(self, batch, batch_idx):
+            logits = self(batch["features"])
+            self.train_auroc.update(logits, batch["benign"])
+            self.log("train_auroc", self.train_auroc, on_step=False, on_epoch=True)
+            return nn.functional.binary_cross_entropy_with_logits(logits, batch["benign"].float())
+
+    federation = Federation(method(learner=Lists()), seed=0, threads=1)
+    data: PerClient = PROJECTS["Screening"].data()
+    trainer(3).fit(federation, datamodule=data)
+    for client in federation.clients.values():
+        assert not client.personal.train_auroc.preds

@@ -1,0 +1,84 @@
+"""Which methods a module can be federated with."""
+
+import itertools
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos import BoringModel, LightningLSTM, LightningTransformer
+from torch.utils.data import DataLoader
+
+import lit_pfl.methods
+from foreign import VOCABULARY, Loaders, Regression, diabetes, texts, vectors
+from lit_pfl.errors import ConfigError
+from lit_pfl.methods import Ditto, FedAvg, FedRep, Scaffold
+from lit_pfl.testing import check_learner
+
+
+def batches():
+    return itertools.islice(Loaders(diabetes()[0]).train_dataloader(), 3)
+
+
+def test_every_method_is_tried_and_the_module_stays_as_it_is():
+    module = Regression()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    report = check_learner(module, batches(), head=r"^net\.3\.", encoder="net.0")
+    assert list(report) == lit_pfl.methods.__all__
+    assert {name for name, reason in report.items() if reason} == {"FedMA", "Scaffold"}
+    assert "use torch.optim.SGD" in report["Scaffold"]
+    assert report.works == [name for name in lit_pfl.methods.__all__ if name not in ("FedMA", "Scaffold")]
+    assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_the_report_is_a_table():
+    report = check_learner(Regression, batches(), [FedAvg, FedRep, Scaffold])
+    yes, head, scaffold = str(report).splitlines()
+    assert yes == "FedAvg    yes"
+    assert head.startswith("FedRep    model.head: FedRep has to know")
+    assert scaffold.startswith("Scaffold  model.optimizer")
+
+
+class Manual(Regression):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Breaks(Regression):
+    def training_step(self, batch, batch_idx):
+        raise KeyError("labels\nare not there")
+
+
+class RunsAway(Regression):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Manual, "Manual has automatic_optimization=False"),
+        (Breaks, "KeyError: "),
+        (RunsAway, "holds NaN or infinity"),
+        (L.LightningModule, "LightningModule has no training_step"),
+    ],
+)
+def test_what_is_in_the_way_is_a_line(module, reason):
+    for line in check_learner(module, batches(), [FedAvg, Ditto]).values():
+        assert reason in line
+        assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("make", "samples"), [(LightningLSTM, texts), (LightningTransformer, texts), (BoringModel, vectors)]
+)
+def test_lightning_s_own_in_their_own_sizes(make, samples):
+    options = {"vocab_size": VOCABULARY} if samples is texts else {}
+    two = itertools.islice(DataLoader(samples()[0], 4), 2)
+    assert check_learner(partial(make, **options), two, [FedAvg, Ditto]).works == ["FedAvg", "Ditto"]
+
+
+def test_no_batch_is_said():
+    with pytest.raises(ConfigError, match="give at least one batch"):
+        check_learner(Regression, [])

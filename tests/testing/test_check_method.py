@@ -1,0 +1,121 @@
+"""A method outside the package is tested in one line, and a wrong one is caught."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lit_pfl.methods import FedAvg
+from lit_pfl.payload import Payload
+from lit_pfl.server import Server
+from lit_pfl.testing import MethodTester, check_method
+from lit_pfl.testing.methods import resumed_equals_uninterrupted, uploads_and_replies_change_nothing
+
+
+class Slower(FedAvg):
+    """A method that is right: clients lose some of the way that they went."""
+
+    def __init__(self, share: float = 0.1, **options):
+        super().__init__(**options)
+        self.share = share
+
+    def begin_round(self):
+        self.start = {name: weight.detach().clone() for name, weight in self.shared_weights().items()}
+
+    def end_round(self):
+        with torch.no_grad():
+            for name, weight in self.shared_weights().items():
+                weight.lerp_(self.start[name], self.share)
+
+
+class Forgets(FedAvg):
+    """It keeps something from round to round that is in no checkpoint."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.rounds = 0
+
+    def begin_round(self):
+        self.rounds += 1
+
+    def objective(self, batch, batch_idx):
+        return super().objective(batch, batch_idx) * self.rounds
+
+
+class ForgetfulServer(Server):
+    def start(self, clients):
+        super().start(clients)
+        self.rounds = 0
+
+    def aggregate(self, round, uploads):
+        super().aggregate(round, uploads)
+        self.rounds += 1
+
+    def reply(self, client):
+        return Payload({name: t / self.rounds if self.rounds else t for name, t in self.model.items()})
+
+
+class ForgetsOnTheServer(FedAvg):
+    def configure_server(self):
+        return ForgetfulServer()
+
+
+class Impure(FedAvg):
+    """Its upload changes what is uploaded next."""
+
+    def upload(self):
+        payload = super().upload()
+        for tensor in payload.values():
+            tensor.mul_(1.01)
+        return payload
+
+
+class Draws(FedAvg):
+    """Its upload is drawn anew whenever it is asked for."""
+
+    def upload(self):
+        return Payload({name: t + torch.randn_like(t) for name, t in super().upload().items()})
+
+
+class SharesHeads(FedAvg):
+    """It sends heads whatever they mean."""
+
+    def travels(self, name, role):
+        return role in self.shares
+
+
+def test_a_method_that_is_right_passes():
+    check_method(Slower)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        (Forgets, "resumed equals uninterrupted"),
+        (ForgetsOnTheServer, "resumed equals uninterrupted"),
+        (Impure, ".*"),
+        (Draws, ".*"),
+        (SharesHeads, "heads stay at home"),
+    ],
+)
+def test_a_wrong_method_is_caught(wrong, rule):
+    with pytest.raises(AssertionError) as caught:
+        check_method(wrong)
+    assert rule == ".*" or f"(in lit_pfl.testing: {rule}" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("impure", [Impure, Draws])
+def test_an_impure_upload_is_what_is_said(impure):
+    with pytest.raises(AssertionError, match=r"client 0: a second upload/backbone\.\S+ differs"):
+        uploads_and_replies_change_nothing(MethodTester(impure))
+
+
+def test_what_is_forgotten_is_named():
+    with pytest.raises(AssertionError, match=r"^weights/\d/learner\.\S+ differs"):
+        resumed_equals_uninterrupted(MethodTester(Forgets))
+
+
+def test_no_test_runner_is_needed():
+    code = "import sys, lit_pfl.testing; sys.exit('pytest' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
