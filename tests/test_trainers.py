@@ -1,5 +1,7 @@
 """What may be asked of a federation's Trainer and of its clients', and the short way through a batch."""
 
+import sys
+
 import lightning as L
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_pfl import Federation
 from lit_pfl.engines.trainers import OWNED
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals.batch_loop import LeanEpochLoop, make_lean
+from lit_pfl.lightning_internals import batch_loop, make_lean
+from lit_pfl.lightning_internals.lean_loop import LeanEpochLoop
 from lit_pfl.methods import APFL, FedAvg, PerFedAvg
 from tiny import assert_equal, client, digits, run, spec, trainer, weights
 
@@ -132,3 +135,56 @@ def test_the_short_way_brings_batches_to_the_device():
     assert type(fitting.fit_loop.epoch_loop) is LeanEpochLoop
     fitting.fit(module, DataLoader(TensorDataset(torch.rand(8, 3)), batch_size=4))
     assert module.seen == ["meta", "meta"]
+
+
+@pytest.fixture
+def another_lightning(monkeypatch):
+    """The short way has not been imported yet, and the warning not been given; both are put back."""
+    monkeypatch.delitem(sys.modules, "lit_pfl.lightning_internals.lean_loop")
+    batch_loop._lean_loop.cache_clear()
+    yield monkeypatch
+    batch_loop._lean_loop.cache_clear()
+
+
+def take_the_short_way(fittings, own):
+    for fitting in fittings:
+        fitting.callbacks[:] = [own]
+        make_lean(fitting, Elsewhere(), own)
+
+
+def without_the_loop(monkeypatch):
+    monkeypatch.delattr("lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop")
+
+
+def without_the_module(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.loops.fetchers", None)
+
+
+def without_a_method(monkeypatch):
+    monkeypatch.delattr("lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._num_ready_batches_reached")
+
+
+def with_another_signature(monkeypatch):
+    loop = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.on_advance_end"
+    monkeypatch.setattr(loop, lambda self, data_fetcher, kwargs: None)
+
+
+@pytest.mark.parametrize("change", [without_the_loop, without_the_module, without_a_method, with_another_signature])
+def test_another_lightning_is_taken_its_own_way_with_one_warning(another_lightning, change):
+    fittings, own = [trainer(1, callbacks=[]) for _ in range(2)], L.Callback()
+    stock = [fitting.fit_loop.epoch_loop for fitting in fittings]
+    change(another_lightning)
+    with pytest.warns(UserWarning, match="Clients take the Trainer's own loop") as warned:
+        take_the_short_way(fittings, own)
+    assert len(warned) == 1
+    assert [fitting.fit_loop.epoch_loop for fitting in fittings] == stock
+
+
+def test_the_trainers_own_loop_gives_the_same_weights(another_lightning):
+    lean = run(client(FedAvg))
+    batch_loop._lean_loop.cache_clear()
+    another_lightning.delitem(sys.modules, "lit_pfl.lightning_internals.lean_loop")
+    another_lightning.delattr("lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop", raising=True)
+    with pytest.warns(UserWarning, match="Clients take the Trainer's own loop"):
+        own = run(client(FedAvg))
+    assert_equal(weights(lean), weights(own))

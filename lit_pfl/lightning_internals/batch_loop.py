@@ -5,23 +5,19 @@ caches a convolution has just filled with something else, about a millisecond. W
 calls are left out, and what remains is done in the same order: forward, backward, step, counters, schedules.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING
 
 import lightning as L
-import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-#: optimizers that need no closure; others may call the one they are given more than once
-STEP_ONCE = {
-    kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-} - {torch.optim.LBFGS}
+if TYPE_CHECKING:
+    from lit_pfl.lightning_internals.lean_loop import LeanEpochLoop
+
 #: what a module may do during a batch, and then takes the Trainer's own way
 HOOKS = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",
@@ -29,51 +25,6 @@ HOOKS = (
     "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
     "lr_scheduler_step",
 )  # fmt: skip
-
-
-class LeanEpochLoop(_TrainingEpochLoop):
-    """The Trainer's loop over batches without the hooks that nobody uses."""
-
-    def advance(self, data_fetcher: _DataFetcher) -> None:
-        """Train on a batch."""
-        trainer = self.trainer
-        kinds = [type(optimizer) for optimizer in trainer.optimizers]
-        if len(kinds) != 1 or kinds[0] not in STEP_ONCE or not trainer.lightning_module.automatic_optimization:
-            super().advance(data_fetcher)
-            return
-        batch, _, _ = next(data_fetcher)
-        device = trainer.strategy.root_device
-        if device.type != "cpu":  # where the batches of anybody's own DataLoader are
-            batch = move_data_to_device(batch, device)
-        [optimizer], module = trainer.optimizers, trainer.lightning_module
-        step = self.automatic_optimization.optim_progress.optimizer.step
-        self.batch_progress.is_last_batch = data_fetcher.done
-        self.batch_progress.increment_ready()
-        trainer._logger_connector.on_batch_start(batch)
-        self.batch_progress.increment_started()
-
-        module._current_fx_name = "training_step"
-        output: Any = module.training_step(batch, self.batch_idx)
-        module._current_fx_name = None
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if loss is not None:
-            loss.backward()
-        step.increment_ready()
-        optimizer.step()
-        step.increment_completed()
-        optimizer.zero_grad()  # at once, so that the next batch finds this memory warm
-
-        self.batch_progress.increment_processed()
-        self.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if self._num_ready_batches_reached():
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        trainer._logger_connector.on_batch_end()
-        self.batch_progress.increment_completed()
-
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        """Count the batch."""
-        self.update_lr_schedulers("step", update_plateau_schedulers=True)
-        self._batches_that_stepped += 1
 
 
 def make_lean(trainer: L.Trainer, module: L.LightningModule, own: L.Callback) -> None:
@@ -95,6 +46,21 @@ def make_lean(trainer: L.Trainer, module: L.LightningModule, own: L.Callback) ->
         and trainer.barebones is False
         and not any(is_overridden(hook, module) for hook in HOOKS)
     )
-    if plain:
+    lean = _lean_loop() if plain else None
+    if lean is not None:
         loop = trainer.fit_loop.epoch_loop
-        trainer.fit_loop.epoch_loop = LeanEpochLoop(trainer, min_steps=loop.min_steps, max_steps=loop.max_steps)
+        trainer.fit_loop.epoch_loop = lean(trainer, min_steps=loop.min_steps, max_steps=loop.max_steps)
+
+
+@cache  # so that there is one warning
+def _lean_loop() -> "type[LeanEpochLoop] | None":
+    """Return the short way, or None where this Lightning's own loop is not the one that it was made for."""
+    try:
+        from lit_pfl.lightning_internals.lean_loop import LeanEpochLoop
+    except (ImportError, AttributeError) as error:
+        rank_zero_warn(
+            f"lightning {L.__version__} trains batches in another way than the releases that lit-pfl knows ({error}). "
+            "Clients take the Trainer's own loop: the same results, 0.3 ms a batch slower."
+        )
+        return None
+    return LeanEpochLoop

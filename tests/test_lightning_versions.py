@@ -1,0 +1,21 @@
+"""The releases of Lightning that are allowed work."""
+
+import pytest
+from packaging.requirements import Requirement
+
+from lightning_versions import allowed, run
+
+
+def test_both_ends_of_what_is_allowed_are_asked_for():
+    releases = allowed()
+    lowest, newest = Requirement(releases["lowest"]), Requirement(releases["newest"])
+    [bound] = lowest.specifier
+    assert bound.operator == "=="
+    assert newest.specifier.contains(bound.version)
+    assert any(limit.operator == "<" for limit in newest.specifier)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["lowest", "newest"])
+def test_a_release(which):
+    assert run(allowed()[which])
