@@ -311,4 +311,5 @@ def test_it_has_no_factors():
 
 
 def test_one_class_in_a_batch_of_one():
-    assert run(method(backbone=TinyNet), few_classes(10, partition=ClassShards(1), batch_size=1, train_fraction=0.05), rounds=1).rows
+    data = few_classes(10, partition=ClassShards(1), batch_size=1, train_fraction=0.05)
+    assert run(method(backbone=TinyNet), data, rounds=1).rows
