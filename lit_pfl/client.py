@@ -392,6 +392,10 @@ class Client(QuickModule, ABC):
         for name, rest in unsent.items():
             self.learner.get_parameter(name).add_(rest)
 
+    def load_global(self, model: Mapping[str, Tensor]) -> None:
+        """Become the one model of all, see :meth:`~lit_pfl.Server.global_model`."""
+        load_tensors(self.learner, model)
+
     # ------------------------------------------------------------------------------------------------------ evaluating
 
     @property

@@ -17,6 +17,7 @@ from lit_pfl.engines.threads import choose_threads, computing
 from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import Row, Split, summary
+from lit_pfl.global_model import GlobalModel
 from lit_pfl.identity import fingerprint, refuse_another_network, refuse_another_run
 from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, QuickModule
 from lit_pfl.payload import Payload
@@ -35,6 +36,7 @@ class Federation(QuickModule):
     Logged at the end of every round: ``round``, ``train/loss``, ``val/acc``, ``val/acc_std``, ``val/acc_worst10``
     (mean of the worst tenth of clients), ``val/loss``, ``comm/up_bytes`` and ``comm/down_bytes`` of the round, and the
     cumulative ``comm/total_bytes``; after the last round ``test/acc`` and its like, of the model of the last round.
+    Where there are no validation data, test data are scored every round, as ``test/acc``.
 
     Args:
         client: the method, as a prototype of all clients.
@@ -47,7 +49,8 @@ class Federation(QuickModule):
             drawn from the seed. Tests are always of all clients.
         evaluate: which state of the personalized models is evaluated: ``before`` aggregation, as trained, or
             ``after``, as the clients would start the next round. A client that has never trained is evaluated as it
-            would join now.
+            would join now. Or ``global``: the one model of all, for methods that have one, on everybody's data at once;
+            its scores stand under client -1.
         quorum: the share of a round's uploads that must be usable; a smaller round raises an UploadError.
         seed: seed of everything random: initial weights, participation, batches, augmentation. By default the one
             given to ``lightning.seed_everything``.
@@ -76,13 +79,14 @@ class Federation(QuickModule):
 
     prototype: Client
     clients: dict[int, Client]
+    global_model: GlobalModel
 
     def __init__(
         self,
         client: Client,
         local_epochs: PositiveInt | None = None,
         participation: float = 1.0,
-        evaluate: Literal["before", "after"] = "before",
+        evaluate: Literal["before", "after", "global"] = "before",
         quorum: float = 0.5,
         seed: NonNegativeInt | None = None,
         threads: PositiveInt | None = None,
@@ -159,6 +163,8 @@ class Federation(QuickModule):
             self.coordinator = Coordinator(self._make_server(), self.quorum)
             joined = {k: ClientInfo(self.data.client(k).num_samples, c.initial()) for k, c in self.clients.items()}
             self.coordinator.start(joined)
+            if self.evaluate == "global":
+                self.__dict__["global_model"] = GlobalModel(self._fresh(data.clients[0]), self.coordinator)
             if self.threads is None:
                 client = next(iter(self.clients.values()))
                 batch_size = getattr(data, "batch_size", None)
@@ -166,16 +172,19 @@ class Federation(QuickModule):
         self._place_on(device)
 
     def _place_on(self, device: torch.device) -> None:
-        for client in self.clients.values():
+        for client in [*self.clients.values(), *([self.global_model.client] if hasattr(self, "global_model") else [])]:
             client.place_on(device)
 
     def _build(self, client: int) -> Client:
+        module = self._fresh(client)
+        module.data = self.data.client(client)
+        return module
+
+    def _fresh(self, client: int) -> Client:
         data = self.data.client(client)
         spec = ClientSpec(client, data.example, data.num_classes, data.labels_agree, self.local_epochs)
         with self.draws.torch("weights"):  # the same stream for all: common initial weights
-            module = self.prototype.build(spec)
-        module.data = data
-        return module
+            return self.prototype.build(spec)
 
     def _make_server(self) -> Any:
         with self.draws.torch("server"):
@@ -260,12 +269,12 @@ class Federation(QuickModule):
 
     def validation_step(self, batch: list[int], batch_idx: int) -> None:
         """Evaluate a set of clients on their validation data."""
-        self._evaluate(batch, "val")
+        self._evaluate(batch, self._validated_on)
 
     def on_validation_epoch_end(self) -> None:
         """Log means over clients; to the loggers they go with the rest of the round."""
         if not self.trainer.sanity_checking:
-            self._validated = summary(self.rows, "val", self.higher_is_better)
+            self._validated = summary(self.rows, self._validated_on, self.higher_is_better)
             self._log(self._validated, write=self.trainer.state.fn != "fit")  # in a fit, with the rest of the round
 
     def on_test_epoch_start(self) -> None:
@@ -302,8 +311,17 @@ class Federation(QuickModule):
         """Bytes sent so far: ``total``, and ``clients``, by id up and down."""
         return self.coordinator.ledger
 
+    @property
+    def _validated_on(self) -> Split:
+        return "val" if any(len(client.data.val) for client in self.clients.values() if client.data) else "test"
+
     def _evaluate(self, clients: list[int], split: Split) -> None:
         with computing(self.threads):
+            if self.evaluate == "global":
+                score = None if self.rows else self.global_model.score(self.data.everything(split), split, self.trainer)
+                if score is not None:
+                    self.rows = [Row(GlobalModel.ID, self.coordinator.round, split, "global", score.n, score.values)]
+                return
             for client in clients:
                 score = self.engine.evaluate(client, split, self._shown_with(client), self.trainer)
                 self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
@@ -322,6 +340,8 @@ class Federation(QuickModule):
         return self.coordinator.server.reply(client)
 
     def _test_last_round(self) -> None:
+        if self.rows and (self.rows[0].split, self.rows[0].round) == ("test", self.coordinator.round):
+            return  # there were no validation data
         self.rows = []
         with torch.no_grad():
             self._evaluate(list(self.clients), "test")

@@ -71,6 +71,10 @@ class Server:
         """Return what this client loads before it trains again. Called any number of times, changing nothing."""
         return self.model
 
+    def global_model(self) -> Payload | None:
+        """Return the one model of all: None if the method has none, empty if it is not there yet."""
+        return self.model or None
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed server needs, as tensors and plain values."""
         return {"model": dict(self.model), "sparse": sorted(self.model.sparse), "seed": self.seed}
@@ -118,6 +122,9 @@ class MixingServer(Server):
         names = [name for name in self.latest[client] if self.mixable(name)]
         row = self.weights[list(self.latest).index(client)].tolist()
         return weighted_mean(list(self.latest.values()), row, names)
+
+    def global_model(self) -> None:
+        """Return nothing: every client has a mixture of its own."""
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
         state = super().state_dict()

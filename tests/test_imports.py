@@ -12,7 +12,7 @@ FLOORS = [
     {"lit_pfl.testing"},
     {"lit_pfl"},
     {"lit_pfl.federation"},
-    {"lit_pfl.draws", "lit_pfl.round_log"},
+    {"lit_pfl.draws", "lit_pfl.global_model", "lit_pfl.round_log"},
     {"lit_pfl.methods"},
     {"lit_pfl.methods.two_models"},
     {"lit_pfl.engines.local"},

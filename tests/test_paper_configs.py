@@ -13,11 +13,12 @@ from jsonargparse import ArgumentParser, Namespace
 from lit_pfl.cli import main
 from lit_pfl.cli.command import FederatedCLI
 from lit_pfl.cli.config_files import with_fragments
-from lit_pfl.data import ResizedCropJitter
+from lit_pfl.data import GROUPS, ResizedCropJitter
 from lit_pfl.methods import FactorizedFL, FedAvg, SimFed, StandAlone
+from lit_pfl.models import VGG16, MobileNetV1
 
 PAPERS = Path(__file__).parent.parent / "configs/paper"
-FACTORIZED, SIMFED = PAPERS / "factorized_fl", PAPERS / "simfed"
+FACTORIZED, SIMFED, PSI = PAPERS / "factorized_fl", PAPERS / "simfed", PAPERS / "psi_net"
 OVERLAY = [FACTORIZED / "rows/factorized_fl_domain.yaml", FACTORIZED / "released_code.yaml"]
 
 
@@ -31,6 +32,7 @@ TABLES = {
     "factorized_fl": (files(FACTORIZED / "rows", FACTORIZED / "fig8g"), files(FACTORIZED / "columns")),
     "fig8h": (files(FACTORIZED / "fig8h/rows"), files(FACTORIZED / "fig8h/columns")),
     "simfed": (files(SIMFED / "rows"), files(SIMFED / "columns")),
+    "psi_net": (files(PSI / "rows"), files(PSI / "columns")),
 }
 # Every row with some column and every column with some row; that they go together in any way is a test of its own.
 CELLS = [
@@ -38,7 +40,9 @@ CELLS = [
     for rows, columns in TABLES.values()
     for i in range(max(len(rows), len(columns)))
 ]
-CELLS += [[file] for file in files(FACTORIZED / "fig8i")] + [[*OVERLAY, FACTORIZED / "columns/domains.yaml"]]
+CELLS += [[file] for file in files(FACTORIZED / "fig8i", PSI / "fig7")] + [
+    [*OVERLAY, FACTORIZED / "columns/domains.yaml"]
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +86,10 @@ def optimizer(method) -> dict[str, float]:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(file.stem for file in cell))
 def test_every_row_and_every_column_makes_a_method_and_data(cells, cell):
     config = cells(cell)
+    if PSI in cell[0].parents:
+        assert (config.data.batch_size, config.data.split, config.federation.evaluate) == (64, "official", "global")
+        assert optimizer(config.model) == {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
+        return
     factorized = FACTORIZED in cell[0].parents
     assert config.data.batch_size == (256 if factorized else 128)
     assert config.data.evaluate_on == "all"
@@ -226,6 +234,51 @@ def test_variants_of_simfed_differ_from_it_as_their_names_say(made):
     averaged = method("factorized_fedavg")
     assert isinstance(averaged, FedAvg)
     assert (averaged.factorization.form, averaged.factorization.mask) == ("IFxOF", True)
+
+
+@pytest.mark.parametrize(
+    ("column", "data", "clients", "classes", "epochs", "rounds"),
+    [
+        ("cifar10_10x3", "CIFAR10", 10, 3, 1, 100), ("cifar10_100x5", "CIFAR10", 100, 5, 1, 100),
+        ("cifar100_10x50", "CIFAR100", 10, 50, 1, 100), ("cifar10_dirichlet_e70", "CIFAR10", 16, None, 70, 54),
+    ],
+)  # fmt: skip
+def test_columns_of_psi_net_are_the_papers_splits(made, column, data, clients, classes, epochs, rounds):
+    config = made(f"psi_net/columns/{column}")
+    assert (type(config.data).__name__, config.data.num_clients, config.data.train_fraction) == (data, clients, 1)
+    assert (config.federation.local_epochs, config.trainer.max_epochs) == (epochs, rounds)
+    if classes is None:
+        assert (type(config.data.partition).__name__, config.data.partition.alpha) == ("BalancedDirichlet", 0.5)
+    else:
+        assert config.data.partition.classes_per_client == classes
+
+
+def test_rows_of_psi_net_are_the_papers_networks(made):
+    def method(name: str):
+        return made(f"psi_net/rows/{name}").model
+
+    def network(name: str):
+        return method(name).make_backbone(3, 10)
+
+    depths = {"c1_2": 2, "c2_2": 4, "c3_2": 6, "c4_2": 9, "c5_2": 12, "fc": 13}
+    for name, depth in depths.items():
+        psi_net = method(f"vgg16_psi_{name}")
+        assert (psi_net.groups, psi_net.depth, type(network(f"vgg16_psi_{name}"))) == (10, depth, VGG16)
+    assert [method(f"vgg16_psi_{groups}_groups").groups for groups in (20, 100)] == [20, 100]
+    assert (method("mobilenet_psi").depth, type(network("mobilenet_psi"))) == (13, MobileNetV1)
+    mapping = method("vgg16_psi_superclasses").mapping
+    assert [{mapping[c] for c in own} for own in GROUPS["cifar100_superclasses"]] == [{i} for i in range(20)]
+    assert method("vgg9_fedavg_gn").structure == "dense"
+    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in network("vgg9_fedavg").modules())
+    for name in ("vgg9_psi", "vgg9_fedavg_gn", "mobilenet_psi", "vgg16_fedavg", "vgg9_fedavg_bn"):
+        assert method(name).norm_stats == "averaged"
+
+
+def test_figure_7_measures_a_node_alone(made):
+    for name in ("cifar10", "cifar100"):
+        config = made(f"psi_net/fig7/{name}")
+        assert (config.data.num_clients, config.trainer.max_epochs) == (1, 50)
+        assert [type(callback).__name__ for callback in config.trainer.callbacks] == ["FeatureAlignment"]
 
 
 def test_a_cell_runs_to_its_end():

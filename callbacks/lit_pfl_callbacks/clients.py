@@ -40,6 +40,7 @@ class ClientsTable(L.Callback):
         self.most = most
         self._began = False
         self._validated = False  # in the round that is going on
+        self._written: Sequence[Any] | None = None
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write and show the scores of an evaluation by itself; those of a round wait until the round is complete."""
@@ -67,8 +68,9 @@ class ClientsTable(L.Callback):
 
     def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         rows: Sequence[Any] = getattr(pl_module, "rows", ())
-        if not rows or not trainer.is_global_zero or not trainer.loggers:
+        if not rows or rows is self._written or not trainer.is_global_zero or not trainer.loggers:
             return
+        self._written = rows
         path = run_folder(trainer) / "clients.csv"
         records = _records(rows)
         if not self._began:
@@ -104,6 +106,8 @@ class ClientsTable(L.Callback):
         which, _, when = first.model.partition(":")
         after = f"{which.capitalize()} models after round {first.round}" if first.round else "Untrained models"
         title = f"{after}, on each client's {first.split} data"
+        if which == "global":
+            title = f"Global model after round {first.round}, on all {first.split} data"
         if when and first.round:
             title += f" ({when} aggregation)"
         table = Table(title=title, title_justify="left", title_style="bold")

@@ -16,6 +16,7 @@ from lit_pfl.methods.fedspa import FedSpa
 from lit_pfl.methods.lgfedavg import LGFedAvg
 from lit_pfl.methods.perfedavg import PerFedAvg
 from lit_pfl.methods.pfedpara import PFedPara
+from lit_pfl.methods.psi_net import PsiNet
 from lit_pfl.methods.scaffold import Scaffold
 from lit_pfl.methods.simfed import SimFed
 from lit_pfl.methods.standalone import StandAlone
@@ -37,6 +38,7 @@ __all__ = [
     "LGFedAvg",
     "PFedPara",
     "PerFedAvg",
+    "PsiNet",
     "Scaffold",
     "SimFed",
     "StandAlone",

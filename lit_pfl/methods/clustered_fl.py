@@ -135,6 +135,9 @@ class ClusteredFLServer(Server):
         """The clients of every cluster, and those at every fork."""
         return [[c for c, node in self.place.items() if node == cluster] for cluster in sorted({*self.place.values()})]
 
+    def global_model(self) -> None:
+        """Return nothing: there are several models."""
+
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         if not self.scale:
             self.scale = largest_norm(self._updates(list(uploads), uploads))

@@ -200,6 +200,9 @@ class FedFOMOServer(Server):
             chosen.append(ranked.pop(int(rng.integers(len(ranked))) if at_random else 0))
         return sorted(chosen)
 
+    def global_model(self) -> None:
+        """Return nothing: there are several models."""
+
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         for client, upload in uploads.items():
             columns = [self.row[other] for other in self.chosen(client)]

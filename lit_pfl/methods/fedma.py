@@ -167,6 +167,10 @@ class FedMA(Client):
         for _, own in self.assignments.items():
             torch.arange(len(own), out=own)
 
+    def load_global(self, model: Mapping[str, Tensor]) -> None:  # noqa: D102
+        for name, layer in self.layers:
+            self._put(layer, model[f"{name}.weight"], model.get(f"{name}.bias"))
+
     def _put(self, layer: nn.Conv2d | nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
         channels_last = getattr(self.learner, "channels_last", False) and weight.dim() == 4
         layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -244,6 +248,7 @@ class FedMAServer(Server):
         super().start(clients)
         self.step = 0  # layers done, over all communication rounds
         self.model = Payload({})  # those of this communication round
+        self.finished = Payload({})  # all layers of the last one that is over
         self.assignments: dict[str, dict[int, Tensor]] = {}  # by layer and client
         self.seen = dict.fromkeys(clients, 0)  # the step at which a client's upload was used last
 
@@ -277,6 +282,11 @@ class FedMAServer(Server):
             self.model = Payload({**self.model, **layer})
         self.seen |= dict.fromkeys(uploads, self.step)
         self.step += 1
+        if last:
+            self.finished = self.model
+
+    def global_model(self) -> Payload:  # noqa: D102
+        return self.finished
 
     def _match(self, name: str, units: Mapping[int, Tensor]) -> Tensor:
         """Return the global units of a layer, and note whose they are."""
@@ -303,9 +313,10 @@ class FedMAServer(Server):
         return Payload(tensors)
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        own = {"step": self.step, "seen": self.seen, "assignments": self.assignments}
+        own = {"step": self.step, "seen": self.seen, "assignments": self.assignments, "finished": dict(self.finished)}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         super().load_state_dict(state)
         self.step, self.seen, self.assignments = state["step"], dict(state["seen"]), dict(state["assignments"])
+        self.finished = Payload(state["finished"])

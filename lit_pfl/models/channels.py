@@ -61,8 +61,8 @@ class Channels:
         root = self.root()
         if root.fixed and root.width % root.multiple:
             raise ConfigError(
-                f"depth=0 divides the {root.width} channels of an image among {root.multiple} groups; give depth=1 or "
-                "more, or boundary='full'."
+                f"model.depth=0 divides the {root.width} channels of an image among {root.multiple} groups; "
+                "give model.depth=1 or more, or model.boundary=full."
             )
         return max(1, math.floor(root.width / root.multiple + 0.5)) * root.multiple
 

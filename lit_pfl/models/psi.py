@@ -91,7 +91,7 @@ def psi(
         ("structure", structure, ("grouped", "dense")),
     ):
         if value not in choices:
-            raise ConfigError(f"{option}={value!r}: choose one of {', '.join(choices)}.")
+            raise ConfigError(f"model.{option}={value!r}: choose one of {', '.join(choices)}.")
     if not isinstance(backbone.head, nn.Linear):
         raise ConfigError(
             f"model.backbone: its head is a {type(backbone.head).__name__}; Psi-Net needs a linear layer."
@@ -148,7 +148,8 @@ class _Plan:
             depth = max(1, round(len(convolutions) * 2 / 3))
         if not 0 <= depth <= len(names):
             raise ConfigError(
-                f"depth={depth}: the network has {len(names)} layers before its classifier; share 0 to {len(names)}."
+                f"model.depth={depth}: the network has {len(names)} layers before its classifier; "
+                f"share 0 to {len(names)} of them."
             )
         return set(names[:depth])
 
@@ -210,7 +211,6 @@ class _Plan:
     def build(self, mapped: list[int], norm: GroupedNorms, divide: bool) -> Backbone:
         modules = [(node, module) for node in self.graph.nodes if (module := self._module(node)) is not None]
         bare = norm == "group" and not any(isinstance(module, NORMS) for _, module in modules)
-        width = self._features(self.head, self.last)
         made: dict[str, nn.Module] = {}
         for node, module in modules:
             if isinstance(module, LAYERS):
@@ -224,7 +224,9 @@ class _Plan:
             self._slice()
         for node, module in modules:
             if bare and isinstance(module, nn.Conv2d) and node in self.grouped:
-                self._insert(f"{node.target}_norm", GroupedNorm(self.groups, self.channels[node].rounded()), node)
+                width = self.channels[node].rounded()
+                self._insert(f"{node.target}_norm", self._group_norm(width, divide), node)
+        width = self._features(self.head, self.last)
         bias, reads_all = self.head.bias is not None, self._reads_all(self.head, self.last)
         head = GroupedLogits(width, mapped, bias, reads_all) if divide else nn.Linear(width, len(mapped), bias)
         return _Divided(fx.GraphModule(self.body, self.graph), head.to(self.head.weight)).train(self.body.training)
@@ -262,13 +264,16 @@ class _Plan:
         width, grouped = self.channels[node].rounded(), node in self.grouped
         if isinstance(layer, nn.GroupNorm):
             if grouped:
-                return GroupedNorm(self.groups, width)
+                return self._group_norm(width, divide)
             return layer if width == layer.num_channels else nn.GroupNorm(layer.num_groups, width, layer.eps)
         if grouped and norm == "group":
-            return GroupedNorm(self.groups, width)
+            return self._group_norm(width, divide)
         if grouped and divide:
             return GroupedBatchNorm(self.groups, width, layer.eps, layer.momentum)
         return layer if width == layer.num_features else type(layer)(width, layer.eps, layer.momentum)
+
+    def _group_norm(self, width: int, divide: bool) -> nn.Module:
+        return (GroupedNorm if divide else nn.GroupNorm)(self.groups, width)
 
     def _slice(self) -> None:
         """Give groups their share of what is shared, wherever they take it in."""

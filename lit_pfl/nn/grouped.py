@@ -33,8 +33,10 @@ class Grouped(nn.Module):
 
     @torch.no_grad()
     def trim(self, groups: Iterable[int]) -> None:
-        """Cut all groups out but these; those that are gone already stay so."""
+        """Cut all groups out but these; those that are gone already stay so. Without any change parameters stay too."""
         wanted = set(groups)
+        if wanted >= set(self.kept):
+            return
         rows = [row for row, group in enumerate(self.row_groups) if group in wanted]
         for name, parameter in list(self.named_parameters(recurse=False)):
             setattr(self, name, nn.Parameter(parameter[rows], parameter.requires_grad))
@@ -285,12 +287,14 @@ def class_groups(classes: int, groups: int, mapping: Mapping = "contiguous") -> 
         [0, 0, 1, 1, 2, 2]
     """
     if not 1 <= groups <= classes:
-        raise ConfigError(f"groups={groups}: a group needs a class; with {classes} classes give 1 to {classes} groups.")
+        raise ConfigError(
+            f"model.groups={groups}: a group needs a class; with {classes} classes give 1 to {classes} groups."
+        )
     if mapping == "contiguous":
         return [c * groups // classes for c in range(classes)]
     if len(mapping) != classes or set(mapping) != set(range(groups)):
         raise ConfigError(
-            f"mapping={mapping}: give the group, 0 to {groups - 1}, of each of the {classes} classes, "
+            f"model.mapping={mapping}: give the group, 0 to {groups - 1}, of each of the {classes} classes, "
             "leaving no group out."
         )
     return list(mapping)

@@ -1,6 +1,6 @@
 """Pure tensor functions: no state, no modules."""
 
-from lit_pfl.ops.averaging import weighted_mean
+from lit_pfl.ops.averaging import mean_of_rows, weighted_mean
 from lit_pfl.ops.clusters import Linkage, bipartition
 from lit_pfl.ops.low_rank import low_rank_factors
 from lit_pfl.ops.matching import (
@@ -40,6 +40,7 @@ __all__ = [
     "least_similar",
     "low_rank_factors",
     "match_units",
+    "mean_of_rows",
     "merge_units",
     "most_similar",
     "nearest_units",

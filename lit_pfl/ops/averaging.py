@@ -37,3 +37,31 @@ def _weighted_sum(terms: list[tuple[Tensor, float]]) -> Tensor:
     for tensor, weight in others:
         total += torch.mul(tensor, weight, out=term)
     return total
+
+
+@torch.no_grad()
+def mean_of_rows(parts: Sequence[tuple[Tensor, Tensor, float]], before: Tensor) -> Tensor:
+    """Average every row of a tensor over those who have it.
+
+    As in :func:`weighted_mean`, every product and sum is rounded by itself, in the given order.
+
+    Args:
+        parts: of each who has some: (r, ...) rows; (r,) which rows of the whole these are, each once; and a weight
+            above 0. The weights of those who have a row are divided by their sum.
+        before: (n, ...) the whole; rows that nobody has keep its values.
+
+    Returns:
+        (n, ...) the new whole.
+
+    Source:
+        Psi-Net, Eq. 7 and 8.
+    """
+    mass = torch.zeros(len(before), dtype=torch.float64)
+    for _, rows, weight in parts:
+        mass[rows] += weight
+    total = torch.zeros_like(before)
+    for tensor, rows, weight in parts:
+        share = (weight / mass[rows]).to(before).view(-1, *[1] * (before.dim() - 1))
+        total.index_add_(0, rows.to(before.device), tensor * share)
+    nobody = (mass == 0).nonzero().flatten().to(before.device)
+    return total.index_copy_(0, nobody, before[nobody])

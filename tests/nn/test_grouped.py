@@ -138,6 +138,12 @@ def test_trimmed_twice_is_trimmed_to_what_both_leave():
     assert torch.equal(once(x), twice(x))
 
 
+def test_trimmed_to_what_is_there_nothing_changes():
+    layer = trim(GroupedLinear(12, 6, 3), KEPT)
+    weight = layer.weight
+    assert trim(layer, KEPT).weight is weight  # an optimizer may hold it
+
+
 def test_every_row_says_its_group():
     network = nn.Sequential(
         nn.Linear(4, 4), GroupedLinear(4, 6, 2), GroupedBatchNorm(2, 6), GroupedLogits(6, [1, 0, 1])
