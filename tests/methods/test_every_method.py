@@ -21,7 +21,7 @@ from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint
 from lit_pfl.models import Backbone
 from lit_pfl.payload import Payload
-from tiny import Backwards, assert_equal, spec, trainer, weights
+from tiny import Backwards, GroupNet, assert_equal, spec, trainer, weights
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS = sorted(
@@ -33,16 +33,6 @@ METHODS = sorted(
 FEW: dict[str, Any] = {
     "image_size": 8, "batch_size": 16, "permute_labels": True, "train_fraction": 0.05, "test_fraction": 0.9
 }  # fmt: skip
-
-
-class GroupNet(Backbone):
-    """A network with group norm in place of batch norm."""
-
-    def __init__(self, channels: int, classes: int) -> None:
-        body = nn.Sequential(
-            nn.Conv2d(channels, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
-        )
-        super().__init__(body, nn.Linear(16, classes))
 
 
 class PlainNet(Backbone):

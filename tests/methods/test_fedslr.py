@@ -16,7 +16,6 @@ from quadratic import (
     softmax_regression,
     unequal,
 )
-from test_every_method import GroupNet
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from two_layers import assert_absent_clients_stay
@@ -28,7 +27,7 @@ from lit_pfl.evaluation import summary
 from lit_pfl.low_rank import as_matrix
 from lit_pfl.methods import FedAvg, FedSLR
 from lit_pfl.methods.fedslr import GKR, MIXED
-from tiny import TinyNet, assert_equal, client, digits, run, spec, weights
+from tiny import GroupNet, TinyNet, assert_equal, client, digits, run, spec, weights
 
 Weights = dict[str, np.ndarray]
 
