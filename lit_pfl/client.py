@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -91,6 +91,8 @@ class Client(QuickModule, ABC):
 
     #: whether training changes the shapes of the learner's tensors
     resizes = False
+    #: names of the models that are scored, see :meth:`shown`; the first is the client's own
+    evaluated: ClassVar[tuple[str, ...]] = ("personalized",)
 
     learner: L.LightningModule
     data: ClientData | None
@@ -407,6 +409,14 @@ class Client(QuickModule, ABC):
     def personalized(self) -> Iterator[L.LightningModule]:
         """Make ``scored`` the personalized model; put it back afterwards. By default it is at any time."""
         yield self.scored
+
+    def shown(self, model: str) -> AbstractContextManager[L.LightningModule]:
+        """Make a learner one of the models in ``evaluated``; put it back afterwards."""
+        return self.personalized()
+
+    def sizes(self, model: str) -> Mapping[str, float]:
+        """Return what else is told of one of the models beside its scores; by default nothing."""
+        return {}
 
     def mean_loss(self, batches: Any) -> float:
         """Return the learner's mean training loss on batches, in evaluation mode, as it is now."""

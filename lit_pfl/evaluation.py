@@ -115,17 +115,27 @@ def summary(rows: list[Row], split: str, higher_is_better: Mapping[str, bool]) -
     Returns:
         For every metric ``{split}/{name}``, the mean; its standard deviation ``{name}_std`` over clients; and where
         its direction is known, ``{name}_worst10``, the mean over the worst tenth of clients (at least one). Of a loss
-        the mean only.
+        the mean only. Of the second model of a method and further ones ``{split}/{model}/{name}``.
     """
-    scored = [row for row in rows if row.split == split and row.n]
+    models: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.split == split and row.n:
+            models.setdefault(row.model.partition(":")[0], []).append(row)
+    metrics: dict[str, float] = {}
+    for i, (model, scored) in enumerate(models.items()):
+        metrics |= _summary_of_one(scored, f"{split}/{model}" if i else split, higher_is_better)
+    return metrics
+
+
+def _summary_of_one(scored: list[Row], prefix: str, higher_is_better: Mapping[str, bool]) -> dict[str, float]:
     names = dict.fromkeys(name for row in scored for name in row.scores)
     metrics: dict[str, float] = {}
     for name in names:
         values = sorted(row.scores[name] for row in scored if name in row.scores)
-        metrics[f"{split}/{name}"] = fmean(values)
+        metrics[f"{prefix}/{name}"] = fmean(values)
         if LOSS.search(name):
             continue
-        metrics[f"{split}/{name}_std"] = pstdev(values)
+        metrics[f"{prefix}/{name}_std"] = pstdev(values)
         if (higher := higher_is_better.get(name)) is not None:
-            metrics[f"{split}/{name}_worst10"] = fmean(worst_tenth(values, higher))
+            metrics[f"{prefix}/{name}_worst10"] = fmean(worst_tenth(values, higher))
     return metrics

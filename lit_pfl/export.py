@@ -5,23 +5,34 @@
 
     network = ResNet9(3, 10)
     network.load_state_dict(safetensors.torch.load_file(path))
+
+What FedSLR learns: ``to_factors(client.backbone)`` computes the common model by its factors, and
+``save_mixed(client.backbone, client.personal.backbone, path)`` writes factors and sparse entries of its mixed model.
+``save_program(network, path, example)`` writes any of these with its computation, to be run without any class of it::
+
+    network = torch.export.load(path).module()
 """
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lit_pfl.errors import ConfigError
+from lit_pfl.low_rank import LowRank, as_matrix
 from lit_pfl.nn import ComposedConv2d, ComposedLinear, factorized_layers, geometry
 from lit_pfl.payload import Payload
 from lit_pfl_callbacks.files import replacing
 
 Network = TypeVar("Network", bound=nn.Module)
+#: what a mixed model's file calls the two components
+COMMON, PERSONAL = "common.", "personal."
 
 
 def to_dense(network: nn.Module) -> nn.Module:
@@ -92,7 +103,10 @@ def save_model(network: nn.Module, path: str | os.PathLike[str]) -> Payload:
         for path, layer in factorized_layers(network)
         if layer.sparse_mu is not None
     }
-    payload = Payload({**tensors, **masks}, sparse=masks)
+    return _write(Payload({**tensors, **masks}, sparse=masks), path)
+
+
+def _write(payload: Payload, path: str | os.PathLike[str]) -> Payload:
     with replacing(Path(path)) as file:
         file.write(payload.to_bytes())
     return payload
@@ -115,10 +129,19 @@ def load_model(path: str | os.PathLike[str], network: Network) -> Network:
             stays as it is.
         FileNotFoundError: when there is no such file.
     """
+    tensors = _read(path, "save_model")
+    _load(tensors, network, path)
+    return network
+
+
+def _read(path: str | os.PathLike[str], writer: str) -> Payload:
     try:
-        tensors = Payload.from_bytes(Path(path).read_bytes())
+        return Payload.from_bytes(Path(path).read_bytes())
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{path} is not a file of save_model: {error}") from None
+        raise ConfigError(f"{path} is not a file of {writer}: {error}") from None
+
+
+def _load(tensors: Mapping[str, Tensor], network: nn.Module, path: str | os.PathLike[str]) -> None:
     own, misfit = network.state_dict(), f"{path} does not fit this {type(network).__name__}"
     for name, tensor in own.items():
         if name not in tensors:
@@ -129,4 +152,148 @@ def load_model(path: str | os.PathLike[str], network: Network) -> Network:
     for name in sorted(tensors.keys() - own.keys()):
         raise ConfigError(f"{misfit}: it holds {name!r}, which the network does not have.")
     network.load_state_dict(tensors)
+
+
+# ------------------------------------------------------------------------------------------------------------ low rank
+
+
+def low_rank_weights(network: nn.Module, tolerance: float = 1e-6) -> dict[str, LowRank]:
+    """Return the factors of all weights of convolutions and linear layers for which these are smaller.
+
+    Args:
+        network: any network.
+        tolerance: singular values below this share of a weight's largest one count as zero: they are rounding errors.
+
+    Returns:
+        The factors by the weight's name in ``state_dict()``.
+    """
+    layers = {path: layer for path, layer in network.named_modules() if type(layer) in (nn.Conv2d, nn.Linear)}
+    result = {}
+    for path, layer in layers.items():
+        weight = layer.weight.detach()
+        matrix = as_matrix(weight)
+        u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
+        kept = s > tolerance * s.max().clamp(min=torch.finfo(weight.dtype).tiny)
+        root = s[kept].sqrt()
+        left, right = (u[:, kept] * root).to(weight), (root[:, None] * vt[kept]).to(weight)
+        factors = LowRank(left, right, tuple(weight.shape))
+        if factors.saves:
+            result[f"{path}.weight".lstrip(".")] = factors
+    return result
+
+
+def to_factors(network: nn.Module, tolerance: float = 1e-6) -> nn.Module:
+    """Return a copy of a network that computes with the factors of its weights where these are smaller.
+
+    Args:
+        network: any network, for example the ``backbone`` of a client of FedSLR; it stays as it is.
+        tolerance: see :func:`low_rank_weights`.
+
+    Returns:
+        The copy. In place of a linear layer of rank r it has two, with r values in between. In place of a convolution
+        it has one with the width of its window that makes r channels, and one with the height that makes its outputs.
+        Convolutions in groups, or with padding by a name, stay as they are.
+    """
+    factors = low_rank_weights(network, tolerance)
+    network = copy.deepcopy(network)
+    for path, layer in list(network.named_modules()):
+        found = factors.get(f"{path}.weight".lstrip("."))
+        if found is None or (isinstance(layer, nn.Conv2d) and not _divides(layer)):
+            continue
+        halves = _halves(layer, found)
+        if not path:
+            return halves
+        network.set_submodule(path, halves)
     return network
+
+
+def _divides(layer: nn.Conv2d) -> bool:
+    return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+
+def _halves(layer: nn.Module, factors: LowRank) -> nn.Sequential:
+    """Return two layers with the factors as weights; of rank 0, with one channel of zeros: there are none without."""
+    if not factors.rank:
+        left, right = factors.left.new_zeros(len(factors.left), 1), factors.right.new_zeros(1, factors.right.shape[1])
+        factors = LowRank(left, right, factors.shape)
+    first: nn.Module
+    second: nn.Module
+    # On the meta device, so that no initial weights are drawn.
+    if isinstance(layer, nn.Conv2d):
+        inputs, outputs, (height, width) = layer.in_channels, layer.out_channels, layer.kernel_size
+        (sh, sw), (dh, dw) = layer.stride, layer.dilation
+        ph, pw = (int(size) for size in layer.padding)
+        across = {"stride": (1, sw), "padding": (0, pw), "dilation": (1, dw)}
+        down = {"stride": (sh, 1), "padding": (ph, 0), "dilation": (dh, 1)}
+        first = nn.Conv2d(inputs, factors.rank, (1, width), **across, bias=False, device="meta")  # type: ignore[arg-type]
+        second = nn.Conv2d(factors.rank, outputs, (height, 1), **down, device="meta")  # type: ignore[arg-type]
+        left = factors.left.reshape(outputs, height, factors.rank).transpose(1, 2)[..., None]
+        right = factors.right.reshape(factors.rank, inputs, 1, width)
+    else:
+        assert isinstance(layer, nn.Linear)
+        first = nn.Linear(layer.in_features, factors.rank, bias=False, device="meta")
+        second = nn.Linear(factors.rank, layer.out_features, device="meta")
+        left, right = factors.left, factors.right
+    first.weight, second.weight = nn.Parameter(right.contiguous()), nn.Parameter(left.contiguous())
+    second.bias = layer.bias
+    return nn.Sequential(first, second).train(layer.training)
+
+
+def save_mixed(common: nn.Module, personal: nn.Module, path: str | os.PathLike[str]) -> Payload:
+    """Write a model that is the sum of one of low rank and a sparse one, as safetensors, each in its own encoding.
+
+    Args:
+        common: a FedSLR client's ``backbone``; its weights are written in factors where these are smaller.
+        personal: the client's ``personal.backbone``: parameters to be added, and the buffers of the sum.
+        path: the file; missing folders are made.
+
+    Returns:
+        What was written, see :func:`save_model`.
+    """
+    low_rank = {COMMON + name: factors for name, factors in low_rank_weights(common).items()}
+    plain = {COMMON + name: p.detach() for name, p in common.named_parameters() if COMMON + name not in low_rank}
+    other = {PERSONAL + name: tensor for name, tensor in personal.state_dict().items()}
+    return _write(Payload({**plain, **other}, sparse=other, low_rank=low_rank), path)
+
+
+def load_mixed(path: str | os.PathLike[str], network: Network) -> Network:
+    """Load a file of :func:`save_mixed` into a plain network, in place: the sum of both components.
+
+    Args:
+        path: the file.
+        network: one of the same structure.
+
+    Returns:
+        The same network.
+
+    Raises:
+        ConfigError: when the file is not such a file, or does not fit; the network then stays as it is.
+        FileNotFoundError: when there is no such file.
+    """
+    tensors = _read(path, "save_mixed")
+    parts = {name.removeprefix(PERSONAL): tensor for name, tensor in tensors.items() if name.startswith(PERSONAL)}
+    for name, tensor in tensors.items():
+        own = name.removeprefix(COMMON)
+        if own != name:
+            if own not in parts:
+                raise ConfigError(f"{path} is not a file of save_mixed: it has {name!r} and no {PERSONAL + own!r}.")
+            parts[own] = tensor + parts[own]
+    _load(parts, network, path)
+    return network
+
+
+def save_program(network: nn.Module, path: str | os.PathLike[str], example: Tensor) -> None:
+    """Write a network with its computation, in evaluation mode, as ``torch.export`` has it.
+
+    ``torch.export.load(path).module()`` runs it on batches of any size, without this library or any class of its own.
+
+    Args:
+        network: any network that computes with tensors alone.
+        path: the file, by custom ``.pt2``.
+        example: (B, C, H, W) images of the right size, B at least 2.
+    """
+    network = copy.deepcopy(network).eval()
+    with torch.no_grad():
+        program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    with replacing(Path(path)) as file:
+        torch.export.save(program, file)

@@ -323,15 +323,15 @@ class Federation(QuickModule):
                     self.rows = [Row(GlobalModel.ID, self.coordinator.round, split, "global", score.n, score.values)]
                 return
             for client in clients:
-                score = self.engine.evaluate(client, split, self._shown_with(client), self.trainer)
-                self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
-                self.rows.append(
-                    Row(client, self.coordinator.round, split, self.evaluated_model(client), score.n, score.values)
-                )
+                for model in self.clients[client].evaluated:
+                    score = self.engine.evaluate(client, model, split, self._shown_with(client), self.trainer)
+                    self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
+                    kind = f"{model}:{self._when(client)}"
+                    self.rows.append(Row(client, self.coordinator.round, split, kind, score.n, score.values))
 
-    def evaluated_model(self, client: int) -> str:
-        """Return what is evaluated of a client, for ``clients.csv``."""
-        return f"personalized:{self.evaluate if self.engine.has_trained(client) else 'joining'}"
+    def _when(self, client: int) -> str:
+        """Return in which state a client is evaluated, for ``clients.csv``."""
+        return self.evaluate if self.engine.has_trained(client) else "joining"
 
     def _shown_with(self, client: int) -> Payload | None:
         """Return what a client loads before it is evaluated."""

@@ -112,13 +112,18 @@ class Payload(Mapping[str, Tensor]):
         return {name: int(torch.count_nonzero(self[name])) for name in self if name in self.sparse}
 
     @cached_property
-    def elements(self) -> int:
-        """Number of elements as the papers count them: of a sparse tensor the non-zero ones, of one in factors theirs.
+    def counts(self) -> dict[str, int]:
+        """Number of elements of every tensor as the papers count them: of a sparse one the non-zero ones.
 
-        Of factors that are larger than what they make it is that.
+        Of one in factors it is theirs, if they have fewer.
         """
-        counts = {name: factors.elements for name, factors in self.low_rank.items() if factors.saves} | self._nonzeros
-        return sum(counts.get(name, tensor.numel()) for name, tensor in self.items())
+        in_factors = {name: factors.elements for name, factors in self.low_rank.items() if factors.saves}
+        return {name: tensor.numel() for name, tensor in self.items()} | self._nonzeros | in_factors
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all tensors, see :attr:`counts`."""
+        return sum(self.counts.values())
 
     def _travels_in_factors(self, name: str) -> bool:
         return name in self.low_rank and self.low_rank[name].saves

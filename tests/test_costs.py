@@ -1,5 +1,8 @@
 """What the papers' cost tables say, counted from real payloads."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
@@ -7,9 +10,10 @@ import torch
 from lit_pfl import Federation
 from lit_pfl.client import Client, Factorization
 from lit_pfl.data import ImageDataModule, ImageSet
-from lit_pfl.methods import FactorizedFL, FedAvg, FedFOMO
-from lit_pfl.models import ResNet9
+from lit_pfl.methods import APFL, FactorizedFL, FedAvg, FedFOMO, FedRep, FedSLR, FedSpa, LGFedAvg, Scaffold
+from lit_pfl.models import ResNet9, ResNet18
 from lit_pfl.nn import factorized_layers
+from lit_pfl.server import ClientInfo
 from tiny import spec, trainer
 
 # The tables' rounds: half of 99 for the label scenario (R = 50), 99 for the domain scenario (R = 100).
@@ -44,6 +48,83 @@ def elements_per_round(method: Client, rounds: int = 1) -> float:
     fitting = trainer(rounds, check_val_every_n_epoch=9, callbacks=[Watch()])
     fitting.fit(NoTest(method, seed=1), datamodule=Noise(num_clients=CLIENTS))
     return sent[-1] - sent[-2]
+
+
+def exchanged(method: Client, num_classes: int) -> tuple[Client, int, int]:
+    """Return a client for colour images, and the elements that go down to it and up from it in its first round.
+
+    No training is needed for that: what travels, and how dense it is, stands before.
+    """
+    member = method.build(spec(num_classes=num_classes, image_size=64 if num_classes == 200 else 32, local_epochs=3))
+    server = member.configure_server()
+    server.start({0: ClientInfo(500, member.initial())})
+    reply = server.reply(0)
+    member.download(reply)
+    member._trainer = SimpleNamespace(optimizers=[])
+    member.begin_round()
+    member.end_round()
+    return member, reply.elements, member.upload().elements
+
+
+# FedSLR, Table 2: 1,000 rounds of 10 participants.
+SLR_ROUNDS = 10 * 1000
+#: number of classes, and the network's options
+SLR_DATA = {
+    "CIFAR-10": (10, {"bias": False}),
+    "CIFAR-100": (100, {"bias": False}),
+    "TinyImagenet": (200, {"stem": "large"}),
+}
+
+
+def slr(method: type[Client], data: str = "CIFAR-10", **options: object) -> tuple[Client, int, int]:
+    classes, network = SLR_DATA[data]
+    backbone = partial(ResNet18, norm="group", **network)
+    return exchanged(method(backbone=backbone, **options), classes)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "cost", "parameters"),
+    [
+        (FedAvg, {}, 893.92, 11.17),
+        (Scaffold, {}, 1787.83, 11.17),
+        (APFL, {}, 893.92, 22.35),
+    ],
+)
+def test_fedslr_s_table_prints_what_others_cost_with_the_network_of_cifar_10(method, options, cost, parameters):
+    """For all three data sets."""
+    member, down, up = slr(method, **options)
+    assert round(gigabytes(down + up, SLR_ROUNDS), 2) == cost
+    own = sum(p.numel() for learner in member.learners.values() for p in learner.parameters())
+    assert round(own / 1e6, 2) == parameters
+
+
+def test_fedspa_sends_half_of_the_weights_and_all_of_the_norms():
+    """The table prints half of everything: 446.96 and 5.59 million. What masks leave goes both ways."""
+    member, down, _ = slr(FedSpa, density=0.5, regrow="none")
+    active, norms, round_number = sum(int(mask.sum()) for _, mask in member.masks.items()), 9_600, 1
+    assert down == active + norms + round_number
+    assert active == pytest.approx((11_173_952 - norms) / 2, abs=30)  # every layer rounds its share
+    assert round(gigabytes(2 * (active + norms / 2), SLR_ROUNDS), 2) == 446.96
+    assert round((active + norms / 2) / 1e6, 2) == 5.59
+
+
+@pytest.mark.parametrize(
+    ("data", "head", "body"), [("CIFAR-10", 0.41, 893.51), ("CIFAR-100", 4.08, 889.84), ("TinyImagenet", 8.13, 885.78)]
+)
+def test_fedslr_s_table_divides_that_cost_by_each_network_s_own_head(data, head, body):
+    """The share of the data set's own head, of the cost of CIFAR-10's network."""
+    of_all = gigabytes(sum(slr(FedAvg)[1:]), SLR_ROUNDS)
+    whole = sum(slr(FedAvg, data)[1:])
+    assert round(of_all * sum(slr(LGFedAvg, data)[1:]) / whole, 2) == head
+    # the table cuts 885.785 off
+    assert of_all * sum(slr(FedRep, data, mode="joint")[1:]) / whole == pytest.approx(body, abs=6e-3)
+
+
+def test_fedslr_begins_as_dense_as_fedavg_and_uploads_stay_so():
+    member, down, up = slr(FedSLR)
+    assert down == up == 11_173_952
+    assert member.sizes("GKR") == {"parameters": 11_173_952}
+    assert gigabytes(up, SLR_ROUNDS) == pytest.approx(446.96, abs=5e-3)
 
 
 def gigabytes(elements: float, rounds: float) -> float:

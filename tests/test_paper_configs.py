@@ -14,11 +14,12 @@ from lit_pfl.cli import main
 from lit_pfl.cli.command import FederatedCLI
 from lit_pfl.cli.config_files import with_fragments
 from lit_pfl.data import GROUPS, ResizedCropJitter
-from lit_pfl.methods import FactorizedFL, FedAvg, SimFed, StandAlone
+from lit_pfl.methods import FactorizedFL, FedAvg, FedSLR, SimFed, StandAlone
 from lit_pfl.models import VGG16, MobileNetV1
 
 PAPERS = Path(__file__).parent.parent / "configs/paper"
-FACTORIZED, SIMFED, PSI = PAPERS / "factorized_fl", PAPERS / "simfed", PAPERS / "psi_net"
+FACTORIZED, SIMFED = PAPERS / "factorized_fl", PAPERS / "simfed"
+PSI, SLR = PAPERS / "psi_net", PAPERS / "fedslr"
 OVERLAY = [FACTORIZED / "rows/factorized_fl_domain.yaml", FACTORIZED / "released_code.yaml"]
 
 
@@ -33,6 +34,7 @@ TABLES = {
     "fig8h": (files(FACTORIZED / "fig8h/rows"), files(FACTORIZED / "fig8h/columns")),
     "simfed": (files(SIMFED / "rows"), files(SIMFED / "columns")),
     "psi_net": (files(PSI / "rows"), files(PSI / "columns")),
+    "fedslr": (files(SLR / "rows", *(SLR / f"table{n}" for n in range(3, 9))), files(SLR / "columns")),
 }
 # Every row with some column and every column with some row; that they go together in any way is a test of its own.
 CELLS = [
@@ -90,11 +92,14 @@ def test_every_row_and_every_column_makes_a_method_and_data(cells, cell):
         assert (config.data.batch_size, config.data.split, config.federation.evaluate) == (64, "official", "global")
         assert optimizer(config.model) == {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4}
         return
-    factorized = FACTORIZED in cell[0].parents
-    assert config.data.batch_size == (256 if factorized else 128)
-    assert config.data.evaluate_on == "all"
-    assert config.federation.evaluate == "before"
-    expected = (1e-3, 0.9, 1e-6) if factorized else (0.05, 0.0, 1e-4)
+    batch_size, evaluate_on, evaluate, expected = {
+        FACTORIZED: (256, "all", "before", (1e-3, 0.9, 1e-6)),
+        SIMFED: (128, "all", "before", (0.05, 0.0, 1e-4)),
+        SLR: (20, "alike", "after", (0.1, 0.0, 1e-3)),
+    }[next(paper for paper in (FACTORIZED, SIMFED, SLR) if paper in cell[0].parents)]
+    assert config.data.batch_size == batch_size
+    assert config.data.evaluate_on == evaluate_on
+    assert config.federation.evaluate == evaluate
     assert tuple(optimizer(config.model).values()) == expected
     backbone = config.model.make_backbone(3, 10)
     assert next(layer for layer in backbone.modules() if isinstance(layer, torch.nn.Conv2d)).out_channels == 64
@@ -109,10 +114,14 @@ def test_rows_and_columns_say_nothing_about_each_other():
 
     for table, (rows, columns) in TABLES.items():
         for row in rows:
-            assert {key for part in contents(row) for key in part} <= {"fragments", "model"}
+            own = {key for part in contents(row) for key in part} - {"fragments", "model"}
+            assert own <= (
+                {"federation"} if table == "fedslr" else set()
+            )  # how many epochs depends on the method there
             models = [part.get("model", {}).get("init_args", {}) for part in contents(row)]
             assert not any("optimizer" in model for model in models)
         allowed = {"optimizer", "factorization"} if table == "fig8h" else {"optimizer", "backbone"}
+        allowed |= {"scheduler", "scheduler_counts", "reset_optimizer"} if table == "fedslr" else set()
         for column in columns:
             for part in contents(column):
                 assert "class_path" not in part.get("model", {})
@@ -279,6 +288,53 @@ def test_figure_7_measures_a_node_alone(made):
         config = made(f"psi_net/fig7/{name}")
         assert (config.data.num_clients, config.trainer.max_epochs) == (1, 50)
         assert [type(callback).__name__ for callback in config.trainer.callbacks] == ["FeatureAlignment"]
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100", "tiny_imagenet"])
+@pytest.mark.parametrize("split", ["iid", "noniid"])
+def test_columns_of_fedslr_are_the_papers_setting(made, data, split):
+    config = made(f"fedslr/columns/{data}_{split}")
+    classes = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200}[data]
+    images, training = (110_000, 100_000) if classes == 200 else (60_000, 50_000)
+    assert (config.data.num_classes, round(images * config.data.train_fraction)) == (classes, training)
+    assert round(images * config.data.test_fraction) == images - training
+    network = config.model.make_backbone(3, classes)
+    sizes = {10: 11_173_952, 100: 11_220_032, 200: 11_279_112}
+    assert sum(p.numel() for p in network.parameters()) == sizes[classes]
+    assert (config.data.num_clients, config.data.eval_samples, config.trainer.max_epochs) == (100, 100, 1000)
+    assert (config.federation.participation, config.federation.evaluate) == (10, "after")
+    partition = config.data.partition
+    assert type(partition).__name__ == {"iid": "Uniform", "noniid": "ClientDirichlet"}[split]
+    assert split == "iid" or partition.alpha == 0.1
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    scheduler = config.model.make_scheduler(torch.optim.SGD(parameters, lr=0.1))
+    assert (scheduler.gamma, config.model.scheduler_counts) == (0.998, "rounds")
+
+
+def test_variants_of_fedslr_differ_from_it_as_their_names_say(made):
+    def settings(name: str) -> tuple[float, float, float, int]:
+        config = made(f"fedslr/{name}")
+        method = config.model
+        assert isinstance(method, FedSLR)
+        return method.lam, method.mu, method.eta_g, config.federation.local_epochs - method.personal_epochs
+
+    assert settings("rows/fedslr") == (1e-4, 1e-3, 10, 2)
+    for lam in ("1e-5", "5e-5", "1e-4", "5e-4", "1e-3"):
+        assert settings(f"table3/lambda_{lam}") == (float(lam), 1e-3, 10, 2)
+    for mu in ("1e-4", "5e-4", "1e-3", "5e-3", "1e-2"):
+        assert settings(f"table4/mu_{mu}") == (1e-4, float(mu), 10, 2)
+    for eta in (2, 10, 20, 100):
+        assert settings(f"table5/eta_{eta}") == (1e-4, 1e-3, eta, 2)
+    for epochs in (1, 2, 3, 4):
+        assert settings(f"table6/epochs_{epochs}") == (1e-4, 1e-3, 10, epochs)
+    for penalty in ("1e-3", "1e-4", "1e-5"):
+        assert settings(f"table7/mu_{penalty}") == (10, float(penalty), 10, 2)
+        assert settings(f"table8/lambda_{penalty}") == (float(penalty), 1e3, 10, 2)
+    assert made("fedslr/rows/fedslr_released_code").model.p_init == "copy"
+    solvers = {name: made(f"fedslr/rows/{name}").model.solver for name in ("fedslr", "lpgd", "gpgd")}
+    assert {name: (s.corrected, s.local) for name, s in solvers.items()} == {
+        "fedslr": (True, False), "lpgd": (False, True), "gpgd": (False, False)
+    }  # fmt: skip
 
 
 def test_a_cell_runs_to_its_end():

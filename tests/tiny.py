@@ -31,6 +31,16 @@ class Parts(Backbone):
         super().__init__(body, head)
 
 
+class GroupNet(Backbone):
+    """A network with group norm in place of batch norm."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        body = nn.Sequential(
+            nn.Conv2d(channels, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        )
+        super().__init__(body, nn.Linear(16, classes))
+
+
 def momentum_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 

@@ -101,6 +101,8 @@ class ClientsTable(L.Callback):
         rows: list[Any] = [row for row in getattr(pl_module, "rows", ()) if row.n]
         if not self.show or not rows or not trainer.is_global_zero:
             return
+        own = rows[0].model.partition(":")[0]  # a method's further models are in the file and in the metrics
+        rows = [row for row in rows if row.model.partition(":")[0] == own]
         joining = sum(row.model.endswith(":joining") for row in rows)
         first = next((row for row in rows if not row.model.endswith(":joining")), rows[0])
         which, _, when = first.model.partition(":")

@@ -12,7 +12,7 @@ from lit_pfl.data.augment import Augment
 from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.labels import label_permutation
 from lit_pfl.data.loader import BatchLoader, ImageSet
-from lit_pfl.data.partition import IID, Partition, check_fractions, matched_split
+from lit_pfl.data.partition import IID, Partition, alike_samples, check_fractions, matched_split
 from lit_pfl.errors import ConfigError
 
 
@@ -50,13 +50,15 @@ class PartitionedDataModule(FederatedDataModule):
         eval_batch_size: samples in a validation or test batch.
         evaluate_on: ``own``: every client is evaluated on a part of the validation and test data with the same share of
             each class as its training data. ``all``: on all of them (all of its domain's, if there are several), under
-            its own labels (Factorized-FL, Section 5.1).
+            its own labels (Factorized-FL, Section 5.1). ``alike``: on about ``eval_samples`` of them, drawn with the
+            same shares of classes, whatever other clients have drawn (FedSLR, Appendix B.1).
         split: ``pooled``: the source's own training and test data together are cut anew. ``official``: the source's own
             test data are for testing, all of them, and its training data are cut into a training part and, below a
             ``train_fraction`` of 1, a validation part. Where there are no validation data, test data are scored every
             round, as such.
         train_fraction: share of the samples to train on; with ``split=official``, of the source's own training data.
         test_fraction: share of the samples to test on; the rest is for validation. Not for ``split=official``.
+        eval_samples: number of samples that a client is evaluated on with ``evaluate_on=alike``.
 
     Raises:
         ConfigError: for numbers that do not go together.
@@ -74,10 +76,11 @@ class PartitionedDataModule(FederatedDataModule):
         seed: NonNegativeInt = 1234,
         batch_size: PositiveInt = 128,
         eval_batch_size: PositiveInt = 512,
-        evaluate_on: Literal["own", "all"] = "own",
+        evaluate_on: Literal["own", "all", "alike"] = "own",
         split: Literal["pooled", "official"] = "pooled",
         train_fraction: float = 0.8,
         test_fraction: float = 0.1,
+        eval_samples: PositiveInt = 100,
     ) -> None:
         super().__init__()
         if split == "pooled":
@@ -92,6 +95,7 @@ class PartitionedDataModule(FederatedDataModule):
         self.eval_batch_size = eval_batch_size
         self.evaluate_on = evaluate_on
         self.split = split
+        self.eval_samples = eval_samples
         self.train_fraction = train_fraction
         self.test_fraction = test_fraction
         self.data: Any = None
@@ -220,6 +224,9 @@ class PartitionedDataModule(FederatedDataModule):
     def _eval_parts(self, labels: np.ndarray, part: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
         if self.evaluate_on == "all":
             return [part] * len(counts)
+        if self.evaluate_on == "alike":
+            rng = np.random.default_rng([self.seed, 1])  # of its own, so that training data are those of any option
+            return [part[positions] for positions in alike_samples(labels[part], counts, self.eval_samples, rng)]
         return [part[positions] for positions in matched_split(labels[part], counts.astype(float))]
 
     def move_to(self, device: torch.device) -> None:

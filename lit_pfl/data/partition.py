@@ -257,6 +257,35 @@ def check_fractions(train: float, test: float) -> None:
         )
 
 
+def alike_samples(
+    labels: Indices, shares: npt.NDArray[np.float64], count: int, rng: np.random.Generator
+) -> list[Indices]:
+    """Draw evaluation samples for every client with its own shares of classes; clients may draw the same ones.
+
+    Args:
+        labels: (n,) class of every evaluation sample.
+        shares: (K, C) number of training samples of each class at each client.
+        count: number of samples for a client, up to rounding: of class c it gets ``floor(count * share)``, or all that
+            there are.
+        rng: source of all randomness.
+
+    Returns:
+        K arrays of positions, none twice for one client.
+
+    Source:
+        FedSLR, Appendix B.1 (100 samples), rounded as in its released code.
+    """
+    members = [np.flatnonzero(labels == c) for c in range(shares.shape[1])]
+    # in whole numbers, since 0.29 * 100 is less than 29
+    wanted = count * shares.astype(np.int64) // np.maximum(shares.sum(1, keepdims=True).astype(np.int64), 1)
+    return [
+        np.sort(np.concatenate([rng.permutation(of_c)[:n] for of_c, n in zip(members, own, strict=True)])).astype(
+            np.int64
+        )
+        for own in wanted
+    ]
+
+
 def matched_split(labels: Indices, shares: npt.NDArray[np.float64]) -> list[Indices]:
     """Deal evaluation samples so that every client is evaluated on what it is trained on.
 

@@ -31,8 +31,8 @@ class Trains(Protocol):
 class Engine(Trains, Protocol):
     """Runs a federation's clients, wherever they are."""
 
-    def evaluate(self, client: int, split: Any, reply: Payload | None, trainer: L.Trainer) -> Any:
-        """Score a client's personalized model, with a reply loaded or as it is; leave it as it was."""
+    def evaluate(self, client: int, model: str, split: Any, reply: Payload | None, trainer: L.Trainer) -> Any:
+        """Score one of a client's models, with a reply loaded or as it is; leave the client as it was."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that resumed clients need."""

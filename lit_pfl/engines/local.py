@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -104,40 +105,43 @@ class LocalEngine:
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
-    def evaluate(self, client: int, split: Split, reply: Payload | None, trainer: L.Trainer) -> Score:
-        """Score a client's personalized model on its own data.
+    def evaluate(self, client: int, model: str, split: Split, reply: Payload | None, trainer: L.Trainer) -> Score:
+        """Score one of a client's models on its own data.
 
         Args:
             client: the client's id.
+            model: which of ``Client.evaluated``.
             split: which data.
             reply: what to load first; the client is put back afterwards.
             trainer: whom a learner that has never trained may ask how things are.
         """
-        with self._shown(client, reply, trainer) as learner:
-            return score(learner, getattr(self.clients[client].data, split), split)
+        module = self.clients[client]
+        with self._shown(client, model, reply, trainer) as learner:
+            scored = score(learner, getattr(module.data, split), split)
+            return replace(scored, values={**scored.values, **module.sizes(model)}) if scored.n else scored
 
     def predict(self, client: int, reply: Payload | None, trainer: L.Trainer) -> list[Any]:
         """Return what a client's personalized model predicts on its test data, batch by batch; see :meth:`evaluate`."""
         module = self.clients[client]
         assert module.data is not None
-        with self._shown(client, reply, trainer) as learner, evaluating(learner), torch.no_grad():
+        with self._shown(client, module.evaluated[0], reply, trainer) as learner, evaluating(learner), torch.no_grad():
             return [
                 call_step(learner, "predict_step", move_data_to_device(batch, learner.device), index)
                 for index, batch in enumerate(module.data.test)
             ]
 
     @contextmanager
-    def _shown(self, client: int, reply: Payload | None, trainer: L.Trainer) -> Iterator[L.LightningModule]:
+    def _shown(self, client: int, model: str, reply: Payload | None, trainer: L.Trainer) -> Iterator[L.LightningModule]:
         module = self.clients[client]
         with lent_trainer(module, trainer):
             if reply is None:
-                with module.personalized() as learner:
+                with module.shown(model) as learner:
                     yield learner
                 return
             before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
             module.download(reply)
             try:
-                with module.personalized() as learner:
+                with module.shown(model) as learner:
                     yield learner
             finally:
                 module.load_state_dict(before)

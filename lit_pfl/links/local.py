@@ -87,7 +87,8 @@ class LocalHub:
 
     def resume(self, client: int, reply: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
         """Give a client a reply; let it run until its next upload, or until its fit ends, which returns ``None``."""
-        return self._switch(client, reply)
+        answer = self._switch(client, reply)
+        return None if self._fits[client].dead else answer  # what a fit returns in the end is no upload
 
     def stop(self) -> None:
         """End all fits in good order."""

@@ -79,7 +79,7 @@ def test_digits_are_split_80_10_10():
     assert sorted(positions(data, *PARTS)) == list(range(1797))
 
 
-@pytest.mark.parametrize("evaluate_on", ["own", "all"])
+@pytest.mark.parametrize("evaluate_on", ["own", "all", "alike"])
 @pytest.mark.parametrize("partition", [None, Dirichlet(0.5)])
 def test_no_image_leaks_from_one_part_to_another(partition, evaluate_on):
     data = ready(8, partition=partition, evaluate_on=evaluate_on)
@@ -150,7 +150,7 @@ def test_own_evaluation_data_has_the_classes_of_the_training_data():
         assert trained[labels[data.indices["test"][k]]].all()
 
 
-@pytest.mark.parametrize("evaluate_on", ["own", "all"])
+@pytest.mark.parametrize("evaluate_on", ["own", "all", "alike"])
 def test_permuted_labels_are_those_of_the_client_in_every_part(evaluate_on):
     plain, permuted = ready(evaluate_on=evaluate_on), ready(evaluate_on=evaluate_on, permute_labels=True)
     for k in range(4):

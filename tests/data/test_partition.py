@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lit_pfl.data import IID, BalancedDirichlet, ClassShards, ClientDirichlet, Dirichlet
-from lit_pfl.data.partition import matched_split
+from lit_pfl.data.partition import alike_samples, matched_split
 from lit_pfl.errors import ConfigError
 
 
@@ -276,3 +276,26 @@ def test_equal_shares_leave_nobody_empty_or_far_behind():
         sizes = [len(share) for share in IID().split(labels, num_clients, np.random.default_rng(0))]
         assert min(sizes) >= 1, num_clients
         assert min(sizes) >= 0.8 * max(sizes) or max(sizes) - min(sizes) == 1, num_clients
+
+
+def test_samples_alike_have_the_clients_own_shares_of_classes():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 4, 2000)
+    counts = np.array([[29, 71, 0, 0], [10, 20, 30, 40], [0, 0, 0, 7], [333, 333, 334, 0]])
+    drawn = alike_samples(labels, counts, 100, np.random.default_rng(1))
+    for own, positions in zip(counts, drawn, strict=True):
+        assert len(np.unique(positions)) == len(positions)
+        expected = [100 * n // own.sum() for n in own]
+        np.testing.assert_array_equal(np.bincount(labels[positions], minlength=4), expected)
+    assert np.intersect1d(drawn[0], drawn[1]).size > 0  # of 2,000 samples, clients may have the same ones
+    again = alike_samples(labels, counts, 100, np.random.default_rng(1))
+    for one, other in zip(drawn, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_samples_alike_are_all_there_are_of_a_rare_class():
+    labels = np.array([0] * 5 + [1] * 500)
+    [drawn] = alike_samples(labels, np.array([[1, 1]]), 100, np.random.default_rng(0))
+    np.testing.assert_array_equal(np.bincount(labels[drawn]), [5, 50])
+    [nothing] = alike_samples(np.empty(0, np.int64), np.array([[1, 1]]), 100, np.random.default_rng(0))
+    assert len(nothing) == 0
