@@ -32,9 +32,12 @@ class RunRecord(L.Callback):
         self.changed = changed
         self._written = False
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Tell the loggers, before they are first saved."""
+        self._tell_loggers(trainer)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record a run that is new."""
-        self._tell_loggers(trainer)
         folder = run_folder(trainer)
         if _keeps(trainer) and not (folder / "config.yaml").exists():
             self._write(folder / "config.yaml", [])
