@@ -42,14 +42,15 @@ def own_copy(module: M) -> M:
     """Return a copy that shares nothing with the module but factories, which may hold all of a command line's parser.
 
     Args:
-        module: a module that no Trainer has seen. Whatever it made in its ``__init__`` is copied: sets, tensors, loss
-            modules, metrics.
+        module: a module; a Trainer that has it already is the copy's too. Whatever it made in its ``__init__`` is
+            copied: sets, tensors, loss modules, metrics.
 
     Raises:
         ConfigError: when it holds something that cannot be copied.
     """
     made = module.__class__.__new__(module.__class__)
-    known: dict[int, Any] = {id(module): made, **{id(factory): factory for factory in _factories(module.__dict__)}}
+    known: dict[int, Any] = {id(module): made, id(module._trainer): module._trainer}
+    known |= {id(factory): factory for factory in _factories(module.__dict__)}
     own: dict[str, Any] = {}
     for name, value in module.__dict__.items():
         try:

@@ -1,6 +1,5 @@
 """What methods have in common whose clients train a second, personal model beside the common one."""
 
-import copy
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from lit_pfl.client import Client
 from lit_pfl.learners import extend, silenced, single_optimizer
+from lit_pfl.lightning_internals import own_copy
 from lit_pfl.sharing import EVERYTHING
 
 
@@ -32,7 +32,7 @@ class TwoModels(Client):
     personal: L.LightningModule
 
     def configure_state(self) -> None:  # noqa: D102
-        self.personal = copy.deepcopy(self.learner)
+        self.personal = own_copy(self.learner)
 
     @property
     def learners(self) -> dict[str, L.LightningModule]:  # noqa: D102
