@@ -25,9 +25,9 @@ def test_every_method_is_tried_and_the_module_stays_as_it_is():
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     report = check_learner(module, batches(), head=r"^net\.3\.", encoder="net.0")
     assert list(report) == lit_pfl.methods.__all__
-    assert {name for name, reason in report.items() if reason} == {"FedMA", "Scaffold"}
+    assert {name for name, reason in report.items() if reason} == {"FedMA", "PsiNet", "Scaffold"}
     assert "use torch.optim.SGD" in report["Scaffold"]
-    assert report.works == [name for name in lit_pfl.methods.__all__ if name not in ("FedMA", "Scaffold")]
+    assert report.works == [name for name in lit_pfl.methods.__all__ if name not in ("FedMA", "PsiNet", "Scaffold")]
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items())
 
 
