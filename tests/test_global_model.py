@@ -10,8 +10,8 @@ from lit_pfl import Federation
 from lit_pfl.data import ClassShards
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedMA, FedPer, FedProx, PsiNet, SimFed, StandAlone
-from lit_pfl_callbacks import ClientsTable, RunLogger
 from lit_pfl.testing.method_tester import PlainNet
+from lit_pfl_callbacks import ClientsTable, RunLogger
 from tiny import client, digits, run, trainer
 
 GLOBAL = {"evaluate": "global"}
