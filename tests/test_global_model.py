@@ -10,11 +10,19 @@ from lit_pfl import Federation
 from lit_pfl.data import ClassShards
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedMA, FedPer, FedProx, PsiNet, SimFed, StandAlone
+from lit_pfl.models import Backbone
 from lit_pfl_callbacks import ClientsTable, RunLogger
-from methods.test_every_method import PlainNet
 from tiny import client, digits, run, trainer
 
 GLOBAL = {"evaluate": "global"}
+
+
+class PlainNet(Backbone):
+    """A chain without any norm."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        body = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        super().__init__(body, nn.Linear(16, classes))
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedProx])
