@@ -1,11 +1,12 @@
 """How much time a federation takes beyond the training itself, and how much memory beyond the clients' tensors.
 
-    python tests/benchmarks/speed.py [A] [B] [C] [D] [resnet] [memory] [--root FOLDER] [--rounds N]
+    python tests/benchmarks/speed.py [A] [B] [C] [D] [resnet] [table] [memory] [--root FOLDER] [--rounds N]
 
 Every job is FedAvg with full participation, one local epoch a round, SGD with lr 0.01 and no evaluation, 400 batches a
 round (40 for ResNet-9). The federation and a bare PyTorch loop that does the same work on the same resident images take
 turns in one process; the ratio is that of the medians of their seconds a round. FOLDER holds ``FashionMNIST`` and
-``cifar-10-batches-py`` as torchvision lays them out; without it images are random, which takes the same time.
+``cifar-10-batches-py`` as torchvision lays them out; without it images are random, which takes the same time. ``table``
+is somebody's own module on DataLoaders of their own data modules; the bare loop iterates such DataLoaders too.
 """
 
 import argparse
@@ -26,9 +27,10 @@ import lightning as L
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
-from lit_pfl.data import ImageDataModule, ImageSet, Partition
+from lit_pfl.data import FederatedDataModule, ImageDataModule, ImageSet, Partition, PerClient
 from lit_pfl.methods import FedAvg
 from lit_pfl.models import CNN, MLP, Backbone, ResNet9
 
@@ -141,13 +143,17 @@ def federation(
 ) -> None:
     # the lay-out of the bare loop, though channels last, the default for these networks, is faster
     method = FedAvg(backbone=backbone, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), channels_last=False)
+    run(method, data, threads, rounds, *callbacks)
+
+
+def run(method: FedAvg, data: FederatedDataModule, threads: int | None, rounds: int, *callbacks: Any) -> None:
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", callbacks=list(callbacks), logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
     )  # fmt: skip
-    run = Federation(method, seed=1, threads=threads)
-    run.on_fit_end = lambda: run.engine.stop()  # type: ignore[method-assign]  # without the test at the end
-    trainer.fit(run, datamodule=data)
+    made = Federation(method, seed=1, threads=threads)
+    made.on_fit_end = lambda: made.engine.stop()  # type: ignore[method-assign]  # without the test at the end
+    trainer.fit(made, datamodule=data)
 
 
 def speed(job: str, root: str | None, rounds: int) -> None:
@@ -164,6 +170,63 @@ def speed(job: str, root: str | None, rounds: int) -> None:
         f"{1e3 * theirs / batches:.2f} | {1e3 * ours / batches:.2f} | {ours / theirs:.2f} |",
         flush=True,
     )
+
+
+class Rows(L.LightningDataModule):
+    """One client's table: 64 rows of 30 numbers and a class."""
+
+    def __init__(self, client: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(client)
+        rows, labels = torch.randn(64, 30, generator=draw), torch.randint(0, 2, (64,), generator=draw)
+        self.rows = TensorDataset(rows, labels)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.rows, 16, shuffle=True)
+
+
+class Perceptron(L.LightningModule):
+    """A module as somebody writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(30, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        return nn.functional.cross_entropy(self.net(rows), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def table(rounds: int, clients: int = 100) -> None:
+    """Compare on 100 clients with a data module each, on one thread."""
+    torch.set_num_threads(1)
+    models = [Perceptron() for _ in range(clients)]
+    loaders = [Rows(client).train_dataloader() for client in range(clients)]
+    average = [p.detach().clone() for p in models[0].parameters()]
+    optimizers = [model.configure_optimizers() for model in models]
+
+    def bare_round() -> None:
+        for model, optimizer, loader in zip(models, optimizers, loaders, strict=True):
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), average, strict=True):
+                    parameter.copy_(value)
+            for batch in loader:
+                optimizer.zero_grad()
+                model.training_step(batch, 0).backward()
+                optimizer.step()
+        with torch.no_grad():
+            for value, *same in zip(average, *[model.parameters() for model in models], strict=True):
+                value.copy_(sum(same) / len(same))
+
+    times = Alternate(bare_round, 1)
+    run(FedAvg(learner=Perceptron()), PerClient(Rows, num_clients=clients), 1, rounds + 1, times)
+    ours, theirs = median(times.federation[1:]), median(times.bare[1:])
+    work = f"{clients} x 64 rows of 30, batch 16, a data module each, MLP 200-200, 1 thread"
+    each = 1e3 / (4 * clients)
+    print(f"| table | {work} | {each * theirs:.2f} | {each * ours:.2f} | {ours / theirs:.2f} |", flush=True)
 
 
 def memory(root: str | None) -> None:
@@ -208,11 +271,13 @@ if __name__ == "__main__":
     if options.resident:
         resident(options.resident)
         sys.exit()
-    chosen = options.jobs or [*JOBS, "memory"]
+    chosen = options.jobs or [*JOBS, "table", "memory"]
     print("| job | work | bare loop, ms a batch | federation, ms a batch | ratio |\n|---|---|---|---|---|")
     for job in chosen:
         if job in JOBS:
             speed(job, options.root, options.rounds)
+    if "table" in chosen:
+        table(options.rounds)
     if "memory" in chosen:
         print("\n| clients | kB for each further client | its tensors, kB | beyond, kB |\n|---|---|---|---|")
         memory(options.root)
