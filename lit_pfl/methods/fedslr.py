@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Step, recorded, single_optimizer
+from lit_pfl.learners import Step, silenced, single_optimizer
 from lit_pfl.low_rank import LowRank, as_matrix
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl.nn import Memory
@@ -251,7 +251,7 @@ class FedSLR(TwoModels):
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
         """Return what is minimised in this epoch, its value being the loss alone."""
         if self._trains_personal:
-            with recorded(self.personal):
+            with silenced(self.personal):
                 return functional_call(Step(self.personal, self.loss), self._mixture("learner."), (batch, batch_idx))
         loss = super().objective(batch, batch_idx)
         if not self.solver.corrected:
