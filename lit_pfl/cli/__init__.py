@@ -1,9 +1,10 @@
-"""The command line: ``lit-pfl fit|validate|test|predict``."""
+"""The command line: ``lit-pfl fit|validate|test|predict``, and the tools beside them."""
 
 import sys
 from typing import TYPE_CHECKING
 
 from lit_pfl.cli.overview import answer
+from lit_pfl.cli.tools import TOOLS, run_tool
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import ArgsType
@@ -15,9 +16,13 @@ def main(args: "ArgsType" = None) -> None:
     Args:
         args: the arguments; by default those of the process.
     """
-    text = answer(sys.argv[1:] if args is None else args)
+    words = sys.argv[1:] if args is None else args
+    text = answer(words)
     if text is not None:
         print(text)
+        return
+    if isinstance(words, list) and words[0] in TOOLS:
+        run_tool(words[0], words[1:])
         return
     from lit_pfl.cli.command import run  # Lightning takes seconds to import, and an answer does without
 

@@ -6,9 +6,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lit_pfl.cli.tools import TOOLS
+
 PACKAGE = Path(__file__).parent.parent
 OVERVIEW = """\
-usage: lit-pfl {{fit,validate,test,predict}} [options]
+usage: lit-pfl COMMAND [options]
 
 Personalized federated learning: clients learn together without sharing data, each ends with a model of its own.
 
@@ -16,7 +18,7 @@ Personalized federated learning: clients learn together without sharing data, ea
   validate   score a checkpoint on every client's validation data
   test       score a checkpoint on every client's test data
   predict    write a checkpoint's prediction for every test sample
-
+{tools}
 Methods (--model):
 {methods}
 
@@ -37,7 +39,8 @@ def answer(args: Any) -> str | None:
     """Return what to print where the arguments ask for help as a whole, or for the version; None where they do not."""
     if args in ([], ["-h"], ["--help"]):
         return OVERVIEW.format(
-            methods=textwrap.fill(", ".join(methods()), 100, initial_indent="  ", subsequent_indent="  ")
+            tools="".join(f"  {name:<10} {text}\n" for name, (_, text) in TOOLS.items()),
+            methods=textwrap.fill(", ".join(methods()), 100, initial_indent="  ", subsequent_indent="  "),
         )
     return f"lit-pfl {version('lit-pfl')}" if args == ["--version"] else None
 
