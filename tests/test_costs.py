@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from lit_pfl import Federation
-from lit_pfl.client import Client, Factorization
+from lit_pfl.client import Client
 from lit_pfl.data import ImageDataModule, ImageSet
+from lit_pfl.factorization import Factorization
 from lit_pfl.methods import APFL, FactorizedFL, FedAvg, FedFOMO, FedRep, FedSLR, FedSpa, LGFedAvg, Scaffold
 from lit_pfl.models import ResNet9, ResNet18
 from lit_pfl.nn import factorized_layers

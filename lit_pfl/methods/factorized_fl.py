@@ -8,8 +8,9 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from lit_pfl.client import Client, Factorization
+from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
+from lit_pfl.factorization import Factorization
 from lit_pfl.learners import OptimizerCallable
 from lit_pfl.nn import factorized_layers
 from lit_pfl.ops import (

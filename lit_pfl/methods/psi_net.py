@@ -7,9 +7,10 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from lit_pfl.client import BackboneCallable, Client, OptimizerCallable
+from lit_pfl.client import Client
 from lit_pfl.data.loaders import labels_of
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners import BackboneCallable, OptimizerCallable
 from lit_pfl.models import VGG9, Backbone, Boundary, GroupedNorms, Structure, psi
 from lit_pfl.nn import class_groups, row_groups, trim
 from lit_pfl.ops import mean_of_rows, weighted_mean

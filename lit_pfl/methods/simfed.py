@@ -8,9 +8,10 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lit_pfl.client import Client, Factorization
+from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import mean_loss
+from lit_pfl.factorization import Factorization
 from lit_pfl.nn import Memory
 from lit_pfl.ops import cosine_similarity_matrix, least_similar, most_similar, random_others, softmax_over
 from lit_pfl.payload import Payload

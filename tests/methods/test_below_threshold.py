@@ -7,8 +7,8 @@ import torch
 from quadratic import run_whole_and_in_two_parts
 
 from lit_pfl import Client, Federation
-from lit_pfl.client import Factorization
 from lit_pfl.export import to_dense
+from lit_pfl.factorization import Factorization
 from lit_pfl.methods import Ditto, FactorizedFL, FedAvg, FedFOMO, FedProx, SimFed, StandAlone
 from lit_pfl.nn import factorized_layers
 from tiny import assert_equal, client, digits, run, spec, trainer, weights

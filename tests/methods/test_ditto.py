@@ -16,8 +16,8 @@ from two_layers import (
     scores,
 )
 
-from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
+from lit_pfl.factorization import Factorization
 from lit_pfl.methods import Ditto, FedAvg, StandAlone
 from tiny import TinyNet, assert_equal, client, digits, run, spec, weights
 

@@ -6,9 +6,9 @@ import torch
 
 import lit_pfl.data.datamodule as datamodule
 from lit_pfl import Payload
-from lit_pfl.client import Factorization
 from lit_pfl.data import label_permutation
 from lit_pfl.errors import ConfigError
+from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FactorizedFL, FedAvg, StandAlone
 from lit_pfl.methods.factorized_fl import FactorizedFLServer, MatchingRule
 from lit_pfl.nn import factorized_layers

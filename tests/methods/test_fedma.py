@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_pfl import Federation, Payload
-from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
+from lit_pfl.factorization import Factorization
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedMA
 from lit_pfl.models import CNN, MLP, VGG9, Backbone, ResNet9

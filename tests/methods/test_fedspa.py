@@ -9,8 +9,8 @@ from quadratic import chosen, equal, run_whole_and_in_two_parts, sgd, softmax_re
 from torch import nn
 
 from lit_pfl import Payload
-from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
+from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FedAvg, FedSpa
 from lit_pfl.methods.fedspa import FedSpaServer
 from lit_pfl.models import Backbone, ResNet9

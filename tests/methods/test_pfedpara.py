@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lit_pfl.client import Factorization
 from lit_pfl.errors import ConfigError
+from lit_pfl.factorization import Factorization
 from lit_pfl.methods import PFedPara
 from lit_pfl.models import ResNet9
 from lit_pfl.nn import hadamard_layers

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lit_pfl import Payload
-from lit_pfl.client import Factorization
+from lit_pfl.factorization import Factorization
 from lit_pfl.methods import SimFed, StandAlone
 from lit_pfl.methods.simfed import SimFedServer
 from lit_pfl.server import ClientInfo

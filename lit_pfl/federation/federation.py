@@ -1,6 +1,5 @@
 """A federation is a LightningModule: a round is an epoch, a client is a batch."""
 
-from functools import cached_property
 from typing import Any, Literal
 
 import lightning as L
@@ -10,23 +9,20 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_pfl.client import Client, ClientSpec
 from lit_pfl.coordinator import Coordinator, Ledger
-from lit_pfl.data import FederatedDataModule, labels_of, samples_of
 from lit_pfl.draws import Draws, check_share
 from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.threads import choose_threads, computing
 from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import Row, Split, summary
+from lit_pfl.federation.checkpointing import Checkpointing
+from lit_pfl.federation.scoring import Scoring
 from lit_pfl.global_model import GlobalModel
-from lit_pfl.identity import fingerprint, refuse_another_network, refuse_another_run
-from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, QuickModule
-from lit_pfl.payload import Payload
-from lit_pfl.round_log import RoundLog
+from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO
 from lit_pfl.server import ClientInfo
 from lit_pfl_callbacks import FederatedLoop
 
 
-class Federation(QuickModule):
+class Federation(Scoring, Checkpointing):
     """Runs a method on all clients of a data module, under a stock Trainer.
 
     One epoch of that Trainer is a communication round, one batch a set of clients to train; ``max_epochs`` is the
@@ -77,10 +73,6 @@ class Federation(QuickModule):
         trainer.fit(Federation(SimFed(), local_epochs=1), datamodule=CIFAR10(num_clients=20, permute_labels=True))
     """
 
-    prototype: Client
-    clients: dict[int, Client]
-    global_model: GlobalModel
-
     def __init__(
         self,
         client: Client,
@@ -95,7 +87,7 @@ class Federation(QuickModule):
         evaluate_clients: float = 1.0,
         higher_is_better: dict[str, bool] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(higher_is_better or {})
         check_share("federation.participation", participation)
         check_share("federation.evaluate_clients", evaluate_clients)
         check_client_options(client_trainer or {})
@@ -112,27 +104,12 @@ class Federation(QuickModule):
         self.seed = seed
         self.threads = threads
         self.client_trainer = client_trainer or {}
-        self.higher_is_better = {"acc": True, **(higher_is_better or {})}
         self.if_not_saved = if_not_saved
         self.clients = {}
-        self.rows: list[Row] = []
-        self._validated: dict[str, float] = {}
-        self.round_log = RoundLog()
         self._given_seed = seed
         self._asked_to_stop = False
 
     # ------------------------------------------------------------------------------------------------------ setting up
-
-    @property
-    def data(self) -> FederatedDataModule:
-        """The data module that the Trainer was given."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, FederatedDataModule):
-            raise ConfigError(
-                "A Federation needs a federated data module: "
-                "trainer.fit(federation, datamodule=CIFAR10(num_clients=20))."
-            )
-        return data
 
     def configure_callbacks(self) -> list[L.Callback]:
         """See that the Trainer's options suit a federation; of all hooks the one before Lightning's own checks."""
@@ -245,13 +222,10 @@ class Federation(QuickModule):
         self._log(metrics)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
 
-    def _log(self, metrics: dict[str, float], write: bool = False) -> None:
-        """Tell the Trainer and its callbacks; the loggers only if asked to."""
-        self.round_log.name_axes(self.trainer.loggers, metrics)
-        metrics = {"round": self.coordinator.round, **metrics}
-        # as tensors, since byte counts do not fit the 32 bits that Lightning gives to plain numbers
-        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-        self.log_dict(values, logger=None if write else False, batch_size=1)
+    @property
+    def traffic(self) -> Ledger:
+        """Bytes sent so far: ``total``, and ``clients``, by id up and down."""
+        return self.coordinator.ledger
 
     def on_fit_end(self) -> None:
         """Test the models of the last round, and end the clients' fits."""
@@ -260,142 +234,6 @@ class Federation(QuickModule):
         self.engine.stop()
         for client in self.clients.values():
             client.to(self.device)
-
-    # ------------------------------------------------------------------------------------------------------ evaluation
-
-    def on_validation_epoch_start(self) -> None:
-        """Begin an evaluation."""
-        self.rows = []
-
-    def validation_step(self, batch: list[int], batch_idx: int) -> None:
-        """Evaluate a set of clients on their validation data."""
-        self._evaluate(batch, self._validated_on)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log means over clients; to the loggers they go with the rest of the round."""
-        if not self.trainer.sanity_checking:
-            self._validated = summary(self.rows, self._validated_on, self.higher_is_better)
-            self._log(self._validated, write=self.trainer.state.fn != "fit")  # in a fit, with the rest of the round
-
-    def on_test_epoch_start(self) -> None:
-        """Begin an evaluation."""
-        self.rows = []
-
-    def test_step(self, batch: list[int], batch_idx: int) -> None:
-        """Evaluate a set of clients on their test data."""
-        self._evaluate(batch, "test")
-
-    def on_test_epoch_end(self) -> None:
-        """Log means over clients."""
-        self._log(summary(self.rows, "test", self.higher_is_better), write=True)
-
-    def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Any]:
-        """Return what every client of the set predicts on its test data, by client id: (n, classes) logits, if tensors.
-
-        Predictions that are no tensors come as a list of batches.
-        """
-        predicted = {client: self.engine.predict(client, self._shown_with(client), self.trainer) for client in batch}
-        return {
-            client: torch.cat(batches) if all(isinstance(x, torch.Tensor) for x in batches) else batches
-            for client, batches in predicted.items()
-            if batches  # a client may have no test samples
-        }
-
-    def test_samples(self, client: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the (n,) places in the data set of a client's test samples, and their (n,) labels if they have any."""
-        data = self.data.client(client)
-        return samples_of(data.test), None if data.num_classes is None else labels_of(data.test)
-
-    @property
-    def traffic(self) -> Ledger:
-        """Bytes sent so far: ``total``, and ``clients``, by id up and down."""
-        return self.coordinator.ledger
-
-    @property
-    def _validated_on(self) -> Split:
-        return "val" if any(len(client.data.val) for client in self.clients.values() if client.data) else "test"
-
-    def _evaluate(self, clients: list[int], split: Split) -> None:
-        with computing(self.threads):
-            if self.evaluate == "global":
-                score = None if self.rows else self.global_model.score(self.data.everything(split), split, self.trainer)
-                if score is not None:
-                    self.rows = [Row(GlobalModel.ID, self.coordinator.round, split, "global", score.n, score.values)]
-                return
-            for client in clients:
-                for model in self.clients[client].evaluated:
-                    score = self.engine.evaluate(client, model, split, self._shown_with(client), self.trainer)
-                    self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
-                    kind = f"{model}:{self._when(client)}"
-                    self.rows.append(Row(client, self.coordinator.round, split, kind, score.n, score.values))
-
-    def _when(self, client: int) -> str:
-        """Return in which state a client is evaluated, for ``clients.csv``."""
-        return self.evaluate if self.engine.has_trained(client) else "joining"
-
-    def _shown_with(self, client: int) -> Payload | None:
-        """Return what a client loads before it is evaluated."""
-        if self.evaluate == "before" and self.engine.has_trained(client):
-            return None
-        return self.coordinator.server.reply(client)
-
-    def _test_last_round(self) -> None:
-        if self.rows and (self.rows[0].split, self.rows[0].round) == ("test", self.coordinator.round):
-            return  # there were no validation data
-        self.rows = []
-        with torch.no_grad():
-            self._evaluate(list(self.clients), "test")
-        metrics = summary(self.rows, "test", self.higher_is_better)
-        self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
-        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-
-    # ----------------------------------------------------------------------------------------------------- checkpoints
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the whole federation: clients with optimizers, schedulers and random streams, server, byte counts."""
-        checkpoint["federation"] = {
-            **self._identity(),
-            "coordinator": self.coordinator.state_dict(),
-            **self.engine.state_dict(),
-        }
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what a checkpoint must agree in, first of all: what made the run, and whose data is whose."""
-        return {
-            "method": type(self.prototype).__name__,
-            "local_epochs": self.local_epochs,
-            "participation": self.participation,
-            "seed": self.seed,
-            "data": self._fingerprints,
-        }
-
-    @cached_property
-    def _fingerprints(self) -> dict[int, str]:
-        return {client: fingerprint(self.data.client(client)) for client in self.clients}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the whole federation.
-
-        Raises:
-            ConfigError: when the checkpoint is of another run, or not whole. It names the first thing that differs.
-        """
-        try:
-            state = checkpoint["federation"]
-            self._refuse_another_run(state)
-            self.seed = self.draws.seed = self.engine.hub.seed = state["seed"]
-            self.coordinator.load_state_dict(state["coordinator"])
-            self.engine.load_state_dict(state)
-        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            raise ConfigError(f"The checkpoint is no federation's, or not whole: {error!r}.") from error
-
-    def _refuse_another_run(self, state: dict[str, Any]) -> None:
-        names = ["method"]
-        if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
-            names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])
-        refuse_another_run(state, self._identity(), names)
-        for client, module in self.clients.items():
-            saved = state["clients"][client]["state_dict"]
-            refuse_another_network(client, saved, module.state_dict(), module.resizes)
 
 
 class _ServerStep(torch.optim.Optimizer):

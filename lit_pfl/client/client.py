@@ -1,62 +1,38 @@
 """The client's side of a method: a learner under a method."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 
+from lit_pfl.client.exchange import Exchange
+from lit_pfl.client.spec import ClientSpec
+from lit_pfl.client.training import Training
 from lit_pfl.data import ClientData
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import mean_loss
 from lit_pfl.factorization import Factorization
 from lit_pfl.learners import (
     BackboneCallable,
     ImageClassifier,
     OptimizerCallable,
     SchedulerCallable,
-    SkipBatch,
     call_step,
     check_learner,
     hand_on,
-    set_schedules_to,
     single_optimizer,
-    size_of,
-    training_loss,
 )
-from lit_pfl.lightning_internals import QuickModule, hand_down_trainer, name_metrics, own_copy
+from lit_pfl.lightning_internals import hand_down_trainer, name_metrics, own_copy
 from lit_pfl.models import ResNet9
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
-from lit_pfl.sharing import Role, encoder_of, names_of_head, owners, roles_of, travelling
-from lit_pfl_callbacks.federated_loop import load_tensors
+from lit_pfl.sharing import owners
 
 
-@dataclass(frozen=True)
-class ClientSpec:
-    """What a client is to learn.
-
-    Args:
-        client_id: the client's id.
-        example: a batch of its data, with the shapes and types of all others; None where it is not known.
-        num_classes: number of classes it tells apart; None where that is not its task, or not known.
-        labels_agree: whether label c means the same at every client.
-        local_epochs: epochs that the client trains in a round; None where it is not known yet.
-    """
-
-    client_id: int = 0
-    example: Any = None
-    num_classes: int | None = None
-    labels_agree: bool = True
-    local_epochs: int | None = None
-
-
-class Client(QuickModule, ABC):
+class Client(Training, Exchange):
     """One client of a federation: a learner under a method. A method is a subclass that says what travels, what is
     minimised and which server it needs.
 
@@ -96,7 +72,6 @@ class Client(QuickModule, ABC):
 
     learner: L.LightningModule
     data: ClientData | None
-    _shared: list[tuple[str, nn.Module, str]]
 
     def __init__(
         self,
@@ -127,26 +102,11 @@ class Client(QuickModule, ABC):
         self.head = head
         self.encoder = encoder
         self.data = None
-        self.completed_rounds = 0  # of the federation, which keeps it up to date
-        self.epoch_ended = False
-        self._losses: list[tuple[Tensor, int]] = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if configure_server := cls.__dict__.get("configure_server"):
             cls.configure_server = _once_configured(configure_server)  # type: ignore[method-assign]
-
-    # Abstract also because the command line takes a base class that can be made itself for the default, and then does
-    # not see what a method puts in place of a default of None.
-    @property
-    @abstractmethod
-    def shares(self) -> frozenset[Role]:
-        """Which parameters travel; a method sets it to the roles it shares."""
-
-    @property
-    def fewest_epochs(self) -> int:
-        """The fewest local epochs that a round of this method has room for; the federation's default."""
-        return 1
 
     # ------------------------------------------------------------------------------------------------ making a client
 
@@ -233,6 +193,11 @@ class Client(QuickModule, ABC):
         if not self.is_configured:
             self.configure(ClientSpec(example=getattr(self.learner, "example_input_array", None)), alone=True)
 
+    def initial(self) -> Payload:
+        """Return what is sent once, on joining: by default what an upload would hold."""
+        self.configure_model()
+        return self.upload()
+
     @property
     def is_configured(self) -> bool:
         """Whether :meth:`configure` has been called."""
@@ -256,153 +221,11 @@ class Client(QuickModule, ABC):
         """The image classifier's network."""
         return self.learner.backbone  # type: ignore[return-value]
 
-    # ------------------------------------------------------------------------------------------------------- training
-
-    def training_data(self) -> Any:
-        """Return the batches to train on; a method may hold some of its training data back."""
-        return self.trainer.train_dataloader if self.data is None else self.data.train
-
-    def start_epoch(self, epoch: int, local_epochs: int) -> None:
-        """Call :meth:`begin_round` at the first of a round's local epochs, and :meth:`begin_epoch` at each.
-
-        :class:`~lit_pfl_callbacks.FederatedLoop` calls this, which knows where rounds begin.
-        """
-        self.epoch_ended = False
-        if epoch == 0:
-            if self.reset_optimizer:
-                for optimizer in self.trainer.optimizers:
-                    optimizer.state.clear()
-            if self.scheduler_counts == "rounds":
-                set_schedules_to(self.completed_rounds, local_epochs, self.trainer)
-            self.begin_round()
-        self.begin_epoch(epoch, local_epochs)
-
-    def end_epoch(self, epoch: int, local_epochs: int) -> None:
-        """Call the learner's ``on_train_epoch_end``, and :meth:`end_round` at the last of a round's local epochs.
-
-        A Trainer calls that hook after those of its callbacks, and so after the upload. But what is uploaded, and what
-        is scored and saved while the client sleeps, has to be of an epoch that is over.
-        """
-        self.on_train_epoch_end()
-        self.epoch_ended = True
-        if epoch == local_epochs - 1:
-            self.end_round()
-
-    def begin_round(self) -> None:
-        """Prepare for a round's training; the reply is loaded."""
-
-    def begin_epoch(self, epoch: int, local_epochs: int) -> None:
-        """Prepare for a local epoch, counted from 0 in every round of ``local_epochs``."""
-
-    def end_round(self) -> None:
-        """Finish a round's training; :meth:`upload` comes next."""
+    # ------------------------------------------------------------------------------------------------------ evaluating
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the learner."""
         return self.scored(*args, **kwargs)
-
-    def loss(self, learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
-        """Return what a learner minimises by itself: its own training loss, and ``l1 * sum |mu|`` if it is factorized.
-
-        Raises:
-            SkipBatch: when its ``training_step`` returns None.
-        """
-        return self.penalized(training_loss(learner, batch, batch_idx), learner)
-
-    def penalized(self, loss: Tensor, learner: nn.Module) -> Tensor:
-        """Return a loss with the L1 norm of a learner's masks, if it is factorized."""
-        f = self.factorization
-        return loss + f.penalty(learner) if f is not None and f.penalizes else loss
-
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return what is minimised on a batch; a method adds to it."""
-        return self.loss(self.learner, batch, batch_idx)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """Return the objective of a batch, or None where the learner skips it."""
-        try:
-            loss = self.objective(batch, batch_idx)
-        except SkipBatch:
-            return None
-        # Kept here, on the device: one self.log costs as much as a small network's step.
-        self._losses.append((loss.detach(), size_of(batch)))
-        return loss
-
-    def fall_asleep(self) -> tuple[float, int]:
-        """Drop what the next round does not need; the upload is handed over.
-
-        Returns:
-            The sum of the training loss over the samples of this round, and their number.
-        """
-        for parameter in self.parameters():
-            parameter.grad = None
-        if not self._losses:
-            return 0.0, 0
-        losses = torch.stack([loss for loss, _ in self._losses]).tolist()
-        sizes = [size for _, size in self._losses]
-        self._losses.clear()
-        return sum(loss * size for loss, size in zip(losses, sizes, strict=True)), sum(sizes)
-
-    # ------------------------------------------------------------------------------------------------------ exchanging
-
-    @property
-    def head_names(self) -> frozenset[str]:
-        """Names of the head's entries in the learner's ``state_dict()``."""
-        return names_of_head(self.learner, self.head)
-
-    @property
-    def encoder_module(self) -> nn.Module | None:
-        """The part of the learner that embeds its input, if it is known."""
-        return encoder_of(self.learner, self.encoder)
-
-    def roles(self) -> dict[str, Role]:
-        """Return the role of every entry of the learner's ``state_dict()``, see :func:`~lit_pfl.sharing.roles_of`."""
-        return roles_of(self.learner, self.head_names)
-
-    def travels(self, name: str, role: Role) -> bool:
-        """Say whether an entry of the learner's ``state_dict()`` is sent and received."""
-        if role == "norm_stats":
-            return self.norm_stats == "averaged" and "norm" in self.shares
-        if role == "head":
-            return "head" in self.shares and (self.spec.labels_agree if self.share_head is None else self.share_head)
-        return role in self.shares
-
-    def shared_parameters(self) -> dict[str, Tensor]:
-        """Return what travels, by name in the learner: the client's own memory, not copies."""
-        return travelling(self._shared)
-
-    def shared_weights(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters among what travels, by name."""
-        return {
-            name: weight
-            for name, owner, leaf in self._shared
-            if isinstance(weight := getattr(owner, leaf), nn.Parameter)
-        }
-
-    def initial(self) -> Payload:
-        """Return what is sent once, on joining: by default what an upload would hold."""
-        self.configure_model()
-        return self.upload()
-
-    def upload(self) -> Payload:
-        """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
-        shared, f = self.shared_parameters(), self.factorization
-        return Payload(shared) if f is None else Payload(f.sent(self.learner, shared), f.masks(self.learner, shared))
-
-    @torch.no_grad()
-    def download(self, reply: Mapping[str, Tensor]) -> None:
-        """Load a reply of the server, and add to it what this client has of every mu in it and did not send."""
-        f = self.factorization
-        unsent = {} if f is None else f.unsent(self.learner, reply)
-        load_tensors(self.learner, reply)
-        for name, rest in unsent.items():
-            self.learner.get_parameter(name).add_(rest)
-
-    def load_global(self, model: Mapping[str, Tensor]) -> None:
-        """Become the one model of all, see :meth:`~lit_pfl.Server.global_model`."""
-        load_tensors(self.learner, model)
-
-    # ------------------------------------------------------------------------------------------------------ evaluating
 
     @property
     def scored(self) -> L.LightningModule:
@@ -421,10 +244,6 @@ class Client(QuickModule, ABC):
     def sizes(self, model: str) -> Mapping[str, float]:
         """Return what else is told of one of the models beside its scores; by default nothing."""
         return {}
-
-    def mean_loss(self, batches: Any) -> float:
-        """Return the learner's mean training loss on batches, in evaluation mode, as it is now."""
-        return mean_loss(self.learner, batches)[1]
 
     def _evaluating_step(self, name: str) -> Any:
         def step(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:

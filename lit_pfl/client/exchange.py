@@ -1,0 +1,86 @@
+"""What a client sends, and what it does with a reply."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lit_pfl.client.spec import ClientSpec
+from lit_pfl.factorization import Factorization
+from lit_pfl.payload import Payload
+from lit_pfl.sharing import Role, encoder_of, names_of_head, roles_of, travelling
+from lit_pfl_callbacks.federated_loop import load_tensors
+
+
+class Exchange(ABC):
+    """The part of a client that shares: a method says what travels, by role."""
+
+    learner: L.LightningModule
+    spec: ClientSpec
+    factorization: Factorization | None
+    norm_stats: str
+    share_head: bool | None
+    head: str | None
+    encoder: str | None
+    _shared: list[tuple[str, nn.Module, str]]
+
+    # Abstract also because the command line takes a base class that can be made itself for the default, and then does
+    # not see what a method puts in place of a default of None.
+    @property
+    @abstractmethod
+    def shares(self) -> frozenset[Role]:
+        """Which parameters travel; a method sets it to the roles it shares."""
+
+    @property
+    def head_names(self) -> frozenset[str]:
+        """Names of the head's entries in the learner's ``state_dict()``."""
+        return names_of_head(self.learner, self.head)
+
+    @property
+    def encoder_module(self) -> nn.Module | None:
+        """The part of the learner that embeds its input, if it is known."""
+        return encoder_of(self.learner, self.encoder)
+
+    def roles(self) -> dict[str, Role]:
+        """Return the role of every entry of the learner's ``state_dict()``, see :func:`~lit_pfl.sharing.roles_of`."""
+        return roles_of(self.learner, self.head_names)
+
+    def travels(self, name: str, role: Role) -> bool:
+        """Say whether an entry of the learner's ``state_dict()`` is sent and received."""
+        if role == "norm_stats":
+            return self.norm_stats == "averaged" and "norm" in self.shares
+        if role == "head":
+            return "head" in self.shares and (self.spec.labels_agree if self.share_head is None else self.share_head)
+        return role in self.shares
+
+    def shared_parameters(self) -> dict[str, Tensor]:
+        """Return what travels, by name in the learner: the client's own memory, not copies."""
+        return travelling(self._shared)
+
+    def shared_weights(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters among what travels, by name."""
+        return {
+            name: weight
+            for name, owner, leaf in self._shared
+            if isinstance(weight := getattr(owner, leaf), nn.Parameter)
+        }
+
+    def upload(self) -> Payload:
+        """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
+        shared, f = self.shared_parameters(), self.factorization
+        return Payload(shared) if f is None else Payload(f.sent(self.learner, shared), f.masks(self.learner, shared))
+
+    @torch.no_grad()
+    def download(self, reply: Mapping[str, Tensor]) -> None:
+        """Load a reply of the server, and add to it what this client has of every mu in it and did not send."""
+        f = self.factorization
+        unsent = {} if f is None else f.unsent(self.learner, reply)
+        load_tensors(self.learner, reply)
+        for name, rest in unsent.items():
+            self.learner.get_parameter(name).add_(rest)
+
+    def load_global(self, model: Mapping[str, Tensor]) -> None:
+        """Become the one model of all, see :meth:`~lit_pfl.Server.global_model`."""
+        load_tensors(self.learner, model)

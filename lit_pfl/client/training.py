@@ -1,0 +1,118 @@
+"""What a client minimises, and when its rounds begin and end."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lit_pfl.evaluation import mean_loss
+from lit_pfl.factorization import Factorization
+from lit_pfl.learners import SkipBatch, set_schedules_to, size_of, training_loss
+from lit_pfl.lightning_internals import QuickModule
+
+
+class Training(QuickModule):
+    """The part of a client that trains: a method says what is minimised, and what happens between rounds."""
+
+    learner: L.LightningModule
+    data: Any
+    factorization: Factorization | None
+    reset_optimizer: bool
+    scheduler_counts: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.completed_rounds = 0  # of the federation, which keeps it up to date
+        self.epoch_ended = False
+        self._losses: list[tuple[Tensor, int]] = []
+
+    @property
+    def fewest_epochs(self) -> int:
+        """The fewest local epochs that a round of this method has room for; the federation's default."""
+        return 1
+
+    def training_data(self) -> Any:
+        """Return the batches to train on; a method may hold some of its training data back."""
+        return self.trainer.train_dataloader if self.data is None else self.data.train
+
+    def start_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Call :meth:`begin_round` at the first of a round's local epochs, and :meth:`begin_epoch` at each.
+
+        :class:`~lit_pfl_callbacks.FederatedLoop` calls this, which knows where rounds begin.
+        """
+        self.epoch_ended = False
+        if epoch == 0:
+            if self.reset_optimizer:
+                for optimizer in self.trainer.optimizers:
+                    optimizer.state.clear()
+            if self.scheduler_counts == "rounds":
+                set_schedules_to(self.completed_rounds, local_epochs, self.trainer)
+            self.begin_round()
+        self.begin_epoch(epoch, local_epochs)
+
+    def end_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Call the learner's ``on_train_epoch_end``, and :meth:`end_round` at the last of a round's local epochs.
+
+        A Trainer calls that hook after those of its callbacks, and so after the upload. But what is uploaded, and what
+        is scored and saved while the client sleeps, has to be of an epoch that is over.
+        """
+        self.on_train_epoch_end()
+        self.epoch_ended = True
+        if epoch == local_epochs - 1:
+            self.end_round()
+
+    def begin_round(self) -> None:
+        """Prepare for a round's training; the reply is loaded."""
+
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Prepare for a local epoch, counted from 0 in every round of ``local_epochs``."""
+
+    def end_round(self) -> None:
+        """Finish a round's training; :meth:`upload` comes next."""
+
+    def loss(self, learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
+        """Return what a learner minimises by itself: its own training loss, and ``l1 * sum |mu|`` if it is factorized.
+
+        Raises:
+            SkipBatch: when its ``training_step`` returns None.
+        """
+        return self.penalized(training_loss(learner, batch, batch_idx), learner)
+
+    def penalized(self, loss: Tensor, learner: nn.Module) -> Tensor:
+        """Return a loss with the L1 norm of a learner's masks, if it is factorized."""
+        f = self.factorization
+        return loss + f.penalty(learner) if f is not None and f.penalizes else loss
+
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return what is minimised on a batch; a method adds to it."""
+        return self.loss(self.learner, batch, batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        """Return the objective of a batch, or None where the learner skips it."""
+        try:
+            loss = self.objective(batch, batch_idx)
+        except SkipBatch:
+            return None
+        # Kept here, on the device: one self.log costs as much as a small network's step.
+        self._losses.append((loss.detach(), size_of(batch)))
+        return loss
+
+    def fall_asleep(self) -> tuple[float, int]:
+        """Drop what the next round does not need; the upload is handed over.
+
+        Returns:
+            The sum of the training loss over the samples of this round, and their number.
+        """
+        for parameter in self.parameters():
+            parameter.grad = None
+        if not self._losses:
+            return 0.0, 0
+        losses = torch.stack([loss for loss, _ in self._losses]).tolist()
+        sizes = [size for _, size in self._losses]
+        self._losses.clear()
+        return sum(loss * size for loss, size in zip(losses, sizes, strict=True)), sum(sizes)
+
+    def mean_loss(self, batches: Any) -> float:
+        """Return the learner's mean training loss on batches, in evaluation mode, as it is now."""
+        return mean_loss(self.learner, batches)[1]

@@ -1,0 +1,67 @@
+"""What a federation adds to a checkpoint, and which ones it takes."""
+
+from functools import cached_property
+from typing import Any
+
+from lit_pfl.client import Client
+from lit_pfl.draws import Draws
+from lit_pfl.errors import ConfigError
+from lit_pfl.federation.parts import Parts
+from lit_pfl.identity import fingerprint, refuse_another_network, refuse_another_run
+
+
+class Checkpointing(Parts):
+    """The part of a federation that is saved and resumed."""
+
+    prototype: Client
+    draws: Draws
+    seed: int | None
+    local_epochs: int
+    participation: float
+    _given_seed: int | None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the whole federation: clients with optimizers, schedulers and random streams, server, byte counts."""
+        checkpoint["federation"] = {
+            **self._identity(),
+            "coordinator": self.coordinator.state_dict(),
+            **self.engine.state_dict(),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree in, first of all: what made the run, and whose data is whose."""
+        return {
+            "method": type(self.prototype).__name__,
+            "local_epochs": self.local_epochs,
+            "participation": self.participation,
+            "seed": self.seed,
+            "data": self._fingerprints,
+        }
+
+    @cached_property
+    def _fingerprints(self) -> dict[int, str]:
+        return {client: fingerprint(self.data.client(client)) for client in self.clients}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the whole federation.
+
+        Raises:
+            ConfigError: when the checkpoint is of another run, or not whole. It names the first thing that differs.
+        """
+        try:
+            state = checkpoint["federation"]
+            self._refuse_another_run(state)
+            self.seed = self.draws.seed = self.engine.hub.seed = state["seed"]
+            self.coordinator.load_state_dict(state["coordinator"])
+            self.engine.load_state_dict(state)
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            raise ConfigError(f"The checkpoint is no federation's, or not whole: {error!r}.") from error
+
+    def _refuse_another_run(self, state: dict[str, Any]) -> None:
+        names = ["method"]
+        if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
+            names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])
+        refuse_another_run(state, self._identity(), names)
+        for client, module in self.clients.items():
+            saved = state["clients"][client]["state_dict"]
+            refuse_another_network(client, saved, module.state_dict(), module.resizes)
