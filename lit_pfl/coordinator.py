@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_pfl.engines import Trains, Upload
 from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.ops.finite import all_finite
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
 
@@ -165,10 +166,10 @@ class Coordinator:
                     f"Client {client}: tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
                     f"it must be {dtype} {tuple(shape)}."
                 )
-            # The sum of a tensor is finite only if all of it is; a finite tensor whose sum overflows gets a second
-            # look.
-            if not tensor.sum().isfinite() and not tensor.isfinite().all():
-                raise UploadError(f"Client {client}: tensor {name!r} holds NaN or infinity.")
+        if not all_finite(upload.values()):
+            broken = next((name for name, tensor in upload.items() if not tensor.isfinite().all()), None)
+            if broken is not None:
+                raise UploadError(f"Client {client}: tensor {broken!r} holds NaN or infinity.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed federation needs of the server's side."""

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import lightning as L
 import torch
@@ -104,21 +105,21 @@ class FederatedLoop(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join. A run resumed from a checkpoint joins too and is told where the federation stands now."""
-        shared = pl_module.initial() if isinstance(pl_module, Shares) else self._shared(pl_module)
+        shared = pl_module.initial() if _decides(pl_module) else self._shared(pl_module)
         self._download(pl_module, self.link.join(JoinInfo(self._count_samples(trainer), shared)))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell a module that wants to know which of a round's local epochs begins."""
-        if isinstance(pl_module, Shares):
+        if _decides(pl_module):
             pl_module.start_epoch(trainer.current_epoch % self.every_n_epochs, self.every_n_epochs)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Exchange, at the end of every ``every_n_epochs``-th epoch."""
-        if isinstance(pl_module, Shares):
+        if _decides(pl_module):
             pl_module.end_epoch(trainer.current_epoch % self.every_n_epochs, self.every_n_epochs)
         if (trainer.current_epoch + 1) % self.every_n_epochs:
             return
-        shared = pl_module.upload() if isinstance(pl_module, Shares) else self._shared(pl_module)
+        shared = pl_module.upload() if _decides(pl_module) else self._shared(pl_module)
         reply = self.link.exchange(shared)
         if reply is None:
             trainer.should_stop = True
@@ -135,7 +136,7 @@ class FederatedLoop(L.Callback):
         return tensors
 
     def _download(self, pl_module: L.LightningModule, reply: Mapping[str, Tensor]) -> None:
-        if isinstance(pl_module, Shares):
+        if _decides(pl_module):
             pl_module.download(reply)
         else:
             load_tensors(pl_module, reply)
@@ -153,6 +154,15 @@ class FederatedLoop(L.Callback):
             ) from None
 
 
+def _decides(module: L.LightningModule) -> TypeGuard[Any]:
+    return _has_shares(type(module))  # type: ignore[arg-type]  # classes have hashes
+
+
+@cache  # looking a protocol up takes as long as some layers
+def _has_shares(kind: type) -> bool:
+    return issubclass(kind, Shares)
+
+
 @torch.no_grad()
 def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy named tensors into a module's parameters and buffers of the same names, in place.
@@ -160,13 +170,17 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         MisconfigurationException: when the module has no such tensor, or one of another shape.
     """
-    own = module.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
-        if name not in own:
+        path, _, leaf = name.rpartition(".")
+        try:
+            own = getattr(module.get_submodule(path), leaf)
+        except AttributeError:
+            own = None
+        if not isinstance(own, Tensor):
             raise MisconfigurationException(f"The reply holds {name!r}, which {type(module).__name__} does not have.")
-        if own[name].shape != tensor.shape:
+        if own.shape != tensor.shape:
             raise MisconfigurationException(
                 f"The reply's {name!r} has shape {tuple(tensor.shape)}; "
-                f"{type(module).__name__} needs {tuple(own[name].shape)}."
+                f"{type(module).__name__} needs {tuple(own.shape)}."
             )
-        own[name].copy_(tensor)
+        own.copy_(tensor)

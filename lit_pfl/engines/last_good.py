@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_pfl.errors import UploadError
+from lit_pfl.ops.finite import all_finite
 
 BACK = " The client begins its next round from where it began this one."
 
@@ -41,7 +41,7 @@ class LastGoodState:
             client: the client's id.
             upload: what it uploads.
         """
-        if _all_finite([*upload.values(), *self.module.state_dict().values(), *self._momenta()]):
+        if all_finite([*upload.values(), *self.module.state_dict().values(), *self._momenta()]):
             return None
         for name, tensor in upload.items():
             if not tensor.isfinite().all():
@@ -65,12 +65,3 @@ class LastGoodState:
         for optimizer, states in zip(self.optimizers, self._optimizers, strict=True):
             optimizer.state.clear()
             optimizer.state.update(states)
-
-
-def _all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Say whether all values are finite; seldom no although they are, where finite ones add up to infinity."""
-    sums: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            sums.setdefault(tensor.device, []).append(tensor.detach().sum())
-    return all(bool(torch.stack(parts).isfinite().all()) for parts in sums.values())

@@ -11,6 +11,7 @@ from lit_pfl.client import Client, ClientSpec
 from lit_pfl.coordinator import Coordinator, Ledger
 from lit_pfl.draws import Draws, check_share
 from lit_pfl.engines.local import LocalEngine
+from lit_pfl.engines.memory import keep_freed_memory
 from lit_pfl.engines.threads import choose_threads, computing
 from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer
 from lit_pfl.errors import ConfigError
@@ -133,6 +134,7 @@ class Federation(Scoring, Checkpointing):
             check_share("federation.evaluate_clients", self.evaluate_clients, len(data.clients))
             if self.seed is None:
                 self.seed = torch.initial_seed()
+            keep_freed_memory()
             self.draws = Draws(self.seed)
             self.clients = {client: self._build(client) for client in data.clients}
             self._place_on(device)  # before the server takes its first tensors from them

@@ -68,7 +68,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        trainer._logger_connector.on_batch_end()
+        if self._results:
+            trainer._logger_connector.on_batch_end()
+        else:  # nothing was logged
+            self._results.batch = None
         self.batch_progress.increment_completed()
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
