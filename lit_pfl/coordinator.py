@@ -175,7 +175,7 @@ class Coordinator:
         """Return everything that a resumed federation needs of the server's side."""
         return {"round": self.round, "ledger": self.ledger.state_dict(), "server": self.server.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`, on the clients' device. :meth:`start` comes first."""
         self.round = state["round"]
         self.ledger.load_state_dict(state["ledger"])

@@ -1,13 +1,15 @@
 """How many CPU threads clients compute with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import mean_loss
 from lit_pfl.learners import size_of
 
@@ -19,11 +21,31 @@ def choose_threads(learner: L.LightningModule, example: Any, batch_size: int | N
         learner: any client's.
         example: a batch for it.
         batch_size: samples of a training batch; by default those of the example.
+
+    Raises:
+        ConfigError: when the learner cannot do with such a batch.
     """
-    with FlopCounterMode(display=False) as counter:
-        mean_loss(learner, [example])
+    try:
+        with FlopCounterMode(display=False) as counter:
+            mean_loss(learner, [example])
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ConfigError(
+            f"model.learner: {type(learner).__name__} has no training loss for a batch of this data, "
+            f"{_described(example)}: {type(error).__name__}: {error}"
+        ) from error
     operations = counter.get_total_flops() / size_of(example) * (batch_size or size_of(example))
     return max(1, min(torch.get_num_threads(), round(operations / 2e7)))
+
+
+def _described(batch: Any) -> str:
+    """Return a batch's shapes, for a message."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{name}: {_described(part)}" for name, part in batch.items()) + "}"
+    if isinstance(batch, list | tuple):
+        return "(" + ", ".join(map(_described, batch)) + ")"
+    return type(batch).__name__
 
 
 @contextmanager

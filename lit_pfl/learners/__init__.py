@@ -14,6 +14,7 @@ from lit_pfl.learners.steps import (
     split_batch,
     training_loss,
     unchanged,
+    unseen,
 )
 
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "split_batch",
     "training_loss",
     "unchanged",
+    "unseen",
 ]

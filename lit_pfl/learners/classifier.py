@@ -61,12 +61,18 @@ class ImageClassifier(QuickModule):
                 "labels, which this data does not have; give a LightningModule of your own, --model.learner "
                 "my_project.MyModule."
             )
-        backbone = make_backbone(images.shape[1], num_classes)
-        backbone.eval()
-        # Anew, so that what is drawn from here on is the same for clients with other numbers of classes.
-        torch.manual_seed(torch.initial_seed() + 1)
-        with torch.no_grad():  # gives lazy layers their shapes
-            backbone(torch.zeros_like(images[:1]))
+        try:
+            backbone = make_backbone(images.shape[1], num_classes)
+            backbone.eval()
+            # Anew, so that what is drawn from here on is the same for clients with other numbers of classes.
+            torch.manual_seed(torch.initial_seed() + 1)
+            with torch.no_grad():  # gives lazy layers their shapes
+                backbone(torch.zeros_like(images[:1]))
+        except (RuntimeError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"model.backbone: this network has no output for an image of shape {tuple(images.shape[1:])} and "
+                f"{num_classes} classes: {error}"
+            ) from error
         backbone.train()
         return cls(backbone, **kwargs)
 

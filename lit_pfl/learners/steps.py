@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -10,8 +10,10 @@ import lightning as L
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners.logs import recorded
 from lit_pfl.lightning_internals import in_hook
 
 
@@ -138,6 +140,17 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             attributes.update(former)
         for value, content in inside:
             _put_back(value, content)
+
+
+@contextmanager
+def unseen(learner: L.LightningModule) -> Iterator[None]:
+    """Tell nobody what a learner logs, and leave its metrics as they are; the rest of it changes as ever."""
+    with ExitStack() as stack:
+        for part in learner.modules():
+            if isinstance(part, Metric):
+                stack.enter_context(unchanged(part))
+        stack.enter_context(recorded(learner))
+        yield
 
 
 def _content(value: Any) -> Any:

@@ -104,12 +104,20 @@ class LocalHub:
                 fit.throw(GreenletExit)
         self._fits.clear()
 
-    def run(self, server: Server, quorum: float = 0.5) -> Coordinator:
+    def run(
+        self,
+        server: Server,
+        quorum: float = 0.5,
+        state: Mapping[str, Any] | None = None,
+        after_round: Callable[[Coordinator], object] | None = None,
+    ) -> Coordinator:
         """Run a whole federation, round by round, until every fit has ended by itself.
 
         Args:
             server: the method's server; a plain ``Server()`` averages.
             quorum: the share of a round's uploads that must be usable.
+            state: the ``state_dict()`` of a coordinator, to go on from: where every fit resumes from a checkpoint too.
+            after_round: called after every round, for example to save the coordinator's ``state_dict()``.
 
         Returns:
             The coordinator of the finished federation, with its server and its byte counts.
@@ -121,10 +129,15 @@ class LocalHub:
         try:
             infos = {client: self.start(client) for client in sorted(self._fits)}
             coordinator.start({c: ClientInfo(info.num_samples, Payload(info.tensors)) for c, info in infos.items()})
+            if state is not None:
+                coordinator.load_state_dict(state)
             while self._fits:
                 coordinator.begin_round()
                 coordinator.train(self, sorted(self._fits))
+                completed = coordinator.round
                 coordinator.end_round()
+                if after_round is not None and coordinator.round > completed:  # else all fits had ended
+                    after_round(coordinator)
         finally:
             self.abort()
         return coordinator

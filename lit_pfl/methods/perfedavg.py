@@ -14,7 +14,7 @@ from torch.func import functional_call
 from lit_pfl.client import Client
 from lit_pfl.data.loaders import in_batches_of, in_order, num_samples
 from lit_pfl.engines.trainers import refuse_scaled_gradients
-from lit_pfl.learners import Step, evaluating, recorded, size_of, split_batch, unchanged
+from lit_pfl.learners import Step, evaluating, recorded, size_of, split_batch, unchanged, unseen
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
 from lit_pfl.sharing import EVERYTHING
@@ -98,7 +98,7 @@ class PerFedAvg(Client):
         """Return a scalar whose gradient by w is the step's, and whose value is ``f(w~; D2)``."""
         inner, outer, *probe = split_batch(batch, self.parts)
         weights = self._weights()
-        with recorded(self.learner):
+        with unseen(self.learner):
             gradient = self._gradient(weights, inner, batch_idx)
         stepped = {name: w - self.alpha * gradient[name] for name, w in weights.items()}
         # its gradient by w is the one by w~, since w~ = w - a constant
@@ -106,7 +106,7 @@ class PerFedAvg(Client):
         if self.order == "first":
             return loss
         g = _gradients(loss, weights)
-        with recorded(self.learner):
+        with unseen(self.learner):
             # Both sides of the difference see the same dropout, else it would be that of two functions.
             with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
                 above = self._gradient(_moved(weights, g, self.delta), probe[0], batch_idx)

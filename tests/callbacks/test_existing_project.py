@@ -1,5 +1,6 @@
 """What a project's own Trainer offers goes on working once its module is under a method."""
 
+import copy
 import csv
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from foreign import Loaders, Regression, diabetes
 from lit_pfl import Client
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import APFL, Ditto, FedRep, Scaffold
-from lit_pfl.server import Server
 from lit_pfl_callbacks import FederatedLoop
 from tiny import assert_equal, trainer
 
@@ -34,7 +34,7 @@ def fit(
     sites: int = 2,
     rounds: int = 3,
     path: Path | None = None,
-    server: Server | None = None,
+    hub_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Client]:
     """Run sites under their own Trainers, the first with further options."""
@@ -49,7 +49,7 @@ def fit(
         hub.add(
             site, lambda t=fitting, m=module, b=batches, p=start: t.fit(m, *b, ckpt_path=p, weights_only=p is not None)
         )
-    hub.run(server or modules[0].configure_server())
+    hub.run(modules[0].configure_server(), **(hub_options or {}))
     return modules
 
 
@@ -89,18 +89,12 @@ def test_validation_is_of_the_personalized_model(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_site_goes_on_from_its_own_checkpoint(kind, tmp_path):
-    whole = fit(kind, sites=1, rounds=4)
+    whole, states = fit(kind, sites=1, rounds=4), []
     last = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
-    server = method(kind).configure_server()
-    fit(kind, sites=1, rounds=2, server=server, callbacks=[last], enable_checkpointing=True)
-    start, state = server.start, server.state_dict()
-
-    def start_again(clients: Any) -> None:
-        start(clients)
-        server.load_state_dict(state)
-
-    server.start = start_again  # type: ignore[method-assign]
-    resumed = fit(kind, sites=1, rounds=4, server=server, path=tmp_path / "last.ckpt")
+    keep = {"after_round": lambda coordinator: states.append(copy.deepcopy(coordinator.state_dict()))}
+    fit(kind, sites=1, rounds=2, hub_options=keep, callbacks=[last], enable_checkpointing=True)
+    assert [state["round"] for state in states] == [1, 2]
+    resumed = fit(kind, sites=1, rounds=4, hub_options={"state": states[-1]}, path=tmp_path / "last.ckpt")
     assert_equal(resumed[0].state_dict(), whole[0].state_dict())
 
 

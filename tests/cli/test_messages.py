@@ -111,3 +111,20 @@ def test_one_callback_needs_no_list(capsys):
         ).code
         == 0
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model.learner foreign.Regression",
+         "model.learner: Regression has no training loss for a batch of this data, (float32["),
+        ("--model.backbone ResNet9 --model.backbone.width 0",
+         "model.backbone: this network has no output for an image of shape ("),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_the_data_is_named_in_one_line(words, said, capsys):
+    options = "--model FedAvg --data Digits --trainer.max_epochs 1 --trainer.logger false"
+    came = typed(capsys, "fit", *options.split(), *words.split())
+    assert came.code == 2
+    [error] = came.errors
+    assert error.startswith(f"lit-pfl: error: {said}"), error

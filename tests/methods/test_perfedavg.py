@@ -2,11 +2,13 @@
 
 import copy
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 from quadratic import run_whole_and_in_two_parts
 from torch import nn
+from torchmetrics import SumMetric
 from two_layers import (
     ALL,
     SGD,
@@ -246,3 +248,26 @@ def test_absent_clients_and_resuming(tmp_path, order):
     )
     assert_equal(weights(resumed), weights(whole))
     assert whole.rows == resumed.rows
+
+
+@pytest.mark.parametrize("order", ["first", "hessian_free"])
+def test_inner_batches_do_not_count_in_the_learner_s_metrics(order):
+    class Counts(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.seen = nn.Linear(2, 2), SumMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.seen(len(batch[0]))
+            self.log("seen", self.seen)
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = PerFedAvg(learner=Counts(), order=order)
+    module.configure_model()
+    module.log = lambda *args, **kwargs: None
+    module.learner.log = module.log
+    module.objective((torch.randn(12, 2), torch.randint(0, 2, (12,))), 0)
+    assert module.learner.seen.compute() == 12 / module.parts
