@@ -4,6 +4,8 @@ import doctest
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import lit_pfl
 import lit_pfl_callbacks
 
+ROOT = Path(__file__).parent.parent
 MODULES = [
     module.name
     for package in (lit_pfl, lit_pfl_callbacks)
@@ -23,10 +26,20 @@ def test_docstring(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_the_guide_to_your_module(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["your_module", "your_data", "your_method", "existing_project"])
+def test_guide(name, monkeypatch, tmp_path):
     """Its blocks are run as one program."""
-    guide = (Path(__file__).parent.parent / "docs/your_module.md").read_text()
+    guide = (ROOT / f"docs/{name}.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 6
+    assert len(blocks) >= 3
     monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(blocks), "docs/your_module.md", "exec"), {"__name__": "guide"})
+    exec(compile("\n".join(blocks), f"docs/{name}.md", "exec"), {"__name__": "guide"})
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", ROOT / "docs", tmp_path]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "What a client sends" in (tmp_path / "methods/SimFed.html").read_text()

@@ -304,6 +304,6 @@ def factorized_layers(module: nn.Module) -> Iterator[tuple[str, _Factorized]]:
 
 
 def l1_norm_of_masks(module: nn.Module) -> Tensor:
-    """Return the sum of |mu| over all factorized layers, a scalar with a gradient (SimFed, Eq. 7)."""
+    """Return the sum of ``|mu|`` over all factorized layers, a scalar with a gradient (SimFed, Eq. 7)."""
     norms = [layer.mu.abs().sum() for _, layer in factorized_layers(module) if layer.mu is not None]
     return torch.stack(norms).sum() if norms else torch.zeros(())

@@ -1,0 +1,164 @@
+"""A page for every method: its docstring, its options, its paper, and a picture of what travels in a real round.
+
+The picture is measured, not drawn: a few rounds on the bundled digits, and the payloads of the last one.
+"""
+
+import logging
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import lightning as L
+import matplotlib
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+import lit_pfl.methods
+from lit_pfl import Client, Federation, Payload
+from lit_pfl.coordinator import Ledger
+from lit_pfl.data import Digits, Dirichlet
+from lit_pfl.models import CNN, Backbone
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+ROUNDS = 5  # enough for a pass of FedMA over its layers to begin anew
+#: how parts of a network are called in the pictures, and their colours (Okabe and Ito's, told apart by everybody)
+PARTS = {
+    "body": ("weights of the body", "#0072B2"),
+    "head": ("the head", "#E69F00"),
+    "u": ("factors u", "#56B4E9"),
+    "v": ("factors v", "#009E73"),
+    "mu": ("sparse mu", "#D55E00"),
+    "norm": ("norm layers", "#CC79A7"),
+    "norm_stats": ("running statistics", "#999999"),
+    "other": ("the method's own", "#F0E442"),
+}
+PAGE = """\
+# {name}
+
+```{{eval-rst}}
+.. autoclass:: lit_pfl.methods.{name}
+```
+
+## What travels
+
+![What a client sends and receives in a round of {name}]({name}.svg)
+
+{caption}
+
+## Paper
+
+```{{eval-rst}}
+.. bibliography::
+   :filter: key == "{name}"
+   :list: bullet
+```
+
+On the command line: `lit-pfl fit --model {name}`, or its configuration, `lit-pfl fit --config configs/{config}.yaml`.
+Options that every method has are those of {{py:class}}`lit_pfl.Client`.
+"""
+CAPTION = (
+    "Bytes that one client sends and receives in round {round}, encoded as the library counts them, beside its whole network; "
+    "a {network} among four clients with the ten digits."
+)
+
+
+class LastRound(Ledger):
+    """Keeps what client 0 sent and received last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[str, Payload] = {"sends": Payload({}), "receives": Payload({})}
+
+    def sent_up(self, client: int, upload: Payload) -> None:
+        super().sent_up(client, upload)
+        if client == 0:
+            self.sent["sends"] = upload
+
+    def sent_down(self, client: int, reply: Payload) -> None:
+        super().sent_down(client, reply)
+        if client == 0:
+            self.sent["receives"] = reply
+
+
+class Watched(Federation):
+    """A federation with such a ledger."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.coordinator.ledger = LastRound()
+
+
+def watched(method: type[Client]) -> Watched:
+    """Run a few rounds of a method."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    data = Digits(num_clients=4, partition=Dirichlet(1.0), image_size=16, train_fraction=0.05, test_fraction=0.9)
+    federation = Watched(method() if method is lit_pfl.methods.PsiNet else method(backbone=CNN), local_epochs=2, seed=1)
+    trainer = L.Trainer(
+        max_epochs=ROUNDS, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu", limit_val_batches=0, num_sanity_val_steps=0,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(federation, datamodule=data)
+    return federation
+
+
+def sizes(payload: Payload, roles: dict[str, str]) -> Counter[str]:
+    """Return the bytes of a payload by part of the network; names and shapes count with the method's own."""
+    parts: Counter[str] = Counter()
+    for name in payload:
+        factors = {name: payload.low_rank[name]} if name in payload.low_rank else {}
+        one = Payload({} if factors else {name: payload[name]}, payload.sparse & {name}, factors)
+        parts[roles.get(name, "other")] += one.nbytes
+    return parts
+
+
+def draw(method: type[Client], folder: Path) -> str:
+    """Draw what travels, and return the caption."""
+    federation = watched(method)
+    client = federation.clients[0]
+    learner: Backbone = client.backbone
+    whole: Counter[str] = Counter()
+    for name, tensor in client.learner.state_dict().items():
+        whole[client.roles()[name]] += tensor.nbytes
+    lanes = {"its network": whole}
+    lanes |= {way: sizes(payload, client.roles()) for way, payload in federation.coordinator.ledger.sent.items()}
+    figure, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
+    for lane, parts in lanes.items():
+        left = 0.0
+        for part, (label, colour) in PARTS.items():
+            if parts[part]:
+                axes.barh(lane, parts[part] / 1e3, left=left, color=colour, label=label, edgecolor="white")
+                left += parts[part] / 1e3
+        axes.text(left, lane, f" {sum(parts.values()) / 1e3:,.1f} kB", va="center", fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("kB")
+    axes.spines[["top", "right"]].set_visible(False)
+    labels = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(folder / f"{method.__name__}.svg", metadata={"Date": None})
+    plt.close(figure)
+    return CAPTION.format(round=ROUNDS, network=type(learner).__name__)
+
+
+@rank_zero_only
+def write_pages(app: object) -> None:
+    """Write all pages, where they are not there yet."""
+    folder = Path(app.srcdir) / "methods"  # type: ignore[attr-defined]
+    folder.mkdir(exist_ok=True)
+    torch.set_num_threads(1)
+    for name in lit_pfl.methods.__all__:
+        page = folder / f"{name}.md"
+        if not page.exists() or not page.with_suffix(".svg").exists():
+            caption = draw(getattr(lit_pfl.methods, name), folder)
+            page.write_text(PAGE.format(name=name, config=name.lower(), caption=caption))
+
+
+def setup(app: object) -> dict[str, bool]:
+    """Join the build."""
+    app.connect("builder-inited", write_pages)  # type: ignore[attr-defined]
+    return {"parallel_read_safe": True}
