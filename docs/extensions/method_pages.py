@@ -59,8 +59,8 @@ On the command line: `lit-pfl fit --model {name}`, or its configuration, `lit-pf
 Options that every method has are those of {{py:class}}`lit_pfl.Client`.
 """
 CAPTION = (
-    "Bytes that one client sends and receives in round {round}, encoded as the library counts them, beside its whole network; "
-    "a {network} among four clients with the ten digits."
+    "Bytes that one client sends and receives in round {round}, encoded as the library counts them, beside its whole "
+    "network; a {network} among four clients with the ten digits."
 )
 
 
