@@ -51,7 +51,7 @@ PAGE = """\
 
 ```{{eval-rst}}
 .. bibliography::
-   :filter: key == "{name}"
+   :filter: key % "^{name}$"
    :list: bullet
 ```
 
