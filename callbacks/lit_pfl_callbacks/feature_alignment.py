@@ -26,9 +26,9 @@ class FeatureAlignment(L.Callback):
     """Writes what the neurons of a classifier have learnt into ``features.csv`` of the run folder.
 
     For every layer, in the order in which they run: its number of neurons, its total variance (how far its neurons are
-    apart in the classes that they prefer) and the class that every neuron prefers most. At the end it shows the total
-    variance of all layers, the mean over clients, and suggests from which depth on to divide the network into groups of
-    classes.
+    apart in the classes that they prefer) and the class that every neuron prefers most, or -1 for none. At the end it
+    shows the total variance of all layers, the mean over clients, and suggests from which depth on to divide the
+    network into groups of classes.
 
     It works on any LightningModule that is a classifier: its ``forward`` maps a batch's first entry to (B, classes)
     logits, and the batch's second entry is (B,) labels. Validation data are used, or training data where there are

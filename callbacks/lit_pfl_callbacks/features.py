@@ -95,5 +95,5 @@ def sharing_depth(variances: Sequence[float]) -> int:
 
 
 def top_classes(preferences: Tensor) -> list[int]:
-    """Return the class that each of L neurons prefers most, of (L, C) preferences."""
-    return preferences.argmax(1).tolist()
+    """Return the class that each of L neurons prefers most, of (L, C) preferences; -1 for one that prefers none."""
+    return preferences.argmax(1).where(preferences.amax(1) > 0, -1).tolist()
