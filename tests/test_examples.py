@@ -1,5 +1,7 @@
 """The examples run, and do what they say."""
 
+import csv
+import math
 import runpy
 from pathlib import Path
 
@@ -31,3 +33,27 @@ def test_texts(capsys):
     alone, together = run("text.py", rounds=1)
     assert 0 < alone < 1
     assert f"FedPer: {together:.3f}, gain {together - alone:+.3f}" in capsys.readouterr().out
+
+
+def test_pictures_of_neurons(tmp_path):
+    """Two nodes with two of three classes each; of the divided layer both have the group of the last class only."""
+    module = runpy.run_path(str(EXAMPLES / "neurons.py"))
+    tops = {"shared": ("0 1 -1 2", "0 2 1 2"), "divided": ("0 0 2 -1", "1 1 2 2")}
+    rows = [
+        {"epoch": "5", "client": str(k), "position": i, "layer": layer, "total_variance": "0.5", "top_classes": own}
+        for i, (layer, both) in enumerate(tops.items(), 1) for k, own in enumerate(both)
+    ]  # fmt: skip
+    with (tmp_path / "features.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows([{**rows[0], "epoch": "1"}, *rows])
+    grids = module["top_classes"](module["read"](tmp_path), 3)
+    none, absent = module["NONE"], module["ABSENT"]
+    assert grids["shared"].tolist() == [[0, 1, none, 2], [0, 2, 1, 2]]
+    assert grids["divided"].tolist() == [[0, 0, absent, absent, 2, none], [absent, absent, 1, 1, 2, 2]]
+    assert module["agreement"](grids["shared"]) == 2 / 3
+    assert module["agreement"](grids["divided"]) == 1
+    assert math.isnan(module["agreement"](grids["divided"][:1]))
+    for name, options in (("neurons.png", {}), ("variance.svg", {"variance": True, "depth": 1})):
+        module["main"](str(tmp_path / name), [f"one={tmp_path}", f"other={tmp_path}"], classes="a b c", **options)
+        assert (tmp_path / name).stat().st_size > 5000

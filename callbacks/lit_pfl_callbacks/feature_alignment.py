@@ -12,7 +12,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lit_pfl_callbacks.features import class_preferences, sharing_depth, top_classes, total_variance
+from lit_pfl_callbacks.features import (
+    class_preferences,
+    preference_shares,
+    sharing_depth,
+    top_classes,
+    total_variance,
+)
 from lit_pfl_callbacks.run_folder import read_rows_before, run_folder, write_rows
 
 
@@ -20,8 +26,9 @@ class FeatureAlignment(L.Callback):
     """Writes what the neurons of a classifier have learnt into ``features.csv`` of the run folder.
 
     For every layer, in the order in which they run: its number of neurons, its total variance (how far its neurons are
-    apart in the classes that they prefer) and the class that every neuron prefers most. At the end it suggests from
-    which depth on to divide the network into groups of classes.
+    apart in the classes that they prefer) and the class that every neuron prefers most, or -1 for none. At the end it
+    shows the total variance of all layers, the mean over clients, and suggests from which depth on to divide the
+    network into groups of classes.
 
     It works on any LightningModule that is a classifier: its ``forward`` maps a batch's first entry to (B, classes)
     logits, and the batch's second entry is (B,) labels. Validation data are used, or training data where there are
@@ -30,9 +37,11 @@ class FeatureAlignment(L.Callback):
     Args:
         every_n_epochs: epochs, or rounds, between two measurements; by default the end of the training alone.
         batches: number of batches to measure on.
+        preferences: whether to write every neuron's preference of every class too, as shares of one, into
+            ``preferences.csv``.
 
     Attributes:
-        rows: what is in the file.
+        rows: what is in ``features.csv``.
         depth: the suggested number of layers to share, once measured.
 
     Raises:
@@ -42,15 +51,17 @@ class FeatureAlignment(L.Callback):
         Psi-Net, Fig. 1, Fig. 7, Eq. 2 and 5.
     """
 
-    def __init__(self, every_n_epochs: int | None = None, batches: int = 8) -> None:
+    def __init__(self, every_n_epochs: int | None = None, batches: int = 8, preferences: bool = False) -> None:
         if batches < 1 or (every_n_epochs is not None and every_n_epochs < 1):
             raise MisconfigurationException(
                 f"FeatureAlignment(every_n_epochs={every_n_epochs}, batches={batches}): give 1 or more."
             )
         self.every_n_epochs = every_n_epochs
         self.batches = batches
+        self.preferences = preferences
         self.rows: list[dict[str, Any]] | None = None
         self.depth: int | None = None
+        self._neurons: list[dict[str, Any]] | None = None
         self._measured = -1
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -63,30 +74,48 @@ class FeatureAlignment(L.Callback):
         if self._measured != trainer.current_epoch:
             self._measure(trainer, pl_module, trainer.current_epoch)
         if self.depth is not None:
-            rank_zero_info(
-                f"FeatureAlignment: half of the rise of total variance is reached after {self.depth} layers; "
-                f"Psi-Net would share these: depth={self.depth}."
-            )
+            rank_zero_info("\n".join(self._table()))
 
     def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
         if not trainer.is_global_zero:
             return
-        self._measured, path = epoch, run_folder(trainer) / "features.csv"
-        if self.rows is None:
+        self._measured, folder = epoch, run_folder(trainer)
+        path, neurons_path = folder / "features.csv", folder / "preferences.csv"
+        if self.rows is None or self._neurons is None:
             self.rows = read_rows_before(path, epoch, "epoch")
+            self._neurons = read_rows_before(neurons_path, epoch, "epoch")
         new: list[dict[str, Any]] = []
         for client, module, batches in _classifiers(trainer, pl_module):
             measured = measure_features(module, batches, self.batches)
             for position, (layer, preferences) in enumerate(measured.items(), start=1):
+                where = {"epoch": epoch, "client": client, "position": position, "layer": layer}
                 new.append({
-                    "epoch": epoch, "client": client, "position": position, "layer": layer,
-                    "neurons": len(preferences), "total_variance": total_variance(preferences),
+                    **where, "neurons": len(preferences), "total_variance": total_variance(preferences),
                     "top_classes": " ".join(map(str, top_classes(preferences))),
                 })  # fmt: skip
+                for neuron, shares in enumerate(preference_shares(preferences).tolist() if self.preferences else ()):
+                    self._neurons.append({**where, "neuron": neuron, **{f"class_{c}": p for c, p in enumerate(shares)}})
         self.rows += new
         self.depth = _suggested_depth(new)
         if trainer.loggers:
             write_rows(path, self.rows)
+            if self.preferences:
+                write_rows(neurons_path, self._neurons)
+
+    def _table(self) -> list[str]:
+        """Return lines that show the latest total variance of every layer, and what it suggests."""
+        latest = [row for row in self.rows or () if row["epoch"] == self._measured]
+        layers = {row["position"]: (row["layer"], row["neurons"]) for row in latest}
+        variances, greatest = _mean_variances(latest), max(_mean_variances(latest))
+        width = max(len(layer) for layer, _ in layers.values())
+        lines = [f"{'':>4} {'layer':<{width}} {'neurons':>7} total variance"]
+        for (position, (layer, neurons)), variance in zip(sorted(layers.items()), variances, strict=True):
+            bar = "#" * round(40 * variance / greatest) if greatest else ""
+            lines.append(f"{position:>4} {layer:<{width}} {neurons:>7} {variance:.3f} {bar}")
+        return [
+            *lines,
+            f"Half of the rise is reached after {self.depth} layers; Psi-Net would share these: depth={self.depth}.",
+        ]
 
 
 def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | None = None) -> dict[str, Tensor]:
@@ -185,9 +214,14 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
+def _mean_variances(rows: list[dict[str, Any]]) -> list[float]:
+    """Return every layer's total variance, the mean over clients."""
+    positions = sorted({row["position"] for row in rows})
+    values = [[float(row["total_variance"]) for row in rows if row["position"] == position] for position in positions]
+    return [sum(v) / len(v) for v in values]
+
+
 def _suggested_depth(rows: list[dict[str, Any]]) -> int | None:
     """Return the depth that the mean over clients speaks for."""
-    positions = sorted({row["position"] for row in rows})
-    values = [[row["total_variance"] for row in rows if row["position"] == position] for position in positions]
-    means = [sum(v) / len(v) for v in values]
+    means = _mean_variances(rows)
     return sharing_depth(means) if means and all(mean == mean for mean in means) else None

@@ -31,11 +31,28 @@ def class_preferences(activations: Tensor, gradients: Tensor, labels: Tensor, nu
     return sums.T
 
 
-def total_variance(preferences: Tensor) -> float:
-    """Return how far the neurons of a layer are apart in what they prefer.
+def preference_shares(preferences: Tensor) -> Tensor:
+    """Divide every neuron's preferences by their sum.
 
-    Every neuron's preferences are divided by their sum. What speaks against a class, a negative preference, counts as
-    none, so that the sum cannot vanish among entries of both signs; a neuron that prefers nothing is left out.
+    What speaks against a class, a negative preference, counts as none, so that the sum cannot vanish among entries of
+    both signs.
+
+    Args:
+        preferences: (L, C), see :func:`class_preferences`.
+
+    Returns:
+        (L, C), rows of sum 1; all zero for a neuron that prefers nothing.
+
+    Source:
+        Psi-Net, P of Eq. 5.
+    """
+    positive = preferences.double().clamp(min=0)
+    sums = positive.sum(1, keepdim=True)
+    return positive / sums.where(sums > 0, 1)
+
+
+def total_variance(preferences: Tensor) -> float:
+    """Return how far the neurons of a layer are apart in what they prefer; one that prefers nothing is left out.
 
     Args:
         preferences: (L, C), see :func:`class_preferences`.
@@ -51,9 +68,8 @@ def total_variance(preferences: Tensor) -> float:
         >>> round(total_variance(torch.tensor([[2.0, 0.0], [0.0, 5.0]])), 4)  # both sqrt(1/2) from their mean
         0.7071
     """
-    positive = preferences.double().clamp(min=0)
-    positive = positive[positive.sum(1) > 0]
-    vectors = positive / positive.sum(1, keepdim=True)
+    vectors = preference_shares(preferences)
+    vectors = vectors[vectors.any(1)]
     return float((vectors - vectors.mean(0)).norm(dim=1).mean())
 
 
@@ -79,5 +95,5 @@ def sharing_depth(variances: Sequence[float]) -> int:
 
 
 def top_classes(preferences: Tensor) -> list[int]:
-    """Return the class that each of L neurons prefers most, of (L, C) preferences."""
-    return preferences.argmax(1).tolist()
+    """Return the class that each of L neurons prefers most, of (L, C) preferences; -1 for one that prefers none."""
+    return preferences.argmax(1).where(preferences.amax(1) > 0, -1).tolist()

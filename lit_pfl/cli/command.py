@@ -251,6 +251,8 @@ def run(args: ArgsType) -> None:
         sys.path.append(here)
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*", category=FutureWarning)  # Lightning's, of PyTorch's
     warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")  # a resumed run's own
+    # a command beside Lightning's makes its own arguments of those of the process
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()
     )

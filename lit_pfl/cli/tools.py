@@ -6,7 +6,9 @@ from typing import Any
 
 #: by the command's name: its module, and what it does, for the overview. The module has ``add_options(parser)`` and
 #: ``run(options)``; its docstring is the command's description.
-TOOLS: dict[str, tuple[str, str]] = {}
+TOOLS: dict[str, tuple[str, str]] = {
+    "depth": ("lit_pfl.cli.depth", "suggest how many layers Psi-Net should share"),
+}
 
 
 def run_tool(name: str, args: list[str]) -> None:

@@ -57,7 +57,9 @@ class PartitionedDataModule(FederatedDataModule):
             ``train_fraction`` of 1, a validation part. Where there are no validation data, test data are scored every
             round, as such.
         train_fraction: share of the samples to train on; with ``split=official``, of the source's own training data.
-        test_fraction: share of the samples to test on; the rest is for validation. Not for ``split=official``.
+        test_fraction: share of the samples to test on. Not for ``split=official``.
+        val_fraction: share of the samples for validation, with ``split=official`` of the source's own training data; by
+            default all that are left. What is left beside it is not used.
         eval_samples: number of samples that a client is evaluated on with ``evaluate_on=alike``.
 
     Raises:
@@ -81,12 +83,16 @@ class PartitionedDataModule(FederatedDataModule):
         train_fraction: float = 0.8,
         test_fraction: float = 0.1,
         eval_samples: PositiveInt = 100,
+        val_fraction: float | None = None,
     ) -> None:
         super().__init__()
         if split == "pooled":
             check_fractions(train_fraction, test_fraction)
         elif not 0 < train_fraction <= 1:
             raise ConfigError(f"data.train_fraction={train_fraction}: give a share above 0 and up to 1.")
+        left = 1 - train_fraction - (test_fraction if split == "pooled" else 0)
+        if val_fraction is not None and not 0 <= val_fraction <= left + 1e-9:
+            raise ConfigError(f"data.val_fraction={val_fraction}: {max(left, 0):.3g} is left for it, or give less.")
         self.num_clients = num_clients
         self.partition = partition or IID()
         self.permute_labels = permute_labels
@@ -98,6 +104,7 @@ class PartitionedDataModule(FederatedDataModule):
         self.eval_samples = eval_samples
         self.train_fraction = train_fraction
         self.test_fraction = test_fraction
+        self.val_fraction = val_fraction
         self.data: Any = None
         self.device = torch.device("cpu")
 
@@ -205,11 +212,15 @@ class PartitionedDataModule(FederatedDataModule):
         if self.split == "official":
             pool, test = (members[rows] for rows in (members < self._num_train(data), members >= self._num_train(data)))
             train, val = np.split(pool[self._order(len(pool))], [round(len(pool) * self.train_fraction)])
-            return train, val, test
+            return train, self._some(val, len(pool)), test
         n = len(members)
         num_train, num_test = round(n * self.train_fraction), round(n * self.test_fraction)
         train, test, val = np.split(members[self._order(n)], [num_train, num_train + num_test])
-        return train, val, test
+        return train, self._some(val, n), test
+
+    def _some(self, val: np.ndarray, n: int) -> np.ndarray:
+        """Return what is for validation of the samples that are left of ``n``."""
+        return val if self.val_fraction is None else val[: round(n * self.val_fraction)]
 
     @staticmethod
     def _num_train(data: Any) -> Any:

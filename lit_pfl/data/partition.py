@@ -199,11 +199,14 @@ class ClientDirichlet(Partition):
 class ClassShards(Partition):
     """Every client has samples of exactly ``classes_per_client`` classes.
 
-    Every class is cut into equally many shards of equal size, none used twice, and the classes are dealt in turn, over
-    and over in one random order. What remains of a class when its shards are equal is not used.
+    Every class is cut into equally many shards of equal size, none used twice. What remains of a class when its shards
+    are equal is not used.
 
     Args:
         classes_per_client: number of classes C that a client has.
+        deal: who gets which classes: ``in_turn``: they are dealt over and over in one random order, so that few
+            different sets of classes come about (10 clients with 5 of 10 classes: two sets, without a class in common);
+            ``mixed``: every client gets those classes that most shards are left of, drawn among equals.
 
     Raises:
         ConfigError: when the K C shards are not equally many of every class.
@@ -212,8 +215,8 @@ class ClassShards(Partition):
         Psi-Net, Section 5.1, "N*C": N clients with C classes each, the data split equally without duplication.
     """
 
-    def __init__(self, classes_per_client: PositiveInt = 2) -> None:
-        self.classes_per_client = classes_per_client
+    def __init__(self, classes_per_client: PositiveInt = 2, deal: Literal["in_turn", "mixed"] = "in_turn") -> None:
+        self.classes_per_client, self.deal = classes_per_client, deal
 
     def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
         classes, sizes = np.unique(labels, return_counts=True)
@@ -225,9 +228,20 @@ class ClassShards(Partition):
             )
         cut = {c: rng.permutation(np.flatnonzero(labels == c)) for c in classes}
         cut = {c: members[: len(members) // shards * shards].reshape(shards, -1) for c, members in cut.items()}
-        deal = np.tile(rng.permutation(classes), shards).reshape(num_clients, self.classes_per_client)
+        deal = self._mixed if self.deal == "mixed" else self._in_turn
         pieces = {c: iter(shards_of_c) for c, shards_of_c in cut.items()}
-        return [np.sort(np.concatenate([next(pieces[c]) for c in own])) for own in deal]
+        return [np.sort(np.concatenate([next(pieces[c]) for c in own])) for own in deal(classes, num_clients, rng)]
+
+    def _in_turn(self, classes: Indices, num_clients: int, rng: np.random.Generator) -> Indices:
+        return np.resize(rng.permutation(classes), (num_clients, self.classes_per_client))
+
+    def _mixed(self, classes: Indices, num_clients: int, rng: np.random.Generator) -> Indices:
+        dealt, deal = np.zeros(len(classes)), []
+        for _ in range(num_clients):  # from the fullest, so that nobody finds shards of too few classes in the end
+            order = rng.permutation(len(classes))
+            deal.append(order[np.argsort(dealt[order], kind="stable")][: self.classes_per_client])
+            dealt[deal[-1]] += 1
+        return classes[np.stack(deal)]
 
     def _shards_of_a_class(self, num_clients: int, num_classes: int) -> int:
         own = self.classes_per_client

@@ -89,7 +89,20 @@ def test_training_goes_on_as_if_nobody_had_looked():
 def test_the_suggestion_is_said(caplog):
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         fit(callback=FeatureAlignment())
-    assert any("depth=" in message for message in caplog.messages)
+    [said] = [message for message in caplog.messages if "depth=" in message]
+    assert "1 features.0       4 0." in said
+    assert "2 hidden           5 0." in said
+
+
+def test_every_neurons_preferences_are_written_if_asked_for(tmp_path):
+    module = fit(tmp_path, 1, FeatureAlignment(preferences=True, batches=9))
+    rows = list(csv.DictReader((tmp_path / "run" / "preferences.csv").open()))
+    assert [(row["layer"], row["neuron"]) for row in rows] == [
+        *(("features.0", str(i)) for i in range(4)), *(("hidden", str(i)) for i in range(5))
+    ]  # fmt: skip
+    measured = torch.cat(list(measure_features(module, DataLoader(samples(), batch_size=8)).values())).clamp(min=0)
+    shares = torch.tensor([[float(row[f"class_{c}"]) for c in range(3)] for row in rows])
+    torch.testing.assert_close(shares, measured / measured.sum(1, keepdim=True).clamp(min=1e-30), rtol=1e-3, atol=1e-4)
 
 
 def test_every_client_of_a_federation_is_measured(tmp_path):

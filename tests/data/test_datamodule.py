@@ -115,6 +115,35 @@ def test_the_official_test_data_are_for_testing_and_nothing_else(train_fraction,
     assert sorted(data.everything("val").dataset.tolist()) == sorted(order[sizes[0] :])
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"split": "official", "train_fraction": 0.4, "val_fraction": 0.2}, (12, 6, 10)),
+        ({"split": "official", "train_fraction": 0.4, "val_fraction": 0.0}, (12, 0, 10)),
+        ({"train_fraction": 0.4, "test_fraction": 0.3, "val_fraction": 0.1}, (16, 4, 12)),
+        ({"train_fraction": 0.4, "test_fraction": 0.3, "val_fraction": 0.3}, (16, 12, 12)),
+    ],
+)
+def test_some_of_the_samples_may_be_left_unused(options, sizes):
+    data, all_used = (
+        Numbered(num_clients=2, partition=Uniform(), **{**options, **more}) for more in ({}, {"val_fraction": None})
+    )
+    for module in (data, all_used):
+        module.setup()
+    assert tuple(len(positions(data, part)) for part in PARTS) == sizes
+    for part in ("train", "test"):
+        assert positions(data, part).tolist() == positions(all_used, part).tolist()
+    assert set(data.whole["val"]) <= set(all_used.whole["val"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"val_fraction": 0.2}, {"val_fraction": -0.1}, {"split": "official", "val_fraction": 0.3}]
+)
+def test_a_share_for_validation_must_be_there(options):
+    with pytest.raises(ConfigError, match=r"data.val_fraction=.*(0\.1|0\.2) is left"):
+        digits(**options)
+
+
 def test_everything_has_the_labels_of_the_data_set():
     data = Numbered(num_clients=2, permute_labels=True, partition=Dirichlet(0.1), train_fraction=0.5, test_fraction=0.3)
     data.setup()

@@ -167,6 +167,7 @@ def test_client_dirichlet_draws_among_what_is_left():
     assert counts(labels, deal(ClientDirichlet(0.01, "reuse"), labels, 2, seed=9)).tolist() == [[50, 0], [0, 50]]
 
 
+@pytest.mark.parametrize("how", ["in_turn", "mixed"])
 @pytest.mark.parametrize(
     ("sizes", "num_clients", "own"),
     [
@@ -174,9 +175,9 @@ def test_client_dirichlet_draws_among_what_is_left():
         ([20] * 4, 3, 4), ([20] * 4, 4, 1), ([60] * 6, 9, 4), ([17], 5, 1),
     ],
 )  # fmt: skip
-def test_class_shards_are_equal_and_of_as_many_classes_as_asked_for(sizes, num_clients, own):
+def test_class_shards_are_equal_and_of_as_many_classes_as_asked_for(sizes, num_clients, own, how):
     labels = shuffled_labels(sizes)
-    clients = deal(ClassShards(own), labels, num_clients)
+    clients = deal(ClassShards(own, how), labels, num_clients)
     assert_deals_each_once(clients, len(labels), all_used=False)
     dealt = counts(labels, clients)
     assert ((dealt > 0).sum(1) == own).all()
@@ -200,6 +201,21 @@ def test_class_shards_deal_the_classes_in_turn():
     assert sets[0] | sets[1] == set(range(6))
     others = [set(np.flatnonzero(row)) for row in counts(labels, deal(ClassShards(4), labels, 9, seed=1))]
     assert sets != others
+
+
+def test_mixed_class_shards_are_of_many_sets_of_classes():
+    """10 clients with 5 of 10 classes: in turn there are two sets, which nobody has classes of both of."""
+    labels = shuffled_labels([30] * 10)
+    sets = {
+        how: {tuple(np.flatnonzero(row)) for row in counts(labels, deal(ClassShards(5, how), labels, 10))}
+        for how in ("in_turn", "mixed")
+    }
+    assert len(sets["in_turn"]) == 2
+    assert len(sets["mixed"]) >= 8
+    reached = set(next(iter(sets["mixed"])))
+    for _ in range(3):
+        reached |= {c for own in sets["mixed"] if reached & set(own) for c in own}
+    assert reached == set(range(10))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """FedMA: layers of permuted copies, of clients that miss rounds, and of whole federations on digits."""
 
+from functools import partial
 from itertools import permutations
 
 import lightning as L
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_pfl import Federation, Payload
+from lit_pfl.data import BalancedDirichlet, ClassShards
 from lit_pfl.errors import ConfigError
 from lit_pfl.factorization import Factorization
 from lit_pfl.lightning_internals import LastCheckpoint
@@ -348,6 +350,41 @@ def test_a_sub_round_costs_its_layer_and_no_more(permute_labels):
     assert sizes.elements[0] == 3 * (first + 2)
     total = 2 * sum(t.numel() for layer in layers for t in layer.values()) + beyond + 10 * (not permute_labels)
     assert sizes.elements[DEPTH] - sizes.elements[0] == 3 * (total - first + first + 2 * (DEPTH - 1))
+
+
+class Widths(L.Callback):
+    """The units of every global layer, and the elements sent until then, round by round."""
+
+    def __init__(self):
+        self.units, self.elements = [], []
+
+    def on_train_epoch_end(self, trainer, federation):
+        layer = list(federation.coordinator.server.model.values())[-1]
+        self.units.append(len(layer))
+        self.elements.append(federation.traffic.elements)
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "partition"), [(16, BalancedDirichlet(0.5)), (10, ClassShards(3, deal="mixed"))]
+)
+def test_a_communication_round_of_vgg_9_costs_what_its_layers_grow_to(num_clients, partition):
+    """Psi-Net's comparison: up goes every client's own layer, with the inputs that there are by then; down the global
+    one, and which of its units are the client's."""
+    widths, size = Widths(), 2
+    federation = Federation(FedMA(backbone=partial(VGG9, width=size), matching=Matching(gamma=50.0)), seed=3, threads=1)
+    data = digits(num_clients, partition=partition, train_fraction=0.2)
+    trainer(10, callbacks=[widths], check_val_every_n_epoch=99).fit(federation, datamodule=data)
+    own = [size * factor for factor in (1, 2, 4, 4, 8, 8, 16, 16)] + [10]
+    kernel = [9] * 6 + [1, 1, 1]  # of 8 x 8 pixels one is left where the fully connected layers begin
+    inputs, units, assigned = [1, *widths.units[:8]], widths.units[:9], [*own[:8], 0]
+    step, counts = 1, 10
+    up = [n * i * k + n + step for n, i, k in zip(own, inputs, kernel, strict=True)]
+    down = [n * i * k + n + a + step for n, i, k, a in zip(units, inputs, kernel, assigned, strict=True)]
+    assert all(grown >= before for grown, before in zip(units, own, strict=True))
+    assert units != own
+    first = own[0] * inputs[0] * 9 + own[0] + step  # of the second communication round
+    total = step + sum(up) + counts + sum(down) + first
+    assert widths.elements[-1] == num_clients * total
 
 
 # -------------------------------------------------------------------------------------------- who takes part, and when

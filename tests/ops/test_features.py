@@ -21,6 +21,10 @@ def test_preferences_sum_products_over_the_samples_of_a_class(places):
     assert top_classes(found) == expected.argmax(1).tolist()
 
 
+def test_a_neuron_that_prefers_nothing_has_no_top_class():
+    assert top_classes(torch.tensor([[0.0, -1.0, 0.0], [-2.0, -1.0, 3.0], [0.0, 0.0, 0.0]])) == [-1, 2, -1]
+
+
 def test_in_a_linear_classifier_a_neuron_prefers_by_activation_times_weight():
     """The paper's first example: the gradient of a logit is its weight."""
     features, weight = torch.rand(6, 4), torch.randn(3, 4)

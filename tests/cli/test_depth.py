@@ -1,0 +1,57 @@
+"""The command that suggests a sharing depth."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lit_pfl.cli import main
+
+TINY = str(Path(__file__).parents[1] / "conf/tiny.yaml")
+
+
+def read(folder: Path, name: str) -> list[dict[str, str]]:
+    with (folder / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_depth_is_where_the_neurons_preferences_spread(tmp_path, caplog):
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        save = f"--trainer.logger.save_dir={tmp_path}"
+        main(["depth", "--config", TINY, "--epochs", "1", "--batches", "1", "--", save])
+    folder = tmp_path / "depth/version_0"
+    layers, neurons = read(folder, "features.csv"), read(folder, "preferences.csv")
+    assert {row["client"] for row in layers} == {"0"}  # one node alone, whatever the configuration says
+    assert len(layers) == 8  # ResNet-9's convolutions; the classifier's neurons are the classes
+    expected = []
+    for layer in layers:
+        own = [row for row in neurons if row["layer"] == layer["layer"]]
+        assert len(own) == int(layer["neurons"])
+        shares = np.array([[float(row[f"class_{c}"]) for c in range(10)] for row in own])
+        tops = [int(row.argmax()) if row.any() else -1 for row in shares]
+        assert [int(c) for c in layer["top_classes"].split()] == tops
+        shares = shares[shares.sum(1) > 0]
+        np.testing.assert_allclose(shares.sum(1), 1)
+        expected.append(np.mean([np.linalg.norm(row - shares.mean(0)) for row in shares]))
+        np.testing.assert_allclose(float(layer["total_variance"]), expected[-1])
+    middle = (min(expected) + max(expected)) / 2
+    depth = max(1, next(i for i, variance in enumerate(expected) if variance >= middle))
+    [said] = [message for message in caplog.messages if "total variance" in message]
+    assert said.endswith(f"depth={depth}.")
+    assert all(f"{variance:.3f}" in said for variance in expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config", "nowhere.yaml"], "nowhere.yaml"), (["--epochs", "some"], "--epochs"),
+        (["--batches", "0"], "--batches"), (["--config", TINY, "--", "--data.image_sise", "3"], "image_sise"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["depth", *words])
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
