@@ -21,6 +21,7 @@ PAPERS = Path(__file__).parent.parent / "configs/paper"
 FACTORIZED, SIMFED = PAPERS / "factorized_fl", PAPERS / "simfed"
 PSI, SLR = PAPERS / "psi_net", PAPERS / "fedslr"
 OVERLAY = [FACTORIZED / "rows/factorized_fl_domain.yaml", FACTORIZED / "released_code.yaml"]
+RATE = SLR / "per_fedavg_rate.yaml"
 
 
 def files(*folders: Path) -> list[Path]:
@@ -43,7 +44,8 @@ CELLS = [
     for i in range(max(len(rows), len(columns)))
 ]
 CELLS += [[file] for file in files(FACTORIZED / "fig8i", PSI / "fig7")] + [
-    [*OVERLAY, FACTORIZED / "columns/domains.yaml"]
+    [*OVERLAY, FACTORIZED / "columns/domains.yaml"],
+    [SLR / "rows/per_fedavg.yaml", SLR / "columns/cifar100_noniid.yaml", RATE],
 ]
 
 
@@ -100,7 +102,7 @@ def test_every_row_and_every_column_makes_a_method_and_data(cells, cell):
     assert config.data.batch_size == batch_size
     assert config.data.evaluate_on == evaluate_on
     assert config.federation.evaluate == evaluate
-    assert tuple(optimizer(config.model).values()) == expected
+    assert tuple(optimizer(config.model).values()) == ((1e-3, *expected[1:]) if RATE in cell else expected)
     backbone = config.model.make_backbone(3, 10)
     assert next(layer for layer in backbone.modules() if isinstance(layer, torch.nn.Conv2d)).out_channels == 64
     assert config.model.share_head is None
@@ -295,9 +297,7 @@ def test_figure_7_measures_a_node_alone(made):
 def test_columns_of_fedslr_are_the_papers_setting(made, data, split):
     config = made(f"fedslr/columns/{data}_{split}")
     classes = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200}[data]
-    images, training = (110_000, 100_000) if classes == 200 else (60_000, 50_000)
-    assert (config.data.num_classes, round(images * config.data.train_fraction)) == (classes, training)
-    assert round(images * config.data.test_fraction) == images - training
+    assert (config.data.num_classes, config.data.split, config.data.train_fraction) == (classes, "official", 1)
     network = config.model.make_backbone(3, classes)
     sizes = {10: 11_173_952, 100: 11_220_032, 200: 11_279_112}
     assert sum(p.numel() for p in network.parameters()) == sizes[classes]

@@ -1,7 +1,7 @@
 """FedSpa: every client trains and exchanges only the weights that its own mask keeps."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Literal
 
@@ -28,10 +28,10 @@ class FedSpa(Client):
     masked weights, and uploads the difference; the server subtracts the mean of these, everybody counting the same.
     After training the client exchanges a share of its active weights: the smallest for those where the gradient of the
     dense network is largest. Masked are the weights of convolutions and linear layers among what travels; biases and
-    normalisation layers are dense. With density 1 this is FedAvg with equal weights.
+    normalisation layers are dense, and count. With density 1 this is FedAvg with equal weights.
 
     Args:
-        density: share of active weights, in all masked layers together (Erdos-Renyi-kernel densities).
+        density: share of what travels that is active, in all layers together (Erdos-Renyi-kernel densities).
         prune_rate: share of the active weights that are exchanged after the first round; falls to 0 along a cosine.
         rounds: number of rounds T after which masks stay as they are; give the number that is run.
         regrow: which weights become active: those with the largest ``gradient`` of a batch, any at ``random``, or
@@ -72,8 +72,9 @@ class FedSpa(Client):
         self.regrow, self.common_masks = regrow, common_masks
 
     def configure_state(self) -> None:  # noqa: D102
-        weights = {name: weight for name, weight in self.shared_weights().items() if weight.dim() > 1}
-        densities = erk_densities({name: weight.shape for name, weight in weights.items()}, self.density)
+        everything = self.shared_weights()
+        weights = {name: weight for name, weight in everything.items() if weight.dim() > 1}
+        densities = self._densities({name: weight.shape for name, weight in everything.items()}, weights.keys())
         seed = int(torch.randint(2**31, ())) + (0 if self.common_masks else 1 + self.spec.client_id)
         generator = torch.Generator().manual_seed(seed)
         active = {name: max(1, round(densities[name] * weight.numel())) for name, weight in weights.items()}
@@ -82,6 +83,16 @@ class FedSpa(Client):
         self.register_buffer(ROUND, torch.tensor(0))  # loaded from every reply
         for name, weight in weights.items():
             weight.register_post_accumulate_grad_hook(partial(self._mask_gradient, name))
+
+    def _densities(self, shapes: Mapping[str, torch.Size], masked: Set[str]) -> dict[str, float]:
+        try:
+            return erk_densities(shapes, self.density, shapes.keys() - masked)
+        except ValueError:
+            small, total = (sum(shapes[name].numel() for name in names) for names in (shapes.keys() - masked, shapes))
+            raise ConfigError(
+                f"model.density={self.density}: biases and normalisation layers, which have no masks, are "
+                f"{small / total:.2g} of what travels already; give more."
+            ) from None
 
     def _mask_gradient(self, name: str, weight: Tensor) -> None:
         assert weight.grad is not None

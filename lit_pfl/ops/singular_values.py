@@ -8,10 +8,14 @@ from torch import Tensor
 
 #: the largest error that the shorter ways may add, as a share of the matrix (Frobenius norms)
 TOLERANCE = 5e-6
-#: how close to the threshold, as a share of it, a singular value may be and count as outside without a closer look
-INNER = 0.8
-#: how often a subspace is iterated before the whole matrix is decomposed instead
-STEPS = 8
+#: within which shares of the threshold lies what singular values outside a subspace are taken to stay below
+LOWEST, HIGHEST = 0.4, 0.9
+#: how wide a subspace is worth while, as a share of the shorter side
+WIDEST = 0.5
+#: from which ratio of its sides on a matrix is decomposed by way of ``A^T A``, in twice the precision
+OBLONG = 1.5
+#: how often the subspace is iterated before the whole matrix is decomposed instead
+STEPS = 4
 
 
 class Factors(NamedTuple):
@@ -36,8 +40,9 @@ def threshold_singular_values(
     * Where it is known about where to look (``near``) and few singular values exceed the threshold, a subspace is
       iterated towards theirs. It is taken once what it leaves out is seen to be below the threshold, and nearly
       orthogonal to what it holds.
-    * The eigenvectors of ``A^T A`` in double precision. Its rounding errors, about ``n eps ||A||^2``, move the result
-      by that divided by the threshold: far below single precision, unless the threshold is tiny beside the matrix.
+    * Of an oblong matrix the eigenvectors of ``A^T A`` in double precision. Its rounding errors, about
+      ``n eps ||A||^2``, move the result by that divided by the threshold: far below single precision, unless the
+      threshold is tiny beside the matrix.
     * The singular value decomposition.
 
     Matrices of one shape are decomposed as one batch. Nothing is drawn from random generators.
@@ -101,7 +106,8 @@ def _of_all(stack: Tensor, thresholds: list[float]) -> list[Factors]:
         return [Factors(f.right.T, f.left.T) for f in _of_all(stack.mT, thresholds)]
     eps, sizes = torch.finfo(torch.float64).eps, torch.linalg.matrix_norm(stack)
     worst = stack.shape[2] * eps * float((sizes / torch.tensor(thresholds).to(sizes)).max())
-    if worst > TOLERANCE or stack.dtype == torch.float64:
+    square = stack.shape[1] < OBLONG * stack.shape[2]
+    if square or worst > TOLERANCE or stack.dtype == torch.float64:
         u, s, vt = torch.linalg.svd(stack, full_matrices=False)
         return [_shrunk(*parts) for parts in zip(u, s, vt.mT, thresholds, strict=True)]
     wide = stack.double()
@@ -128,33 +134,36 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
 
     With orthonormal Q, ``B = Q^T A = W S V^T`` and the rest ``R = A - Q B``, the error of taking Q B for A is, to first
     order, ``(s - t) sqrt(s^2 + o^2) / (s^2 - o^2)`` times ``R v`` of every kept s, with t the threshold and o the
-    largest singular value of what is outside; to second order it is added the square of all ``R v`` over t.
+    largest singular value of what is outside; to second order it is added the square of ``R v`` over ``s - o``.
     """
-    small, width = min(matrix.shape), 2 * near.shape[0] + 16
-    if matrix.dtype != torch.float32 or threshold <= 0 or 2 * width > small:
+    small, extra = min(matrix.shape), len(near) // 16 + 16
+    if matrix.dtype != torch.float32 or threshold <= 0:
         return None
     generator = torch.Generator().manual_seed(0)
-    around = torch.randn(matrix.shape[1], width - len(near), generator=generator).to(matrix)
-    basis = torch.cat([torch.nn.functional.normalize(near), around.T / matrix.shape[1] ** 0.5]).T
-    outside, enough = INNER * threshold, TOLERANCE * float(matrix.norm())
+    enough = TOLERANCE * float(matrix.norm())
+    basis = torch.nn.functional.normalize(near).T
     errors: list[float] = []
-    image = matrix @ basis
     for steps_left in reversed(range(STEPS)):
-        q = _orthonormal(image)
+        if extra:
+            around = torch.randn(extra, matrix.shape[1], generator=generator).to(matrix)
+            basis = torch.cat([basis, around.T / matrix.shape[1] ** 0.5], 1)
+        if basis.shape[1] > WIDEST * small:
+            return None
+        q = _orthonormal(matrix @ _orthonormal(matrix.T @ _orthonormal(matrix @ basis)))
         z = matrix.T @ q
         squares, w = (t.flip(-1) for t in torch.linalg.eigh(z.T.double() @ z.double()))
         s = squares.clamp(min=float(squares[0]) * 1e-14).sqrt()
         w, s32 = w.to(matrix.dtype), s.to(matrix.dtype)
-        basis = z @ (w / s32)
-        image = matrix @ basis
-        u = q @ w
-        apart = (image - u * s32).norm(dim=0).double()
+        basis, u = z @ (w / s32), q @ w
+        outside = min(max(2 * float(s[-1]), LOWEST * threshold), HIGHEST * threshold)
         kept, near_enough = s > threshold, s > outside
-        if bool(near_enough.all()):
-            return None
+        extra = len(s) // 2 if near_enough.all() else 0
+        if extra:
+            continue
+        apart = (matrix @ basis - u * s32).norm(dim=0).double()
         weight = (s - threshold) * (s**2 + outside**2).sqrt() / (s**2 - outside**2)
-        error = (weight * apart)[kept].norm() + apart[near_enough].square().sum() / threshold
-        errors.append(float(error))
+        second = apart.square() / (s - outside).clamp(min=threshold - outside)
+        errors.append(float((weight * apart)[kept].norm() + second[near_enough].sum()))
         if errors[-1] <= enough:
             inner = u[:, near_enough] * s32[near_enough], basis[:, near_enough]
             if not _all_below(matrix, *inner, outside, threshold):
@@ -162,7 +171,7 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
             root = (s[kept] - threshold).sqrt()
             left = u[:, kept] * root.to(matrix.dtype)
             return Factors(left, (z @ (w[:, kept] * (root / s[kept]).to(matrix.dtype))).T)
-        if len(errors) > 2 and errors[-1] * (errors[-1] / errors[-2]) ** steps_left > enough:
+        if len(errors) > 1 and errors[-1] * (errors[-1] / errors[-2]) ** steps_left > enough:
             return None
     return None
 

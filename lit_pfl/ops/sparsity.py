@@ -1,29 +1,35 @@
 """Sparse weights: how dense every layer is, and which of its weights are active."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor
 
 
-def erk_densities(shapes: Mapping[str, torch.Size], density: float) -> dict[str, float]:
+def erk_densities(shapes: Mapping[str, torch.Size], density: float, dense: Set[str] = frozenset()) -> dict[str, float]:
     """Return the Erdos-Renyi-kernel densities of layers.
 
     A layer's share of active weights is proportional to ``sum(shape) / prod(shape)``, so that large layers are sparser.
-    A layer that would exceed 1 is dense, and the others are scaled up to make good for it.
+    A layer that would exceed 1 is dense, and so that all together have their density, the others are that much sparser.
 
     Args:
         shapes: the shape of every layer's weight.
         density: share of active weights in all layers together, above 0 and up to 1.
+        dense: names of those that are dense whatever their shape.
 
     Returns:
         Every layer's density, by name.
+
+    Raises:
+        ValueError: when the dense ones alone are more than the density allows for.
 
     Source:
         Evci et al. 2020 (RigL), Section 3; used by FedSpa.
     """
     total = sum(shape.numel() for shape in shapes.values())
-    dense: set[str] = set()
+    fixed = sum(shapes[name].numel() for name in dense)
+    if fixed >= density * total and fixed < total:
+        raise ValueError(f"{fixed} of {total} weights are dense, which is not below a density of {density}.")
     while sparse := {name: shape for name, shape in shapes.items() if name not in dense}:
         budget = density * total - sum(shapes[name].numel() for name in dense)
         scale = budget / sum(sum(shape) for shape in sparse.values())

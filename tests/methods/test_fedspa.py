@@ -165,9 +165,10 @@ def adamw(parameters):
 def test_masked_weights_stay_zero_and_the_density_stays_exact(optimizer, regrow, options):
     made = client(Watched, optimizer=optimizer, density=0.3, rounds=6, regrow=regrow)
     federation = run(made, digits(2, batch_size=256), rounds=4, local_epochs=2, client_trainer=options)
-    expected = erk_densities({CONV: torch.Size([4, 1, 3, 3]), HEAD: torch.Size([10, 16])}, 0.3)
+    shapes = {CONV: torch.Size([4, 1, 3, 3]), HEAD: torch.Size([10, 16]), "biases and batch norm": torch.Size([22])}
+    expected = erk_densities(shapes, 0.3, {"biases and batch norm"})
     active = {CONV: round(expected[CONV] * 36), HEAD: round(expected[HEAD] * 160)}
-    assert abs(sum(active.values()) - 0.3 * 196) <= 1
+    assert abs(sum(active.values()) + 22 - 0.3 * 218) <= 1
     for member in federation.clients.values():
         assert len(member.notes) == 4
         previous = None
@@ -302,8 +303,8 @@ def test_traffic_is_that_of_active_weights_and_of_masks(regrow):
     made = client(FedSpa, backbone=TwoLayers, density=0.5, regrow=regrow)
     federation = run(made, digits(2), rounds=rounds)
     active = sum(int(mask.sum()) for mask in masks(federation, 0).values())
-    assert active == pytest.approx(0.5 * (64 * 12 + 12 * 10), abs=1)
     dense = 12 + 10
+    assert active + dense == pytest.approx(0.5 * (64 * 12 + 12 * 10 + dense), abs=1)
     packed = (888 // 8) * (regrow != "none")
     # every payload says where its non-zero weights are; a round number goes down, new masks go up
     down = 4 * (active + dense) + 768 // 8 + 120 // 8 + 8
@@ -336,7 +337,7 @@ def test_heads_stay_at_home_and_dense_where_labels_differ():
     states = weights(federation)
     for k, member in federation.clients.items():
         assert list(member.masks) == [CONV]
-        assert int(member.masks[CONV].sum()) == round(0.3 * 36)
+        assert int(member.masks[CONV].sum()) == round(0.3 * (36 + 12) - 12)  # 12 in bias and batch norm
         assert not any("head" in name for name in [*member.upload(), *federation.coordinator.server.reply(k)])
         assert states[k][HEAD].all()
     assert not torch.equal(states[0][HEAD], states[1][HEAD])
@@ -365,6 +366,11 @@ def test_resumed_equals_uninterrupted(tmp_path, regrow):
 def test_errors(option, value):
     with pytest.raises(ConfigError, match=rf"model\.{option}={value}: give a share"):
         FedSpa(**{option: value})
+
+
+def test_a_density_below_what_has_no_masks_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.density=0\.1: biases and normalisation layers, .* are 0\.1 of what"):
+        run(client(FedSpa, density=0.1), digits(2), rounds=1)
 
 
 def test_factorized_weights_are_refused():

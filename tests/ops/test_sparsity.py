@@ -37,6 +37,16 @@ def test_large_layers_are_sparser_and_small_ones_dense():
     assert ratio == pytest.approx((198 / (128 * 64 * 9)) / (518 / (256 * 256 * 9)))
 
 
+def test_what_is_dense_in_any_case_counts():
+    sizes = {name: shape.numel() for name, shape in shapes().items()}
+    densities = erk_densities(shapes(), 0.3, {"middle"})
+    assert densities["middle"] == densities["first"] == 1
+    assert sum(densities[name] * sizes[name] for name in sizes) == pytest.approx(0.3 * sum(sizes.values()))
+    assert set(erk_densities(shapes(), 1.0, set(SHAPES)).values()) == {1.0}
+    with pytest.raises(ValueError, match=f"{sizes['last']} of .* weights are dense"):
+        erk_densities(shapes(), 0.3, {"last"})
+
+
 @pytest.mark.parametrize("active", [0, 1, 17, 60])
 def test_random_masks_have_as_many_active_weights(active):
     masks = [random_mask(torch.Size([3, 4, 5]), active, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
