@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 #: from the top; a module imports only from lines below its own, or its own
 FLOORS = [
+    {"lit_pfl.__main__"},
     {"lit_pfl.cli"},
     {"lit_pfl.testing"},
     {"lit_pfl"},
