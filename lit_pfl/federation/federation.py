@@ -97,17 +97,18 @@ class Federation(Scoring, Checkpointing):
         self.automatic_optimization = False
         # Not a submodule: a LightningModule hands its own Trainer down to those.
         self.__dict__["prototype"] = client
-        self.local_epochs = local_epochs or client.fewest_epochs
+        # plain numbers, since a checkpoint has no others: the command line gives numbers of types of its own
+        self.local_epochs = int(local_epochs or client.fewest_epochs)
         self.participation = participation
         self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
         self.quorum = quorum
-        self.seed = seed
+        self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.client_trainer = client_trainer or {}
         self.if_not_saved = if_not_saved
         self.clients = {}
-        self._given_seed = seed
+        self._given_seed = self.seed
         self._asked_to_stop = False
 
     # ------------------------------------------------------------------------------------------------------ setting up
