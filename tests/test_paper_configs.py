@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,22 @@ CELLS += [[file] for file in files(FACTORIZED / "fig8i", PSI / "fig7")] + [
     [*OVERLAY, FACTORIZED / "columns/domains.yaml"],
     [SLR / "rows/per_fedavg.yaml", SLR / "columns/cifar100_noniid.yaml", RATE],
 ]
+#: what may lie over a cell
+OVER = [
+    [OVERLAY[0], start, FACTORIZED / "fig8/similarity.yaml", FACTORIZED / "columns/domains.yaml"]
+    for start in files(FACTORIZED / "starts")
+] + [
+    [SIMFED / "rows/simfed.yaml", SIMFED / "starts/paper.yaml", SIMFED / "columns/superclasses.yaml"],
+    [SLR / "rows/per_fedavg.yaml", SLR / "columns/cifar10_iid.yaml", SLR / "per_fedavg_rate.yaml"],
+]  # fmt: skip
+SCALES = [
+    [paper / f"rows/{row}.yaml", paper / f"columns/{column}.yaml", paper / f"{scale}.yaml"]
+    for scale in ("middle", "reduced")
+    for paper, row, column in (
+        (FACTORIZED, "factorized_fl_permuted", "cifar10_permuted_noniid"), (SIMFED, "simfed", "cifar10_permuted_iid"),
+        (PSI, "vgg9_psi", "cifar10_10x3"), (SLR, "fedslr", "cifar10_noniid"),
+    )
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +149,37 @@ def test_rows_and_columns_say_nothing_about_each_other():
 
 def test_every_file_of_the_papers_is_used_and_builds_on_others():
     """A file that no row or column is built on would go stale unseen."""
-    used = {Path(name).resolve() for cell in CELLS for file in cell for name in with_fragments(str(file))}
-    assert {file.resolve() for file in PAPERS.rglob("*.yaml")} <= used
+    cells = CELLS + OVER + SCALES
+    used = {Path(name).resolve() for cell in cells for file in cell for name in with_fragments(str(file))}
+    there = {file.resolve() for file in PAPERS.rglob("*.yaml")}
+    assert {file for file in there if "printed" not in yaml.safe_load(file.read_text())} <= used
+
+
+@pytest.mark.parametrize("cell", SCALES, ids=lambda cell: "-".join(file.stem for file in (cell[0], cell[2])))
+def test_a_scale_makes_any_cell_small(cells, cell):
+    config = cells(cell)
+    width = {"middle": 16, "reduced": 8}[cell[2].stem]
+    backbone = config.model.make_backbone(3, 10)
+    assert next(layer for layer in backbone.modules() if isinstance(layer, torch.nn.Conv2d)).out_channels == width
+    assert (config.data.image_size, config.federation.threads) == (16, 1)
+    paper = cells(cell[:2])
+    assert config.trainer.max_epochs <= paper.trainer.max_epochs
+    assert type(config.model) is type(paper.model)
+    assert config.data.train_fraction == paper.data.train_fraction
+    assert type(config.data.partition) is type(paper.data.partition)
+
+
+def test_what_goes_over_a_cell_changes_what_it_says(cells):
+    starts = {cell[1].stem: cells(cell) for cell in OVER}
+    assert {name: starts[name].model.factorization.start for name in ("dense", "released", "paper")} == {
+        "dense": "dense", "released": "released", "paper": "paper"
+    }  # fmt: skip
+    assert starts["dense"].model.rule.min_matches == 4
+    [similarity] = starts["dense"].trainer.callbacks
+    names = [f"learner.backbone.{name}" for name in starts["dense"].model.make_backbone(3, 10).state_dict()]
+    last = max(name for name in names if ".body." in name and name.endswith(".0.weight")).removesuffix("weight")
+    assert re.search(similarity.groups["v of the last convolution"], f"{last}v")
+    assert optimizer(cells(OVER[-1]).model)["lr"] == 1e-3
 
 
 @pytest.mark.parametrize(
