@@ -1,0 +1,130 @@
+"""The results of runs: a line each, in a file a paper, so that nothing is run twice."""
+
+import csv
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tables import Run
+
+from lit_pfl.lightning_internals import read_checkpoint
+from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.run_folder import read_rows
+
+
+class Results:
+    """The results of a paper's runs, ``PAPER.jsonl``.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def of(self, run: Run, seed: int) -> dict[str, Any] | None:
+        """Return the result of a run; None where there is none of this configuration."""
+        return self._all().get((run.fingerprint, seed))
+
+    def of_all_seeds(self, run: Run) -> list[dict[str, Any]]:
+        """Return the results of a run, by seed."""
+        return [result for (fingerprint, _), result in sorted(self._all().items()) if fingerprint == run.fingerprint]
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Add a result, in its place by scale, name and seed, so that the order of runs leaves no trace."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(self.path.parent):
+            everything = {**self._all(), (result["configuration"], result["seed"]): result}
+            lines = sorted(everything.values(), key=lambda r: (r["scale"], r["run"], r["configuration"], r["seed"]))
+            with replacing(self.path) as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def _all(self) -> dict[tuple[str, int], dict[str, Any]]:
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return {(result["configuration"], result["seed"]): result for result in map(json.loads, lines)}
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait for other runners that add a result."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def collect(folder: Path, run: Run, seed: int, clients_a_domain: int | None) -> dict[str, Any]:
+    """Return the result of a run that has come to its end.
+
+    Args:
+        folder: its run folder.
+        run: the run.
+        seed: its seed.
+        clients_a_domain: where clients come in domains of so many, one domain after the other.
+    """
+    last = read_rows(folder / "metrics.csv")[-1]
+    with (folder / "clients.csv").open(newline="") as file:
+        tested = [row for row in csv.DictReader(file) if row["split"] == "test" and row["round"] == last["round"]]
+    checkpoint = read_checkpoint(folder / "checkpoints" / "last.ckpt", mmap=True)
+    models: dict[str, list[float | None]] = {}
+    for row in tested:
+        models.setdefault(row["model"].partition(":")[0], []).append(_rounded(row["acc"]))
+    result = {
+        "run": run.name,
+        "scale": run.scale,
+        "configuration": run.fingerprint,
+        "seed": seed,
+        "rounds": int(float(last["round"])),
+        "scores": {name: _rounded(value) for name, value in last.items() if name.startswith("test/") and value},
+        "clients": models,
+        "elements": checkpoint["federation"]["coordinator"]["ledger"]["elements"],
+        "parameters": _parameters(checkpoint["federation"]["clients"]),
+        "seconds": round(checkpoint["callbacks"]["Timer"]["time_elapsed"]["train"], 1),
+    }
+    if clients_a_domain is not None and (folder / "similarity.csv").exists():
+        result["similarity"] = _similarity(folder / "similarity.csv", clients_a_domain)
+    return result
+
+
+def _rounded(value: str) -> float | None:
+    return round(float(value), 6) if value else None
+
+
+def _parameters(clients: dict[int, dict[str, Any]]) -> float:
+    """Return the entries of a client's trained weights that are not zero, the mean over clients."""
+
+    def of(state: dict[str, Any]) -> int:
+        weights = (
+            tensor
+            for name, tensor in state.items()
+            if name.startswith(("learner.", "personal.")) and tensor.is_floating_point() and "running_" not in name
+        )
+        return sum(int(tensor.count_nonzero()) for tensor in weights)
+
+    return sum(of(client["state_dict"]) for client in clients.values()) / len(clients)
+
+
+def _similarity(path: Path, clients_a_domain: int) -> dict[str, dict[str, list[float]]]:
+    """Return the mean cosine of pairs of one domain and of two, by group, at the first round and every quarter."""
+    rows = read_rows(path)
+    rounds = max(int(row["round"]) for row in rows)
+    shown = dict.fromkeys([1, *(max(1, rounds * quarter // 4) for quarter in (1, 2, 3, 4))])
+
+    def means(group: str, at: int) -> Iterator[float]:
+        for same in (True, False):
+            cosines = [
+                float(row["cosine"])
+                for row in rows
+                if (row["group"], int(row["round"])) == (group, at)
+                and (int(row["client"]) // clients_a_domain == int(row["other"]) // clients_a_domain) == same
+            ]
+            yield round(sum(cosines) / len(cosines), 4)
+
+    groups = dict.fromkeys(row["group"] for row in rows)
+    return {group: {str(at): list(means(group, at)) for at in shown} for group in groups}

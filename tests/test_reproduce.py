@@ -1,0 +1,346 @@
+"""The runner of the papers' tables: what it reads, what it writes, and that it can be stopped at any time."""
+
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from lit_pfl.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "reproduce" / "run.py"
+PAPERS = ROOT / "configs" / "paper"
+TABLES = [
+    (path.parent.name, path.stem)
+    for path in sorted(PAPERS.glob("*/*.yaml"))
+    if "printed" in yaml.safe_load(path.read_text())
+]
+
+
+@pytest.fixture(scope="module")
+def reproduce():
+    """The modules beside the script."""
+    names = ("tables", "results", "page", "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    for name in names:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def printed(reproduce):
+    """All tables of the papers."""
+    return {(paper, name): reproduce.tables.Table(PAPERS / paper, name) for paper, name in TABLES}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A folder of papers with one small table, at two scales."""
+    paper = tmp_path / "papers" / "tiny"
+    contents = {
+        "rows/alone": {"model": {"class_path": "StandAlone"}},
+        "rows/averaged": {"model": {"class_path": "FedAvg"}},
+        "rows/same": {"fragments": ["averaged.yaml"]},
+        "columns/digits": {
+            "model": {"init_args": {"backbone": {"class_path": "MLP"}}},
+            "data": {"class_path": "Digits", "init_args": {"num_clients": 4, "evaluate_on": "all", "batch_size": 32}},
+            "federation": {"local_epochs": 1, "threads": 1},
+            "trainer": {"max_epochs": 25, "accelerator": "cpu"},
+        },
+        "columns/few": {"fragments": ["digits.yaml"], "data": {"init_args": {"train_fraction": 0.1}}},
+        "middle": {"trainer": {"max_epochs": 2}},
+    }
+    for name, content in contents.items():
+        path = paper / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(content))
+    (paper / "table1.yaml").write_text("""
+title: Tiny, Table 1
+about: Digits.
+columns: {All: columns/digits, Few: columns/few, First: {run: columns/few, clients: [0]}}
+rows:
+  Stand-Alone: rows/alone
+  FedAvg: rows/averaged
+  FedAvg, again: {run: rows/same, as: FedAvg}
+first: {columns: [Few], rows: [FedAvg]}
+printed:
+  Stand-Alone: [90.00 ± 0.10, 64.20 ± xx.x, ~50]
+  FedAvg: [91.5 ± 1.4, 70, 60.00]
+cost: {FedAvg: 20.39}
+""")
+    return tmp_path
+
+
+def arguments(folder: Path, *options: str) -> list[str]:
+    places = ["--papers", folder / "papers", "--runs", folder / "runs", "--results", folder / "results"]
+    return ["tiny", "table1", *map(str, places), "--at_once=2", *options]
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), *arguments(folder, *options)]
+
+
+# ------------------------------------------------------------------------------------------------ what the papers print
+
+
+@pytest.mark.parametrize(("paper", "name"), TABLES)
+def test_every_table_is_whole(printed, paper, name):
+    table = printed[paper, name]
+    assert table.runs()
+    for run, _ in table.runs():
+        assert all(path.is_file() for path in run.paths)
+        assert run.rounds >= 20
+    for row in table.rows:
+        for column in table.columns:
+            cell = table.cell(row, column)
+            assert cell.show in ("accuracy", "cost", "parameters", "nothing")
+            if re.fullmatch(r"\d[\d.]*( ± [\dx.]+)?", cell.printed):
+                assert cell.number == float(cell.printed.partition(" ± ")[0])
+            else:
+                assert cell.printed in ("", "~68")
+                assert cell.number is None
+            if cell.run is not None and cell.show == "accuracy":
+                assert 1 < cell.number < 100 if cell.number is not None else True
+    assert all(table.stands_for(row) in table.rows for row in table.rows)
+    assert set(table.printed) <= set(table.rows)
+    assert set(table.cost) <= set(table.printed)
+    for kind, names in table._first.items():
+        assert set(names) <= set(getattr(table, kind))
+
+
+def test_what_a_paper_prints_twice_is_the_same_number(printed):
+    """Cells of one configuration in two tables: a slip in carrying them over would show. Exceptions are the papers'."""
+    seen: dict[tuple, dict[str, str]] = {}
+    for (paper, name), table in printed.items():
+        for row in table.printed:
+            for column in table.columns:
+                cell = table.cell(row, column)
+                if cell.run is not None and cell.number is not None:
+                    key = (cell.run.fingerprint, cell.show, cell.model if cell.show != "cost" else None, cell.clients)
+                    seen.setdefault(key, {})[f"{paper} {name} {row} {column}"] = cell.printed.partition(" ± ")[0]
+    twice = [places for places in seen.values() if len(places) > 1]
+    assert len(twice) > 25
+    differing = {tuple(sorted(set(places.values()))) for places in twice if len(set(places.values())) > 1}
+    assert differing == {
+        ("64.22", "64.51"), ("81.46", "82.19"),  # FedSLR: two local epochs in Tables 1 and 6
+        ("88", "88.26"), ("84", "84.13"),  # Psi-Net: Table 1 and Fig. 5
+        ("65", "65.3"),  # Psi-Net: Table 3 and Fig. 6
+        ("61.29", "61.95"),  # Factorized-FL: Fig. 8 (h) and (i)
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- order and results
+
+
+def test_the_most_telling_cells_come_first_and_a_run_once(reproduce, tiny):
+    table = reproduce.tables.Table(tiny / "papers" / "tiny", "table1")
+    runs = [(run.name, seed) for run, seed in table.runs(seeds=[1, 2])]
+    few, both = [f"rows/{row} columns/few" for row in ("averaged", "alone")], ("averaged", "alone")
+    assert runs == [(name, seed) for seed in (1, 2) for name in few] + [
+        (f"rows/{row} columns/digits", seed) for seed in (1, 2) for row in both
+    ]
+    assert [run.name for run, _ in table.runs(columns=["All"], rows=["Stand-Alone"])] == ["rows/alone columns/digits"]
+    middle = reproduce.tables.Table(tiny / "papers" / "tiny", "table1", "middle")
+    assert [run.rounds for run, _ in middle.runs()] == [2] * 4
+    with pytest.raises(ConfigError, match=r"--rows 'FedAvg2': tiny table1 has Stand-Alone; FedAvg; FedAvg, again"):
+        table.runs(rows=["FedAvg2"])
+
+
+@pytest.mark.parametrize(
+    ("paper", "name", "scale", "message"),
+    [
+        ("tiny", "table9", "paper", "table9: tiny has table1"),
+        ("other", "table1", "paper", "other: choose one of tiny"),
+        ("tiny", "table1", "reduced", "--scale reduced: tiny has paper, middle"),
+    ],
+)
+def test_what_is_not_there_is_said(reproduce, tiny, paper, name, scale, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        reproduce.tables.Table(tiny / "papers" / paper, name, scale)
+
+
+def planned(reproduce, *arguments: str) -> list[tuple[str, int]]:
+    options = reproduce.run.parser().parse_args(list(arguments))
+    options.further = []
+    return [
+        (f"{one.run.paper} {one.run.name}", one.seed) for one in reproduce.run.Reproduction(options).planned.values()
+    ]
+
+
+@pytest.mark.parametrize("plan", sorted(SCRIPT.parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_plans_name_what_there_is(reproduce, plan):
+    runs = planned(reproduce, "--plan", str(plan), "--seeds", "1", "2")
+    first = "factorized_fl rows/stand_alone columns/cifar10_permuted_noniid"
+    assert runs[0] == (first if plan.stem == "gpu" else f"{first} middle", 1)
+    assert len(runs) == len(set(runs)) > 30
+    assert {seed for _, seed in runs} == {1, 2}
+
+
+def test_a_plan_that_says_something_else_is_refused(reproduce, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("- {paper: simfed, table: table1, row: SimFed}")
+    with pytest.raises(ConfigError, match=r"plan.yaml: .*'row': 'SimFed'.*: give paper, table and, if need be, scale"):
+        planned(reproduce, "--plan", str(plan))
+
+
+def result(run, seed: int, acc: list[float], scale: str = "paper", **more) -> dict:
+    mean, worst = statistics.fmean(acc), min(acc)
+    return {
+        "run": run.name, "scale": scale, "configuration": run.fingerprint, "seed": seed, "rounds": 4,
+        "scores": {"test/acc": mean, "test/acc_worst10": worst, "test/GKR/acc": 0.5, "test/parameters": 2_500_000},
+        "clients": {"personalized": acc, "GKR": [0.5] * len(acc)}, "elements": 250_000_000, "parameters": 1.0,
+        "device": "cpu", "at_once": 2, "seconds": 10.0 * seed, **more,
+    }  # fmt: skip
+
+
+def test_results_lie_in_order_and_go_by_their_configuration(reproduce, tiny):
+    table = reproduce.tables.Table(tiny / "papers" / "tiny", "table1")
+    runs = [run for run, _ in table.runs()]
+    orders = []
+    for folder, order in (("one", 1), ("other", -1)):
+        results = reproduce.results.Results(tiny / folder / "tiny.jsonl")
+        for seed, run in [(seed, run) for seed in (1, 2, 10) for run in runs][::order]:
+            results.add(result(run, seed, [0.5, 0.7]))
+        orders.append(results.path.read_text())
+    assert orders[0] == orders[1]
+    assert results.of(table.cell("FedAvg, again", "Few").run, 2) == results.of(table.cell("FedAvg", "Few").run, 2)
+    assert [r["seed"] for r in results.of_all_seeds(runs[0])] == [1, 2, 10]
+    assert results.of(runs[0], 3) is None
+    column = tiny / "papers" / "tiny" / "columns" / "few.yaml"
+    column.write_text("# a comment changes nothing\n" + column.read_text())
+    again = reproduce.tables.Table(tiny / "papers" / "tiny", "table1").cell("FedAvg", "Few").run
+    assert results.of(again, 1) is not None
+    column.write_text(column.read_text().replace("0.1", "0.2"))
+    changed = reproduce.tables.Table(tiny / "papers" / "tiny", "table1").cell("FedAvg", "Few").run
+    assert results.of(changed, 1) is None
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+def test_the_page_has_both_numbers_and_says_which_orderings_hold(reproduce, tiny):
+    table = reproduce.tables.Table(tiny / "papers" / "tiny", "table1")
+    results = reproduce.results.Results(tiny / "tiny.jsonl")
+    measured = {("Stand-Alone", "All"): (0.9, 0.92), ("FedAvg", "All"): (0.8, 0.81), ("FedAvg", "Few"): (0.7, 0.7),
+                ("Stand-Alone", "Few"): (0.6, 0.61)}  # fmt: skip
+    for (row, column), means in measured.items():
+        for seed, mean in enumerate(means, 1):
+            results.add(result(table.cell(row, column).run, seed, [mean - 0.1, mean + 0.1]))
+    text = reproduce.page.page(table, results)
+    assert "```\npython examples/reproduce/run.py tiny table1 --seeds 1 2 --root FOLDER\n```" in text
+    assert "of cells that ran 2 at a time on cpu." in text
+    assert "| Stand-Alone | 90.00 ± 0.10 | 91.00 ± 1.41 | +1.00 | 81.0 |  | 1 | 15 | 2 |" in text
+    assert "| FedAvg | 91.5 ± 1.4 | 80.50 ± 0.71 | -11.00 | 70.5 | 20.39 | 1 | 15 | 2 |" in text
+    assert "| Stand-Alone | ~50 | 50.50 ± 0.71 | " in text  # client 0 alone
+    assert "- All: of 1 printed orderings of two rows, 0 hold, 0 of them by more than the deviations." in text
+    assert "These do not: FedAvg above Stand-Alone, -10.50." in text
+    assert "- Few: of 1 printed orderings of two rows, 1 hold, 1 of them by more than the deviations." in text
+    assert "- All: of 1 printed orderings of two rows of FedAvg, again, 0 hold" in text
+    assert "First: of" not in text  # nothing there to compare with
+
+
+def test_costs_parameters_and_other_models_are_shown(reproduce, tiny):
+    path = tiny / "papers" / "tiny" / "table1.yaml"
+    path.write_text("""
+title: Tiny
+about: Digits.
+sections: rows
+columns: {Cost: {run: columns/digits, show: cost}, Size: {run: columns/digits, show: parameters}, Acc: columns/digits}
+rows: {FedAvg: rows/averaged, GKR: {run: rows/averaged, model: GKR}, None: {show: nothing}}
+printed: {FedAvg: [893.92, 11.17, 50], GKR: [1, 2, 3], None: [1, 2, 3]}
+""")
+    table = reproduce.tables.Table(path.parent, "table1", "middle")
+    results = reproduce.results.Results(tiny / "tiny.jsonl")
+    similarity = {"u": {"1": [0.9, 0.5], "4": [0.8, 0.4]}}
+    results.add(result(table.cell("FedAvg", "Cost").run, 1, [0.9], "middle", similarity=similarity))
+    text = reproduce.page.page(table, results)
+    assert "# Tiny, at the middle scale" in text
+    assert "| Cost | 893.92 | 1.000 | -892.920 |" in text
+    assert "| Size | 11.17 | 2.500 | -8.670 |" in text
+    assert "| Acc | 50 | 90.00 | +40.00 | 90.0 |" in text
+    assert "| Acc | 3 | 50.00 | +47.00 |" in text
+    assert "## None" not in text
+    assert "| 4 | 0.8000 / 0.4000 |" in text
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+
+
+def test_options_that_would_make_another_run_are_refused(reproduce, tiny, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        reproduce.run.main(arguments(tiny, "--", "--trainer.max_epochs=1"))
+    assert "-- --trainer.max_epochs would make it another run; of these there are data" in capsys.readouterr().err
+
+
+def test_a_cell_is_run_once_and_an_estimate_leaves_nothing(reproduce, tiny, capsys):
+    def said(*options: str) -> str:
+        only = ("--columns", "Few", "--rows", "Stand-Alone", "--seeds", "1", "--scale", "middle")
+        assert reproduce.run.main(arguments(tiny, *only, *options)) == 0
+        return capsys.readouterr().out
+
+    assert re.search(
+        r"tiny: rows/alone columns/few middle, seed 1: .* s a round, .* s beside, .* hours", said("--estimate")
+    )
+    assert not (tiny / "results").exists()
+    assert "0 of 1 cells have a result; 1 to run" in said()
+    [line] = [json.loads(line) for line in (tiny / "results" / "tiny.jsonl").read_text().splitlines()]
+    assert (line["scale"], line["seed"], line["rounds"], line["elements"]) == ("middle", 1, 2, 0)
+    assert line["scores"]["test/acc"] == pytest.approx(statistics.fmean(line["clients"]["personalized"]), abs=1e-6)
+    assert line["seconds"] > 0
+    assert not list((tiny / "runs").rglob("*.ckpt"))
+    assert "1 of 1 cells have a result; 0 to run" in said()
+    assert "| Stand-Alone | 64.20 ± xx.x |" in (tiny / "results" / "tiny_table1_middle.md").read_text()
+
+
+def measured_of(folder: Path) -> tuple[list[dict], str]:
+    """Return the results and the page, without the seconds."""
+    lines = [json.loads(line) for line in (folder / "results" / "tiny.jsonl").read_text().splitlines()]
+    assert all(line.pop("seconds") > 0 for line in lines)
+    page = (folder / "results" / "tiny_table1.md").read_text()
+    return lines, re.sub(r"\| \d+ (\| \d+ \|)$", r"\1", page, flags=re.MULTILINE)
+
+
+def kill(process: subprocess.Popen, with_children: bool) -> None:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    for child in children if with_children else []:
+        with suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_killed_ten_times_gives_the_same_file(tiny):
+    draw = random.Random(5)
+    whole, killed = tiny / "whole", tiny / "killed"
+    for folder in (whole, killed):
+        shutil.copytree(tiny / "papers", folder / "papers")
+    began = time.monotonic()
+    subprocess.run(command(whole, "--seeds", "1"), check=True)
+    took, kills = time.monotonic() - began, 0
+    for number in range(10):
+        process = subprocess.Popen(command(killed, "--seeds", "1"), stdout=subprocess.DEVNULL)
+        time.sleep(draw.uniform(0.02, 0.25) * took)
+        if process.poll() is None:
+            kill(process, with_children=number % 2 == 0)
+            kills += 1
+    assert kills > 7
+    subprocess.run(command(killed, "--seeds", "1"), check=True)
+    results, page = measured_of(whole)
+    assert len(results) == 4
+    assert measured_of(killed) == (results, page)
