@@ -331,16 +331,16 @@ def test_killed_ten_times_gives_the_same_file(tiny):
     for folder in (whole, killed):
         shutil.copytree(tiny / "papers", folder / "papers")
     began = time.monotonic()
-    subprocess.run(command(whole, "--seeds", "1"), check=True)
+    subprocess.run(command(whole, "--seeds", "1", "--columns", "Few"), check=True)
     took, kills = time.monotonic() - began, 0
     for number in range(10):
-        process = subprocess.Popen(command(killed, "--seeds", "1"), stdout=subprocess.DEVNULL)
-        time.sleep(draw.uniform(0.02, 0.25) * took)
+        process = subprocess.Popen(command(killed, "--seeds", "1", "--columns", "Few"), stdout=subprocess.DEVNULL)
+        time.sleep(draw.uniform(0.05, 0.4) * took)
         if process.poll() is None:
             kill(process, with_children=number % 2 == 0)
             kills += 1
-    assert kills > 7
-    subprocess.run(command(killed, "--seeds", "1"), check=True)
+    assert kills > 4
+    subprocess.run(command(killed, "--seeds", "1", "--columns", "Few"), check=True)
     results, page = measured_of(whole)
-    assert len(results) == 4
+    assert len(results) == 2
     assert measured_of(killed) == (results, page)

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from results import Results
-from tables import PAPERS, Cell, Table
+from tables import Cell, Table
 
 #: bytes of an element, as the papers count
 ELEMENT = 4
@@ -115,7 +115,7 @@ def page(table: Table, results: Results) -> str:
 def _header(table: Table) -> str:
     """Return what the file of a scale says of itself, its first comment."""
     comments = []
-    for path in (PAPERS / f"{table.scale}.yaml", table.paper / f"{table.scale}.yaml"):
+    for path in (table.paper.parent / f"{table.scale}.yaml", table.paper / f"{table.scale}.yaml"):
         text = path.read_text().splitlines() if path.is_file() else []
         comments += [line.lstrip("# ") for line in text if line.startswith("#")]
     return " ".join(comments)
