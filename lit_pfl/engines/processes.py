@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
+from threading import Thread
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from lit_pfl.errors import RankError
 
 #: bytes of a message that travel at once, its length among them; most have no more
 HEAD = 4096
-#: seconds between two looks at what one waits for
-NAP = 2e-4
+#: seconds between two looks at what one waits for: at first, and at most
+NAPS = 2e-4, 5e-3
 
 
 class Processes:
@@ -90,21 +91,22 @@ class Processes:
     def send(self, message: bytes, to: int) -> None:
         """Send a message to one process, which has to :meth:`receive` it."""
         length = torch.tensor([len(message)])
-        self._finish(self._gloo.send([length], to, 0))
+        self._finish(_InBackground(self._gloo.send([length], to, 0)))
         if message:
-            self._finish(self._gloo.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], to, 0))
+            content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            self._finish(_InBackground(self._gloo.send([content], to, 0)))
 
     def receive(self, source: int) -> bytes:
         """Wait for a message from one process."""
         length = torch.zeros(1, dtype=torch.int64)
-        self._finish(self._gloo.recv([length], source, 0))
+        self._finish(_InBackground(self._gloo.recv([length], source, 0)))
         if not length:
             return b""
         message = torch.empty(int(length), dtype=torch.uint8)
-        self._finish(self._gloo.recv([message], source, 0))
+        self._finish(_InBackground(self._gloo.recv([message], source, 0)))
         return message.numpy().tobytes()
 
-    def _finish(self, work: Work, timeout: float | None = None) -> None:
+    def _finish(self, work: "Work | _InBackground", timeout: float | None = None) -> None:
         # Not work.wait() alone, in which no signal would be heard and nobody's end be noticed.
         self._wait(work.is_completed, timeout or self.timeout)
         try:
@@ -114,12 +116,36 @@ class Processes:
             raise RankError("Another process of this run is gone; its own output says why.") from error
 
     def _wait(self, done: Callable[[], bool], timeout: float) -> None:
-        end = time.monotonic() + timeout
+        end, (nap, longest) = time.monotonic() + timeout, NAPS
         while not done():
             self.check()
             if time.monotonic() > end:
                 raise RankError(f"Another process of this run has not answered for {timeout:g} seconds.")
-            time.sleep(NAP)
+            time.sleep(nap)
+            nap = min(longest, nap * 1.1)
+
+
+class _InBackground:
+    """A message to or from one process. Gloo says whether it has arrived only to those who do nothing but wait."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._error: RuntimeError | None = None
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 @cache  # for as long as this process lives: another group may meet there later

@@ -175,7 +175,7 @@ class ManyRanks(Ranks):
         for rank, other in enumerate(heads):
             if "failed" in other and rank != self.rank:
                 self._gone = True
-                raise RankError(f"Rank {rank} could not go on: {other['failed']}")
+                raise RankError(f"Rank {rank} could not go on ({other['failed']}).")
         return heads
 
     def _in_shared_memory(

@@ -13,6 +13,7 @@ from lit_pfl.coordinator import Coordinator, Ledger
 from lit_pfl.draws import Draws, check_share
 from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.memory import keep_freed_memory
+from lit_pfl.engines.ranks import Ranks
 from lit_pfl.engines.strategy import FederatedStrategy, ranks_of
 from lit_pfl.engines.threads import choose_threads, computing
 from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer
@@ -130,7 +131,7 @@ class Federation(Scoring, Checkpointing):
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.if_not_saved)
         data, device = self.data, self.trainer.strategy.root_device
-        self.ranks = ranks_of(self.trainer)
+        self._meet(ranks_of(self.trainer))
         data.participants, data.validated = self.participants, self.validated
         data.all_at_once = self.ranks.size > 1  # processes take as long as they take, and meet once a round
         if not self.clients and self.ranks.size > 1 and device.type == "cpu":
@@ -159,6 +160,17 @@ class Federation(Scoring, Checkpointing):
                 threads = choose_threads(client.learner, client.spec.example, batch_size)
                 self.threads = self.ranks.of_first(threads)  # other threads may add up in another order
         self._place_on(device)
+
+    def _meet(self, ranks: Ranks) -> None:
+        """Take note of the processes of the run."""
+        if self.clients and ranks.size != self.ranks.size:
+            raise ConfigError(
+                f"trainer.devices: this federation's clients are spread over {self.ranks.size} processes, and the "
+                f"Trainer has {ranks.size}; give the same number, or a new Federation and ckpt_path."
+            )
+        self.ranks = ranks
+        if self.clients:
+            self.coordinator.ranks = ranks
 
     def _place_on(self, device: torch.device) -> None:
         for client in [*self.clients.values(), *([self.global_model.client] if hasattr(self, "global_model") else [])]:

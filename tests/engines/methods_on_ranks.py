@@ -1,6 +1,6 @@
 """Runs federations of several methods, in as many processes as its Trainers are told, and keeps what comes of them.
 
-    python methods_on_ranks.py FOLDER DEVICES METHOD [METHOD ...]
+python methods_on_ranks.py FOLDER DEVICES METHOD [METHOD ...]
 """
 
 import sys
@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from lit_pfl import Client, Federation
+from lit_pfl import Federation
 from lit_pfl.data import Digits
-from lit_pfl.factorization import Factorization
-from lit_pfl.methods import SimFed, FactorizedFL, Scaffold, Ditto, FedSLR, PsiNet
+from lit_pfl.methods import Ditto, FactorizedFL, FedSLR, PsiNet, Scaffold, SimFed
 from lit_pfl.models import VGG9
-from tiny import TinyNet, client, digits, trainer
+from tiny import client, digits, trainer
 
 
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
