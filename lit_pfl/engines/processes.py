@@ -1,5 +1,6 @@
 """Processes that tell each other things, over torch.distributed's gloo, and notice when one of them is gone."""
 
+import copy
 import os
 import time
 from collections.abc import Callable
@@ -57,6 +58,14 @@ class Processes:
         everybody = [f"{other} is here" for other in range(size)]
         self._wait(lambda: self._store.check(everybody), timeout)
         self._gloo: Any = ProcessGroupGloo(self._store, rank, size, limit)
+
+    def among(self, members: list[int]) -> "Processes":
+        """Return a group of some of the processes, this one among them; each of them has to call this."""
+        group = copy.copy(self)
+        group.rank, group.size = members.index(self.rank), len(members)
+        store = PrefixStore(f"among {members}", self._store)
+        group._gloo = ProcessGroupGloo(store, group.rank, group.size, timedelta(seconds=self.timeout))
+        return group
 
     def all_gather(self, message: bytes, timeout: float | None = None) -> list[bytes]:
         """Return what every process has to say, by rank.

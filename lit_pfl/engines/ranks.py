@@ -2,7 +2,6 @@
 
 import io
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lit_pfl.engines.carrier import Carrier
 from lit_pfl.engines.processes import Processes
-from lit_pfl.engines.shared_memory import Shape, SharedMemory, seen_at, side_by_side, size_of_all
+from lit_pfl.engines.shared_memory import Shape
 from lit_pfl.errors import ConfigError, RankError
 
 #: seconds that a process which cannot go on waits for the others to hear why
@@ -105,8 +105,8 @@ class Ranks:
 class ManyRanks(Ranks):
     """Several processes.
 
-    Words travel through a :class:`~lit_pfl.engines.processes.Processes`. Tensors lie in memory that all see, where all
-    processes are on one machine; otherwise they travel too. Those of another device go through that of the CPU.
+    Words travel through a :class:`~lit_pfl.engines.processes.Processes`, tensors by a
+    :class:`~lit_pfl.engines.carrier.Carrier`; those of another device go through memory of the CPU.
 
     Args:
         processes: the group.
@@ -117,24 +117,7 @@ class ManyRanks(Ranks):
         self.rank, self.size = processes.rank, processes.size
         self.processes, self.device = processes, device
         self._gone = False
-        self._memories: dict[bool, SharedMemory] = {}
-        self._seen: dict[str, Tensor] = {}  # memory of others
-        self.neighbours = self._look_around()
-
-    def _look_around(self) -> list[int]:
-        """Return the processes whose memory this one sees, itself among them."""
-        token = secrets.token_bytes(16)
-        try:
-            self._memories = {kept: SharedMemory() for kept in (False, True)}
-            self._memories[False].sized(len(token)).copy_(torch.frombuffer(bytearray(token), dtype=torch.uint8))
-            path = self._memories[False].path
-        except OSError:
-            path = ""
-        there = [told.words for told in self.exchange((path, token.hex()))]
-        neighbours = [rank for rank, (path, token) in enumerate(there) if _reads(path, bytes.fromhex(token))]
-        everybody = [told.words for told in self.exchange(neighbours)]
-        self.one_machine = all(len(seen) == self.size for seen in everybody)
-        return neighbours or [self.rank]
+        self.carrier = Carrier(processes, lambda words: [told.words for told in self.exchange(words)])
 
     def exchange(  # noqa: D102
         self, words: Any = None, tensors: Sequence[Tensor] = (), only_to: int | None = None, kept: bool = False
@@ -155,8 +138,7 @@ class ManyRanks(Ranks):
         if not any("tensors" in head for head in heads):
             return [Told(head["words"], []) for head in heads]
         laid_out = [_shapes(head) for head in heads]
-        move = self._in_shared_memory if self.one_machine else self._over_the_network
-        moved = move(list(distinct.values()), laid_out, only_to, kept)
+        moved = self.carrier.bring(list(distinct.values()), laid_out, only_to, kept)
         told = []
         for rank, (head, found) in enumerate(zip(heads, moved, strict=True)):
             if rank == self.rank:
@@ -178,47 +160,6 @@ class ManyRanks(Ranks):
                 raise RankError(f"Rank {rank} could not go on ({other['failed']}).")
         return heads
 
-    def _in_shared_memory(
-        self, tensors: list[Tensor], shapes: list[list[Shape]], only_to: int | None, kept: bool
-    ) -> list[list[Tensor]]:
-        # All have heard what comes, so nobody looks any more at what was here before.
-        own, memory = shapes[self.rank], self._memories[kept]
-        for place, tensor in zip(side_by_side(own, memory.sized(size_of_all(own))), tensors, strict=True):
-            place.copy_(tensor)
-        paths = [told["words"] for told in self._heads({"words": memory.path})]
-        looks = only_to in (None, self.rank)
-        return [
-            side_by_side(there, self._look(path, there)) if there and looks and rank != self.rank else []
-            for rank, (path, there) in enumerate(zip(paths, shapes, strict=True))
-        ]
-
-    def _look(self, path: str, shapes: list[Shape]) -> Tensor:
-        nbytes = size_of_all(shapes)
-        if path not in self._seen or len(self._seen[path]) < nbytes:
-            self._seen[path] = seen_at(path, nbytes)
-        return self._seen[path]
-
-    def _over_the_network(
-        self, tensors: list[Tensor], shapes: list[list[Shape]], only_to: int | None, kept: bool
-    ) -> list[list[Tensor]]:
-        moved: list[list[Tensor]] = []
-        for rank, own in enumerate(shapes):
-            memory = torch.empty(size_of_all(own), dtype=torch.uint8)
-            there = side_by_side(own, memory)
-            if rank == self.rank:
-                for place, tensor in zip(there, tensors, strict=True):
-                    place.copy_(tensor)
-            if not own or rank == only_to:
-                pass
-            elif only_to is None:
-                self.processes.broadcast(memory, rank)
-            elif rank == self.rank:
-                self.processes.send(memory.numpy().tobytes(), only_to)
-            elif self.rank == only_to:
-                memory.copy_(torch.frombuffer(bytearray(self.processes.receive(rank)), dtype=torch.uint8))
-            moved.append(there if only_to in (None, self.rank) else [])
-        return moved
-
     def states(self, own: dict[str, Any]) -> list[dict[str, Any]]:  # noqa: D102
         file = io.BytesIO()
         if self.rank != 0:
@@ -231,21 +172,10 @@ class ManyRanks(Ranks):
         return [own] + [torch.load(io.BytesIO(part.tensors[0].numpy().data)) for part in told[1:]]
 
     def one_copy(self, content: Any) -> Any:  # noqa: D102
-        leader = self.neighbours[0]
         found: list[Tensor] = []
         apply_to_collection(content, Tensor, found.append)
         tensors = list({id(tensor): tensor for tensor in found}.values())
-        shapes = [Shape.of(tensor) for tensor in tensors]
-        nbytes, path = size_of_all(shapes), ""
-        memory = None
-        if leader == self.rank and len(self.neighbours) > 1 and nbytes:
-            memory = SharedMemory()
-            for place, tensor in zip(side_by_side(shapes, memory.sized(nbytes)), tensors, strict=True):
-                place.copy_(tensor)
-            path = memory.path
-        there = self.exchange((path, nbytes))[leader].words
-        shared = side_by_side(shapes, seen_at(path, nbytes)) if (path := there[0]) and there[1] == nbytes else tensors
-        self.exchange()  # the memory has no other name, and is gone once nobody has it in hand
+        shared = self.carrier.one_copy(tensors)
         places = {id(tensor): place for tensor, place in zip(tensors, shared, strict=True)}
         return apply_to_collection(content, Tensor, lambda tensor: places[id(tensor)])
 
@@ -267,12 +197,3 @@ def _identity(tensor: Tensor) -> Any:
     if not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _reads(path: str, token: bytes) -> bool:
-    """Say whether a file begins with a token."""
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123 - a path like that of Linux only
-            return file.read(len(token)) == token
-    except OSError:
-        return False

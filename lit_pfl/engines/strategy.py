@@ -114,7 +114,7 @@ class FederatedStrategy(ParallelStrategy):
             notes = getattr(exception, "__notes__", ())
             self.ranks.fail(" ".join([f"{type(exception).__name__}: {exception}", *notes]))
         if isinstance(self._launcher, ScriptLauncher):
-            self._launcher.end(LAST_WORDS if isinstance(exception, Exception) else 0.0)
+            self._launcher.end(LAST_WORDS)
 
 
 def ranks_of(trainer: L.Trainer) -> Ranks:

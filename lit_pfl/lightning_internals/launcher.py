@@ -1,5 +1,6 @@
 """Starting the processes of a run, as Lightning does, and seeing how they do."""
 
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,9 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from lit_pfl.errors import RankError
+
+#: seconds in which a process that is asked to end may do so
+AFTER_SIGTERM = 5.0
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -38,9 +42,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def end(self, seconds: float) -> None:
         """End those processes that have not ended by themselves in some seconds."""
+        self._wait(seconds)
+        for signum in (signal.SIGTERM, signal.SIGKILL):  # the second for those that hang
+            self.kill(signum)
+            self._wait(AFTER_SIGTERM)
+
+    def _wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(process.poll() is None for process in self.procs):
             time.sleep(0.05)
-        for process in self.procs:
-            if process.poll() is None:
-                process.terminate()

@@ -25,7 +25,8 @@ class Streams(ProcessGroupLink):
 
     def join(self, info: Any) -> Any:
         reply = super().join(info)
-        RandomStream(SEED, int(os.environ["RANK"])).active().__enter__()
+        self.stream = RandomStream(SEED, int(os.environ["RANK"])).active()  # active for as long as somebody holds it
+        self.stream.__enter__()
         return reply
 
 

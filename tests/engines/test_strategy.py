@@ -142,9 +142,9 @@ def test_one_process_under_the_strategy_is_one_process():
     assert len(federation.clients) == 4
 
 
-def test_what_processes_tell_each_other_arrives_as_it_was_in_shared_memory_and_over_the_network():
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    came = started("two_ranks.py", launcher=torchrun)
+def test_what_processes_tell_each_other_arrives_as_it_was_on_one_machine_and_on_several():
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+    came = started("some_ranks.py", launcher=torchrun)
     assert came.returncode == 0, came.stderr
 
 

@@ -4,12 +4,14 @@ torchrun --nproc-per-node 2 two_ranks.py
 """
 
 import os
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lit_pfl import Payload
+from lit_pfl.engines.carrier import Carrier
 from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.processes import Processes
 from lit_pfl.engines.ranks import ManyRanks
@@ -28,7 +30,7 @@ def tensors_of(rank: int) -> list[Tensor]:
 
 
 def check_exchange(ranks: ManyRanks) -> None:
-    for only_to in (None, 0, 1):
+    for only_to in (None, 0, ranks.size - 1):
         for kept in (False, True):
             told = ranks.exchange(
                 {"rank": ranks.rank, "text": "x" * 10_000 * ranks.rank}, tensors_of(ranks.rank), only_to, kept
@@ -43,25 +45,26 @@ def check_exchange(ranks: ManyRanks) -> None:
                     assert np.array_equal(tensor.double().numpy(), expected.double().numpy())
                 assert one.tensors[0].stride() == expected.stride() == tensors_of(rank)[0].stride()
                 assert one.tensors[0].data_ptr() == one.tensors[-1].data_ptr()  # one tensor, sent once
-    assert ranks.merged({ranks.rank + 2: 0.1, -ranks.rank: float("inf")}) == {
-        -1: float("inf"),
-        0: float("inf"),
-        2: 0.1,
-        3: 0.1,
+    everybody = range(ranks.size)
+    assert ranks.merged({-ranks.rank: 0.1, 5 + ranks.rank: float("inf")}) == {
+        **{-rank: 0.1 for rank in reversed(everybody)},
+        **{5 + rank: float("inf") for rank in everybody},
     }
     states = ranks.states({"mine": {ranks.rank: torch.tensor([ranks.rank])}})
-    assert len(states) == (2 if ranks.rank == 0 else 1)
-    assert states[-1]["mine"] == {1: torch.tensor([1])}
+    assert [state["mine"] for state in states] == [
+        {rank: torch.tensor([rank])} for rank in (everybody if ranks.rank == 0 else [ranks.rank])
+    ]
 
 
 def check_uploads(ranks: ManyRanks) -> None:
     sparse = Payload({"u": torch.full((3,), float(ranks.rank)), "mu": torch.tensor([0.0, 0.0, 1.0])}, ["mu"])
     low_rank = Payload({"a": torch.ones(2)}, low_rank={"w": LowRank(torch.ones(4, 1), torch.ones(1, 4), (4, 4))})
-    own = {ranks.rank: sparse, ranks.rank + 2: low_rank, ranks.rank + 4: UploadError(f"no {ranks.rank}")}
+    n = ranks.size
+    own = {ranks.rank: sparse, ranks.rank + n: low_rank, ranks.rank + 2 * n: UploadError(f"no {ranks.rank}")}
     uploads = of_all_ranks(ranks, own)
-    assert list(uploads) == [0, 1, 2, 3, 4, 5]
-    for rank in (0, 1):
-        first, second, error = (uploads[rank + offset] for offset in (0, 2, 4))
+    assert list(uploads) == list(range(3 * n))
+    for rank in range(n):
+        first, second, error = (uploads[rank + offset] for offset in (0, n, 2 * n))
         assert first["u"].tolist() == [rank] * 3
         assert first.sparse == {"mu"}
         assert (first.nbytes, first.elements) == (sparse.nbytes, sparse.elements)
@@ -82,7 +85,7 @@ def check_one_copy(ranks: ManyRanks) -> None:
     if ranks.rank == 0:
         shared["images"][3, 4] = -1  # which nobody does, but it shows whose memory it is
     ranks.exchange()
-    assert shared["images"][3, 4] == (-1 if ranks.one_machine or ranks.rank == 0 else 304)
+    assert shared["images"][3, 4] == (-1 if 0 in ranks.carrier.neighbours else 304)
 
 
 def check_failure(ranks: ManyRanks) -> None:
@@ -97,18 +100,24 @@ def check_failure(ranks: ManyRanks) -> None:
         raise AssertionError("nobody heard")
 
 
+class Apart(Carrier):
+    """As if only so many processes were on each machine."""
+
+    each: int
+
+    def _look_around(self) -> list[int]:
+        seen = super()._look_around()
+        assert seen == list(range(size))
+        first = self.rank // self.each * self.each
+        return [rank for rank in seen if first <= rank < first + self.each]
+
+
 if __name__ == "__main__":
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-    def group() -> Processes:
-        return Processes(rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=60)
-
-    for one_machine in (True, False):
-        ranks = ManyRanks(group(), torch.device("cpu"))
-        assert ranks.one_machine
-        assert ranks.neighbours == [0, 1]
-        if not one_machine:
-            ranks.one_machine, ranks.neighbours = False, [rank]
+    for Apart.each in (size, 2, 1):
+        group = Processes(rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=60)
+        with patch("lit_pfl.engines.ranks.Carrier", Apart):
+            ranks = ManyRanks(group, torch.device("cpu"))
         check_exchange(ranks)
         check_uploads(ranks)
         check_one_copy(ranks)
