@@ -81,33 +81,27 @@ class Carrier:
             if wanted and self._leaders[rank] != leader:
                 starts[rank], end = end, end + size
         memory = self._heard[kept]
-        if self._between is not None:
-            heard = memory.sized(end)
+        heard = memory.sized(end) if self._between is not None else None
+        if heard is not None:
             for rank, size in enumerate(sizes):
                 if size:
-                    place = (
-                        here[rank] if rank in here else heard[starts[rank] : starts[rank] + size] if wanted else None
-                    )
-                    self._carry(rank, place, only_to)
+                    start = starts.get(rank, 0)
+                    self._carry(rank, here.get(rank, heard[start : start + size]), only_to)
         path = self.tell(memory.path)[leader]
-        if self.rank != leader:
+        if heard is None:
             heard = self._look(path, end)
-        elif wanted:
-            heard = memory.sized(end)
         return {rank: heard[start : start + sizes[rank]] for rank, start in starts.items()}
 
-    def _carry(self, rank: int, place: Tensor | None, only_to: int | None) -> None:
+    def _carry(self, rank: int, place: Tensor, only_to: int | None) -> None:
         """Take one process's tensors from its machine to all others, or to one."""
         assert self._between is not None
         source = self._machines[self._leaders[rank]]
         if only_to is None:
-            assert place is not None
             self._between.broadcast(place, source)
             return
         target = self._machines[self._leaders[only_to]]
         if source == target or self._between.rank not in (source, target):
             return
-        assert place is not None
         if self._between.rank == source:
             self._between.send(place.numpy().tobytes(), target)
         else:

@@ -3,9 +3,9 @@
     python tests/benchmarks/planning.py
 
 The costs are those of FedAvg with job C of ``speed.py``: a CNN, 64 images a client, batches of 16, one local epoch, one
-thread a process. Bytes are exact. Memory is that of clients which have all trained, with plain SGD; where processes of
-one machine share it, uploads are held once more while a round ends. Seconds are those of training, of the server's mean
-and of bringing uploads together, one after another.
+thread a process. Bytes are exact. Memory is that of clients which have all trained, with plain SGD; several processes
+hold a round's uploads once more on every machine. Seconds are those of training, of the server's mean and of bringing
+uploads together, one after another.
 """
 
 import subprocess
@@ -103,13 +103,12 @@ def planned(costs: Costs, clients: int, participants: int, processes: int, machi
     """Return a line of the table."""
     both_ways = 2 * participants * costs.payload
     memory = costs.process * processes / machines + clients * costs.client / machines
-    if processes > 1:  # every process sees all uploads: its machine's in place, those of others in a copy of its own
-        here = participants * costs.payload
-        memory += here if machines == 1 else here * processes / machines
+    if processes > 1:  # all uploads of a round, once a machine
+        memory += participants * costs.payload
     train, mean = participants / processes * costs.train, participants * costs.mean
     bring = participants / processes * costs.share if processes > 1 else 0.0
     if speed is not None:
-        bring = participants * costs.payload * (processes - 1) / speed * machines / processes
+        bring += participants * costs.payload * (machines - 1) / machines / speed
     return (
         f"| {clients:,} | {participants:,} | {processes} on {machines} | {both_ways / 1e9:.2f} | {memory / 1e9:.1f} | "
         f"{train:.1f} | {mean:.2f} | {bring:.2f} |"
