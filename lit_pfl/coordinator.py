@@ -1,7 +1,7 @@
 """What happens between clients and server whatever the link: checking, counting, and the order of a round."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -9,10 +9,24 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_pfl.engines import Trains, Upload
+from lit_pfl.engines.parcels import alike, of_all_ranks
+from lit_pfl.engines.ranks import Ranks
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.ops.finite import all_finite
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
+
+
+class Size(NamedTuple):
+    """How much a payload is that was sent elsewhere.
+
+    Args:
+        nbytes: see :class:`~lit_pfl.Payload`.
+        elements: likewise.
+    """
+
+    nbytes: int
+    elements: int
 
 
 class Ledger:
@@ -40,12 +54,12 @@ class Ledger:
         self.up += upload.nbytes
         self._count(client, upload, 0)
 
-    def sent_down(self, client: int, reply: Payload) -> None:
+    def sent_down(self, client: int, reply: Payload | Size) -> None:
         """Note a reply."""
         self.down += reply.nbytes
         self._count(client, reply, 1)
 
-    def _count(self, client: int, payload: Payload, direction: int) -> None:
+    def _count(self, client: int, payload: Payload | Size, direction: int) -> None:
         self.total += payload.nbytes
         self.elements += payload.elements
         self.clients.setdefault(client, [0, 0])[direction] += payload.nbytes
@@ -63,30 +77,40 @@ class Ledger:
 class Coordinator:
     """Runs a server round by round: checks uploads, counts bytes, keeps the order.
 
+    In a run of several processes every one has a coordinator, which does the same with the same: all uploads are
+    everywhere, so that replies are computed where they are wanted.
+
     Args:
         server: the method's server.
         quorum: the share of a round's participants whose uploads must be usable for the round to count.
+        ranks: the processes of the run; by default this one alone.
 
     Attributes:
         round: number of rounds completed.
         refused: what was wrong with the uploads that were refused in the latest round.
     """
 
-    def __init__(self, server: Server, quorum: float = 0.5) -> None:
+    def __init__(self, server: Server, quorum: float = 0.5, ranks: Ranks | None = None) -> None:
         self.server = server
         self.quorum = quorum
+        self.ranks = ranks or Ranks()
         self.ledger = Ledger()
         self.round = 0
         self.refused: list[UploadError] = []
         self._uploads: dict[int, Upload] = {}
+        self._replies: dict[int, Size] = {}
         self._layout: dict[int, dict[str, tuple[torch.Size, torch.dtype]]] = {}
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
         """Take in the clients, before the first round.
 
+        Args:
+            clients: those of this process, by id.
+
         Raises:
             ConfigError: when there is no client, or one without samples.
         """
+        clients = self._from_all_ranks(clients)
         if not clients:
             raise ConfigError("A federation needs at least one client.")
         for client, info in clients.items():
@@ -97,25 +121,45 @@ class Coordinator:
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
 
+    def _from_all_ranks(self, clients: Mapping[int, ClientInfo]) -> Mapping[int, ClientInfo]:
+        if self.ranks.size == 1:
+            return clients
+        sizes = self.ranks.merged({client: info.num_samples for client, info in clients.items()})
+        initial = of_all_ranks(self.ranks, alike({client: info.initial for client, info in clients.items()}))
+        return {client: ClientInfo(sizes[client], payload) for client, payload in initial.items()}  # type: ignore[arg-type]
+
     def begin_round(self) -> None:
         """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state."""
         self.ledger.new_round()
-        self._uploads = {}
+        self._uploads, self._replies = {}, {}
 
     def train(self, engine: Trains, clients: Sequence[int]) -> None:
-        """Let some of a round's participants train; all at once or one after another makes no difference."""
+        """Let some of a round's participants train; all at once or one after another makes no difference.
+
+        Args:
+            engine: who lets them.
+            clients: ids of some that this process has.
+        """
         self._uploads |= engine.train({client: self.reply(client) for client in clients}, self.round)
 
     def end_round(self) -> None:
         """End the round with what has been uploaded; see :meth:`collect`. Without any upload it did not take place."""
-        if self._uploads:
-            self.collect(self._uploads)
+        # Each looks at what its own clients upload: that is half of a server's step where the other half is a mean.
+        own = {client: self._checked(client, upload) for client, upload in self._uploads.items()}
+        uploads = of_all_ranks(self.ranks, own)
+        if self.ranks.size > 1:
+            for client, size in self.ranks.merged(self._replies).items():
+                if client not in self._replies:
+                    self.ledger.sent_down(client, Size(*size))
+        if uploads:
+            self._use(uploads)
             self._uploads = {}
 
     def reply(self, client: int) -> Payload:
         """Return what a participant loads, and count it as sent."""
         reply = self.server.reply(client)
         self.ledger.sent_down(client, reply)
+        self._replies[client] = Size(reply.nbytes, reply.elements)
         return reply
 
     def collect(self, uploads: Mapping[int, Upload]) -> None:
@@ -127,19 +171,19 @@ class Coordinator:
         Raises:
             UploadError: when fewer uploads are usable than the quorum asks for.
         """
+        self._use({client: self._checked(client, upload) for client, upload in uploads.items()})
+
+    def _use(self, uploads: Mapping[int, Upload]) -> None:
+        """Hand those of checked uploads to the server that are any good."""
         self.round += 1
         self.refused = []
         usable: dict[int, Payload] = {}
-        for client, tensors in sorted(uploads.items()):
-            try:
-                if isinstance(tensors, UploadError):
-                    raise tensors
-                upload = tensors if isinstance(tensors, Payload) else Payload(tensors)
-                self._check(client, upload)
-            except UploadError as error:
-                self.refused.append(error)
-                rank_zero_warn(f"Round {self.round} goes on without one upload. {error}")
+        for client, upload in sorted(uploads.items()):
+            if isinstance(upload, UploadError):
+                self.refused.append(upload)
+                rank_zero_warn(f"Round {self.round} goes on without one upload. {upload}")
                 continue
+            assert isinstance(upload, Payload)
             self.ledger.sent_up(client, upload)
             usable[client] = upload
         if len(usable) < self.quorum * len(uploads) - 1e-9:
@@ -149,6 +193,17 @@ class Coordinator:
             )
         if usable:
             self.server.aggregate(self.round, usable)
+
+    def _checked(self, client: int, upload: Upload) -> Upload:
+        """Return an upload as a payload, or what is wrong with it."""
+        if isinstance(upload, UploadError):
+            return upload
+        try:
+            payload = upload if isinstance(upload, Payload) else Payload(upload)
+            self._check(client, payload)
+        except UploadError as error:
+            return error
+        return payload
 
     def _check(self, client: int, upload: Payload) -> None:
         if client not in self._layout:

@@ -13,7 +13,7 @@ FLOORS = [
     {"lit_pfl.testing"},
     {"lit_pfl"},
     {"lit_pfl.federation"},
-    {"lit_pfl.draws", "lit_pfl.global_model", "lit_pfl.round_log"},
+    {"lit_pfl.global_model", "lit_pfl.round_log"},
     {"lit_pfl.methods"},
     {"lit_pfl.methods.two_models"},
     {"lit_pfl.engines.local"},
@@ -31,7 +31,8 @@ FLOORS = [
     {"lit_pfl.nn"},
     {"lit_pfl.ops"},
     {"lit_pfl.payload"},
-    {"lit_pfl.low_rank", "lit_pfl.errors"},
+    {"lit_pfl.low_rank", "lit_pfl.draws"},
+    {"lit_pfl.errors"},
     {"lit_pfl_callbacks"},
 ]
 FILES = [*(ROOT / "lit_pfl").rglob("*.py"), *(ROOT / "callbacks/lit_pfl_callbacks").rglob("*.py")]

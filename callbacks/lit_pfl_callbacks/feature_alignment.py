@@ -77,6 +77,8 @@ class FeatureAlignment(L.Callback):
             rank_zero_info("\n".join(self._table()))
 
     def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
+        if trainer.world_size > 1 and hasattr(pl_module, "clients"):  # every process has some of them
+            raise MisconfigurationException("FeatureAlignment measures clients of one process: trainer.devices=1.")
         if not trainer.is_global_zero:
             return
         self._measured, folder = epoch, run_folder(trainer)

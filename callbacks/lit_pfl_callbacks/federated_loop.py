@@ -34,8 +34,11 @@ class Link(Protocol):
     The callback is the same in a simulation, in a cluster and between hospitals; only the link differs.
     """
 
-    def join(self, info: JoinInfo) -> Mapping[str, Tensor]:
-        """Report for the federation; wait; return what to load before training starts (or goes on)."""
+    def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
+        """Report for the federation; wait; return what to load before training starts (or goes on).
+
+        ``None`` ends the client's fit: its turn has never come.
+        """
 
     def exchange(self, upload: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Hand over the upload of one round; wait; return the reply, or ``None`` to end the client's fit."""
@@ -106,7 +109,7 @@ class FederatedLoop(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join. A run resumed from a checkpoint joins too and is told where the federation stands now."""
         shared = pl_module.initial() if _decides(pl_module) else self._shared(pl_module)
-        self._download(pl_module, self.link.join(JoinInfo(self._count_samples(trainer), shared)))
+        self._load(trainer, pl_module, self.link.join(JoinInfo(self._count_samples(trainer), shared)))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell a module that wants to know which of a round's local epochs begins."""
@@ -120,11 +123,17 @@ class FederatedLoop(L.Callback):
         if (trainer.current_epoch + 1) % self.every_n_epochs:
             return
         shared = pl_module.upload() if _decides(pl_module) else self._shared(pl_module)
-        reply = self.link.exchange(shared)
-        if reply is None:
-            trainer.should_stop = True
-        else:
-            self._download(pl_module, reply)
+        self._load(trainer, pl_module, self.link.exchange(shared))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the link keeps in a checkpoint: where the federation stands, if it is led from here."""
+        state: Callable[[], dict[str, Any]] | None = getattr(self.link, "state_dict", None)
+        return {} if state is None else state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Tell the link what it said."""
+        link: Any = self.link
+        link.load_state_dict(state_dict)
 
     def _shared(self, pl_module: L.LightningModule) -> Mapping[str, Tensor]:
         tensors = {name: tensor.detach() for name, tensor in pl_module.state_dict().items() if self.share(name)}
@@ -135,8 +144,10 @@ class FederatedLoop(L.Callback):
             )
         return tensors
 
-    def _download(self, pl_module: L.LightningModule, reply: Mapping[str, Tensor]) -> None:
-        if _decides(pl_module):
+    def _load(self, trainer: L.Trainer, pl_module: L.LightningModule, reply: Mapping[str, Tensor] | None) -> None:
+        if reply is None:
+            trainer.should_stop = True
+        elif _decides(pl_module):
             pl_module.download(reply)
         else:
             load_tensors(pl_module, reply)

@@ -34,6 +34,8 @@ class Predictions(L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Take in the predictions of some clients."""
+        if not trainer.is_global_zero:
+            return
         module: Any = pl_module
         for client, predicted in outputs.items():
             samples, labels = module.test_samples(client)
@@ -47,6 +49,8 @@ class Predictions(L.Callback):
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write."""
+        if not trainer.is_global_zero:
+            return
         path: Path = run_folder(trainer) / "predictions.csv"
         write_rows(path, self._rows)
         print(f"{len(self._rows)} predictions: {path}")

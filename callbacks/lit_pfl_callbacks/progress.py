@@ -36,7 +36,7 @@ class RoundProgress(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put up the line."""
         self._began, self._first_round = time.monotonic(), trainer.current_epoch
-        if not self._enabled or not self.console.is_terminal:
+        if not self._enabled or not self.console.is_terminal or not trainer.is_global_zero:
             return
         self._bar = Progress(
             TextColumn("round {task.fields[round]}"),
@@ -46,7 +46,7 @@ class RoundProgress(ProgressBar):
             console=self.console,
             transient=True,
         )
-        clients, rounds = int(self.total_train_batches), trainer.max_epochs or 0
+        clients, rounds = self._clients(trainer), trainer.max_epochs or 0
         self._task = self._bar.add_task(
             "", total=clients * rounds if rounds > 0 else None, completed=clients * trainer.current_epoch,
             round=self._rounds(trainer), client=f"0/{clients}", score="not validated", sent="0 B",
@@ -58,10 +58,10 @@ class RoundProgress(ProgressBar):
     ) -> None:
         """Move on by a client."""
         if self._bar is not None:
-            client = f"{batch_idx + 1}/{self.total_train_batches}"
-            self._bar.update(
-                self._task, advance=1, round=self._rounds(trainer), client=client, sent=self._sent(pl_module)
-            )
+            each = len(batch) if isinstance(batch, list) else 1  # a batch is a list of clients, mostly of one
+            done, clients = min((batch_idx + 1) * each, self._clients(trainer)), self._clients(trainer)
+            client, sent = f"{done}/{clients}", self._sent(pl_module)
+            self._bar.update(self._task, advance=each, round=self._rounds(trainer), client=client, sent=sent)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take note of the round's score: the accuracy, or the first metric that there is."""
@@ -84,7 +84,7 @@ class RoundProgress(ProgressBar):
                 seconds = (time.monotonic() - self._began) / done * (trainer.max_epochs - trainer.current_epoch - 1)
                 left = f" · {seconds:.0f} s left"
             print(
-                f"round {self._rounds(trainer)} · {self.total_train_batches} clients · {shown} · "
+                f"round {self._rounds(trainer)} · {self._clients(trainer)} clients · {shown} · "
                 f"{self._sent(pl_module)} so far{left}",
                 flush=True,
             )
@@ -107,6 +107,11 @@ class RoundProgress(ProgressBar):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def _clients(self, trainer: L.Trainer) -> int:
+        """Return how many clients train in a round: where batches hold several, the loader tells them."""
+        clients = getattr(trainer.train_dataloader, "clients", None)
+        return int(self.total_train_batches) if clients is None or trainer.fast_dev_run else len(clients)  # type: ignore[attr-defined]
 
     @staticmethod
     def _rounds(trainer: L.Trainer) -> str:

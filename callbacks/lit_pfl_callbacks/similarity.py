@@ -17,7 +17,8 @@ COLUMNS = ["round", "group", "client", "other", "cosine"]
 class Similarity(L.Callback):
     """Writes the cosine similarity of every two clients' parameters into ``similarity.csv`` of the run folder.
 
-    The module tells its clients in ``clients``: modules by id. A W&B logger also gets every matrix as an image.
+    The module tells its clients in ``clients``: modules by id. One in several processes has some of them in each, and
+    brings tensors together by its ``from_all_ranks(tensors by id)``. A W&B logger also gets every matrix as an image.
 
     Args:
         groups: regular expressions by the name of a group of parameters. All of a client's ``state_dict()`` whose names
@@ -39,16 +40,25 @@ class Similarity(L.Callback):
     @torch.no_grad()
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure, as the clients are after training and before they load a reply."""
-        if trainer.current_epoch % self.every_n_rounds or not trainer.is_global_zero:
+        if trainer.current_epoch % self.every_n_rounds:
             return
-        clients: Any = pl_module.clients
+        own: Any = pl_module.clients
+        vectors = {
+            group: {client: _vector(module, group, pattern) for client, module in own.items()}
+            for group, pattern in self.groups.items()
+        }
+        if trainer.world_size > 1:  # every process has some of the clients
+            gather: Any = pl_module.from_all_ranks
+            vectors = {group: gather(by_client) for group, by_client in vectors.items()}
+        if not trainer.is_global_zero:
+            return
         path = run_folder(trainer) / "similarity.csv"
         round = trainer.current_epoch + 1
         if self._rows is None:
             self._rows = read_rows_before(path, round, "round")
-        for group, pattern in self.groups.items():
-            cosines = cosine_matrix(torch.stack([_vector(client, group, pattern) for client in clients.values()]))
-            ids = list(clients)
+        for group, by_client in vectors.items():
+            cosines = cosine_matrix(torch.stack(list(by_client.values())))
+            ids = list(by_client)
             self._rows += [
                 dict(zip(COLUMNS, (round, group, ids[i], ids[j], float(cosines[i, j])), strict=True))
                 for i in range(len(ids))

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 import lit_pfl.methods  # noqa: F401 - imported, like data and models, so that classes go by their short names
-from lit_pfl.cli.messages import fail, refuse_abstract
+from lit_pfl.cli.messages import fail, refuse_abstract, say
 from lit_pfl.cli.options import by_name, of_a_run
 from lit_pfl.cli.parser import Parser
 from lit_pfl.cli.record import RunRecord, alone_in
@@ -24,7 +24,8 @@ from lit_pfl.cli.resuming import folder_of, saved_options, taken
 from lit_pfl.cli.stopping import Stopped, Stops
 from lit_pfl.client import Client
 from lit_pfl.data import FederatedDataModule
-from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.engines.strategy import FederatedStrategy
+from lit_pfl.errors import ConfigError, RankError, UploadError
 from lit_pfl.federation import Federation
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl_callbacks import ClientsTable, Predictions, RoundProgress, RunLogger, resume_command, run_folder
@@ -87,8 +88,11 @@ class FederatedCLI(LightningCLI):
         elif self.subcommand == "predict":
             raise ConfigError("ckpt_path: predict needs a checkpoint; give --ckpt_path RUN/checkpoints/last.ckpt.")
         elif self.scoring:
-            print("No --ckpt_path is given: the weights are untrained, and nothing is written.")
+            say("No --ckpt_path is given: the weights are untrained, and nothing is written.")
         self._set_up_loggers()
+        trainer = self.own.trainer
+        if trainer.strategy == "auto" and (trainer.devices not in (1, "1") or trainer.num_nodes > 1):
+            trainer.strategy = FederatedStrategy.strategy_name
 
     def _compare_with_checkpoint(self) -> None:
         path = str(self.own.ckpt_path)
@@ -100,7 +104,7 @@ class FederatedCLI(LightningCLI):
             return  # written from Python: the federation compares what it knows
         self.changed = taken(before, by_name(of_a_run(self.given)), self.scoring)
         if self.changed and not self.scoring:
-            print("Goes on with", ", ".join(f"{k}: {new} (was {old})" for k, (old, new) in self.changed.items()))
+            say("Goes on with " + ", ".join(f"{k}: {new} (was {old})" for k, (old, new) in self.changed.items()))
 
     def _set_up_loggers(self) -> None:
         trainer = self.own.trainer
@@ -130,7 +134,7 @@ class FederatedCLI(LightningCLI):
         super().instantiate_classes()
         _try_optimizer(self.model)
         self.model = Federation(self.model, **self._get(self.config_init, "federation"))
-        if self.trainer.loggers and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self.trainer.loggers and not self.trainer.fast_dev_run and self.trainer.is_global_zero:  # type: ignore[attr-defined]
             self._take_folder()
 
     def _take_folder(self) -> None:
@@ -174,6 +178,10 @@ class FederatedCLI(LightningCLI):
                 signal = stopped if isinstance(stopped, Stopped) else Stopped(15)
                 self._say_how_to_go_on(signal.name)
                 raise signal from None
+            except RankError as error:
+                command = resume_command(run_folder(self.trainer)) if self.trainer.loggers else None
+                how = "" if command is None else f" The rounds before are kept; go on with: {command}"
+                raise RankError(f"{error}{how if self.trainer.is_global_zero else ''}") from error
             finally:
                 if hasattr(model, "engine"):
                     model.engine.abort()
@@ -181,11 +189,9 @@ class FederatedCLI(LightningCLI):
     def _say_how_to_go_on(self, signal: str) -> None:
         command = resume_command(run_folder(self.trainer)) if self.trainer.loggers else None
         if command is None:
-            print(f"Stopped by {signal} before there was a checkpoint; nothing is kept.")
+            say(f"Stopped by {signal} before there was a checkpoint; nothing is kept.")
         else:
-            print(
-                f"Stopped by {signal}; a round that was not complete is dropped. Go on with:\n  {command}", flush=True
-            )
+            say(f"Stopped by {signal}; a round that was not complete is dropped. Go on with:\n  {command}")
 
     def validate(self, model: Federation, **kwargs: Any) -> None:
         """Score on validation data."""
@@ -277,7 +283,7 @@ def run(args: ArgsType) -> None:
                 parser_kwargs={"description": DESCRIPTION},
                 args=args,
             )
-    except (ConfigError, UploadError, OSError, MisconfigurationException) as error:
+    except (ConfigError, UploadError, RankError, OSError, MisconfigurationException) as error:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

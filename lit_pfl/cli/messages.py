@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
+from lightning.pytorch.utilities import rank_zero_only
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -41,6 +42,12 @@ KINDS = {
     "dict": "a mapping",
     "NoneType": "null",
 }
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """Print something, in one of a run's processes."""
+    print(text, flush=True)
 
 
 def fail(message: str) -> NoReturn:

@@ -78,7 +78,7 @@ class RunRecord(L.Callback):
 
 
 def _keeps(trainer: L.Trainer) -> bool:
-    return bool(trainer.loggers) and not trainer.fast_dev_run  # type: ignore[attr-defined]
+    return bool(trainer.loggers) and not trainer.fast_dev_run and trainer.is_global_zero  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -70,34 +70,45 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     def move_to(self, device: torch.device) -> None:
         """Hold the data on a device, if this kind holds data at all; otherwise batches are moved one by one."""
 
-    # A federation chooses who trains in a round, and who is scored on validation data.
+    def hold_in(self, place: Callable[[Any], Any]) -> None:
+        """Hold the data elsewhere, if this kind holds data at all.
+
+        Args:
+            place: returns the same nested tensors, in other memory.
+        """
+
+    # A federation chooses who trains in a round, and who is scored on validation data; one of several processes takes
+    # them all at once.
+    all_at_once = False
     participants: Callable[[int], list[int]] | None = None
     validated: Callable[[], list[int]] | None = None
 
     def train_dataloader(self) -> "ClientSets":
         """Return the sets of clients that train in a round."""
-        return ClientSets(self.participants or (lambda completed: self.clients))
+        return ClientSets(self.participants or (lambda completed: self.clients), self.all_at_once)
 
     def val_dataloader(self) -> "ClientSets":
         """Return the clients that are scored on validation data."""
-        return ClientSets(lambda completed: self.validated() if self.validated else self.clients)
+        return ClientSets(lambda completed: self.validated() if self.validated else self.clients, self.all_at_once)
 
     def test_dataloader(self) -> "ClientSets":
         """Return all clients."""
-        return ClientSets(lambda completed: self.clients)
+        return ClientSets(lambda completed: self.clients, self.all_at_once)
 
     predict_dataloader = test_dataloader
 
 
 class ClientSets:
-    """What a federation's Trainer iterates over: lists of client ids, at present one client a list.
+    """What a federation's Trainer iterates over: lists of client ids.
 
     Args:
         choose: returns the clients of a round, by the number of rounds before it. Their number is always the same.
+        all_at_once: whether there is one list of all of them, or one client a list.
     """
 
-    def __init__(self, choose: Callable[[int], list[int]]) -> None:
+    def __init__(self, choose: Callable[[int], list[int]], all_at_once: bool = False) -> None:
         self.choose = choose
+        self.all_at_once = all_at_once
         self.set_epoch(0)
         self.sampler = self.batch_sampler = self  # where a Trainer looks for someone to tell the epoch
 
@@ -106,10 +117,9 @@ class ClientSets:
         self.clients = self.choose(epoch)
 
     def __len__(self) -> int:
-        return len(self.clients)
+        return 1 if self.all_at_once else len(self.clients)
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, so that the clients are looked up at the first step: a resumed Trainer asks for the iterator
         # before it tells the epoch.
-        for client in self.clients:
-            yield [client]
+        yield from [self.clients] if self.all_at_once else ([client] for client in self.clients)

@@ -40,7 +40,7 @@ class LocalEngine:
 
     Attributes:
         clients: the clients by id.
-        train_loss: sum of the training loss over samples, and number of samples, since it was last set to zero.
+        losses: sum of the training loss over samples, and number of samples, of every client since it was last emptied.
     """
 
     def __init__(self, clients: dict[int, Client], seed: int, local_epochs: int, make_trainer: MakeTrainer) -> None:
@@ -48,7 +48,7 @@ class LocalEngine:
         self.hub = LocalHub(seed)
         self.local_epochs = local_epochs
         self.make_trainer = make_trainer
-        self.train_loss = (0.0, 0)
+        self.losses: dict[int, tuple[float, int]] = {}
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -74,7 +74,7 @@ class LocalEngine:
         if trouble := before.trouble(client, upload):
             before.restore()
             return trouble
-        self.train_loss = (self.train_loss[0] + loss, self.train_loss[1] + n)
+        self.losses[client] = loss, n
         return upload
 
     def _add_fit(self, client: int) -> None:
@@ -166,7 +166,8 @@ class LocalEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`."""
-        for client, own in state["clients"].items():
+        for client in self.clients:
+            own = state["clients"][client]
             self.clients[client].load_state_dict(own["state_dict"])
             if len(own) > 1:  # it has trained
                 self._restored[client] = {name: own[name] for name in (*TRAINER_STATE, *own)}

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import NoProfiler, undisturbed
@@ -123,7 +124,8 @@ def client_trainer(outer: L.Trainer, options: Mapping[str, Any], loop: L.Callbac
         **options,
     }
     arguments["callbacks"] = [*arguments.get("callbacks", []), loop]
-    arguments["plugins"] = [*arguments.get("plugins", []), memory]
+    # Whatever started this process, a client's Trainer is none of several.
+    arguments["plugins"] = [*arguments.get("plugins", []), memory, LightningEnvironment()]
     try:
         with undisturbed():
             trainer = L.Trainer(**arguments)

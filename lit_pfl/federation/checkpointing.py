@@ -25,7 +25,7 @@ class Checkpointing(Parts):
         checkpoint["federation"] = {
             **self._identity(),
             "coordinator": self.coordinator.state_dict(),
-            **self.engine.state_dict(),
+            **_together(self.ranks.states(self.engine.state_dict())),
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Checkpointing(Parts):
 
     @cached_property
     def _fingerprints(self) -> dict[int, str]:
-        return {client: fingerprint(self.data.client(client)) for client in self.clients}
+        return self.ranks.merged({client: fingerprint(self.data.client(client)) for client in self.clients})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the whole federation.
@@ -65,3 +65,8 @@ class Checkpointing(Parts):
         for client, module in self.clients.items():
             saved = state["clients"][client]["state_dict"]
             refuse_another_network(client, saved, module.state_dict(), module.resizes)
+
+
+def _together(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one state of the engines of all processes: clients by id, in the order of ids, and so on."""
+    return {key: dict(sorted(pair for state in states for pair in state[key].items())) for key in states[0]}

@@ -6,12 +6,15 @@ import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lit_pfl.client import Client, ClientSpec
 from lit_pfl.coordinator import Coordinator, Ledger
 from lit_pfl.draws import Draws, check_share
 from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.memory import keep_freed_memory
+from lit_pfl.engines.ranks import Ranks
+from lit_pfl.engines.strategy import FederatedStrategy, ranks_of
 from lit_pfl.engines.threads import choose_threads, computing
 from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer
 from lit_pfl.errors import ConfigError
@@ -61,7 +64,7 @@ class Federation(Scoring, Checkpointing):
             that do not say so themselves, as torchmetrics do. Without it their worst tenth is not known.
 
     Attributes:
-        clients: the clients by id, once set up.
+        clients: the clients by id, once set up; in a run of several processes those of this one.
         coordinator: the server's side.
         rows: the scores of the latest evaluation.
 
@@ -120,27 +123,33 @@ class Federation(Scoring, Checkpointing):
 
     def setup(self, stage: str) -> None:
         """Build the clients and the server, once."""
-        if self.trainer.world_size > 1:
+        if self.trainer.world_size > 1 and not isinstance(self.trainer.strategy, FederatedStrategy):
             raise ConfigError(
-                f"The Trainer spans {self.trainer.world_size} processes; a federation in one process needs "
-                "trainer.devices=1."
+                f"trainer.strategy: {type(self.trainer.strategy).__name__} trains copies of one model in its "
+                f"{self.trainer.world_size} processes; give strategy=federated, which gives each some of the clients."
             )
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.if_not_saved)
         data, device = self.data, self.trainer.strategy.root_device
+        self._meet(ranks_of(self.trainer))
         data.participants, data.validated = self.participants, self.validated
+        data.all_at_once = self.ranks.size > 1  # processes take as long as they take, and meet once a round
+        if not self.clients and self.ranks.size > 1 and device.type == "cpu":
+            data.hold_in(self.ranks.one_copy)
         data.move_to(device)
         if not self.clients:
             check_share("federation.participation", self.participation, len(data.clients))
             check_share("federation.evaluate_clients", self.evaluate_clients, len(data.clients))
             if self.seed is None:
-                self.seed = torch.initial_seed()
+                self.seed = self.ranks.of_first(torch.initial_seed())
             keep_freed_memory()
             self.draws = Draws(self.seed)
-            self.clients = {client: self._build(client) for client in data.clients}
+            self._start_alike()
+            own = self.ranks.dealt({client: data.client(client).num_samples for client in data.clients})
+            self.clients = {client: self._build(client) for client in own}
             self._place_on(device)  # before the server takes its first tensors from them
             self.engine = LocalEngine(self.clients, self.seed, self.local_epochs, self._make_trainer)
-            self.coordinator = Coordinator(self._make_server(), self.quorum)
+            self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks)
             joined = {k: ClientInfo(self.data.client(k).num_samples, c.initial()) for k, c in self.clients.items()}
             self.coordinator.start(joined)
             if self.evaluate == "global":
@@ -148,8 +157,20 @@ class Federation(Scoring, Checkpointing):
             if self.threads is None:
                 client = next(iter(self.clients.values()))
                 batch_size = getattr(data, "batch_size", None)
-                self.threads = choose_threads(client.learner, client.spec.example, batch_size)
+                threads = choose_threads(client.learner, client.spec.example, batch_size)
+                self.threads = self.ranks.of_first(threads)  # other threads may add up in another order
         self._place_on(device)
+
+    def _meet(self, ranks: Ranks) -> None:
+        """Take note of the processes of the run."""
+        if self.clients and ranks.size != self.ranks.size:
+            raise ConfigError(
+                f"trainer.devices: this federation's clients are spread over {self.ranks.size} processes, and the "
+                f"Trainer has {ranks.size}; give the same number, or a new Federation and ckpt_path."
+            )
+        self.ranks = ranks
+        if self.clients:
+            self.coordinator.ranks = ranks
 
     def _place_on(self, device: torch.device) -> None:
         for client in [*self.clients.values(), *([self.global_model.client] if hasattr(self, "global_model") else [])]:
@@ -167,8 +188,22 @@ class Federation(Scoring, Checkpointing):
             return self.prototype.build(spec)
 
     def _make_server(self) -> Any:
+        first = self.data.clients[0]
+        client = self.clients[first] if first in self.clients else self._build(first)
+        client.place_on(self.trainer.strategy.root_device)
         with self.draws.torch("server"):
-            return next(iter(self.clients.values())).configure_server()
+            return client.configure_server()
+
+    def _start_alike(self) -> None:
+        """Take process 0's weights for a learner that was given: a script need not have drawn the same ones again."""
+        learner = self.prototype.learner
+        if self.ranks.size > 1 and learner is not None:
+            lazy = UninitializedParameter | UninitializedBuffer
+            tensors = [tensor for tensor in learner.state_dict().values() if not isinstance(tensor, lazy)]
+            first = self.ranks.exchange(tensors=tensors)[0].tensors
+            with torch.no_grad():
+                for tensor, value in zip(tensors, first, strict=True):
+                    tensor.copy_(value)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the server's step as an optimizer, so that a Trainer counts rounds as it counts steps."""
@@ -178,16 +213,16 @@ class Federation(Scoring, Checkpointing):
 
     def participants(self, completed: int) -> list[int]:
         """Return the ids of the clients that train in the round after ``completed`` rounds."""
-        return self.draws.choose(list(self.clients), self.participation, "participation", completed)
+        return self.draws.choose(self.data.clients, self.participation, "participation", completed)
 
     def validated(self) -> list[int]:
         """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
         share = self.evaluate_clients if self.trainer.state.fn == "fit" else 1.0
-        return self.draws.choose(list(self.clients), share, "evaluation")
+        return self.draws.choose(self.data.clients, share, "evaluation")
 
     def on_train_epoch_start(self) -> None:
         """Begin a round."""
-        self.engine.train_loss = (0.0, 0)
+        self.engine.losses.clear()
         self._validated = {}
         self.coordinator.begin_round()
 
@@ -196,7 +231,7 @@ class Federation(Scoring, Checkpointing):
         # Clients choose their own precision. The cache would survive their optimizer steps, so it is off.
         with computing(self.threads), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
             try:
-                self.coordinator.train(self.engine, batch)
+                self.coordinator.train(self.engine, [client for client in batch if client in self.clients])
                 if self.trainer.is_last_batch:
                     optimizer = self.optimizers()
                     assert not isinstance(optimizer, list)
@@ -218,8 +253,9 @@ class Federation(Scoring, Checkpointing):
         if self._asked_to_stop:
             self.trainer.should_stop, self._asked_to_stop = True, False
         traffic = self.traffic
-        loss, n = self.engine.train_loss
-        metrics: dict[str, float] = {"train/loss": loss / n if n else float("nan")}
+        losses = self.ranks.merged(self.engine.losses).values()
+        n = sum(n for _, n in losses)
+        metrics: dict[str, float] = {"train/loss": sum(loss for loss, _ in losses) / n if n else float("nan")}
         metrics |= self._validated
         metrics |= {"comm/up_bytes": traffic.up, "comm/down_bytes": traffic.down, "comm/total_bytes": traffic.total}
         self._log(metrics)

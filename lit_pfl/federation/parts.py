@@ -4,6 +4,7 @@ from lit_pfl.client import Client
 from lit_pfl.coordinator import Coordinator
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.engines.local import LocalEngine
+from lit_pfl.engines.ranks import Ranks
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import QuickModule
 
@@ -12,6 +13,7 @@ class Parts(QuickModule):
     """A federation's clients and its server's side, once set up."""
 
     clients: dict[int, Client]
+    ranks: Ranks
     coordinator: Coordinator
     engine: LocalEngine
 

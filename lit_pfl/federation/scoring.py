@@ -1,11 +1,13 @@
 """What a federation does where a Trainer validates, tests and predicts."""
 
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
 from lit_pfl.data import labels_of, samples_of
 from lit_pfl.engines.threads import computing
+from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import Row, Split, summary
 from lit_pfl.federation.parts import Parts
 from lit_pfl.global_model import GlobalModel
@@ -37,6 +39,7 @@ class Scoring(Parts):
 
     def on_validation_epoch_end(self) -> None:
         """Log means over clients; to the loggers they go with the rest of the round."""
+        self._gather_rows()
         if not self.trainer.sanity_checking:
             self._validated = summary(self.rows, self._validated_on, self.higher_is_better)
             self._log(self._validated, write=self.trainer.state.fn != "fit")  # in a fit, with the rest of the round
@@ -51,6 +54,7 @@ class Scoring(Parts):
 
     def on_test_epoch_end(self) -> None:
         """Log means over clients."""
+        self._gather_rows()
         self._log(summary(self.rows, "test", self.higher_is_better), write=True)
 
     def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Any]:
@@ -58,35 +62,61 @@ class Scoring(Parts):
 
         Predictions that are no tensors come as a list of batches.
         """
-        predicted = {client: self.engine.predict(client, self._shown_with(client), self.trainer) for client in batch}
-        return {
+        own = [client for client in batch if client in self.clients]
+        predicted = {client: self.engine.predict(client, self._shown_with(client), self.trainer) for client in own}
+        joined = {
             client: torch.cat(batches) if all(isinstance(x, torch.Tensor) for x in batches) else batches
             for client, batches in predicted.items()
             if batches  # a client may have no test samples
         }
+        return self.from_all_ranks(joined) if self.ranks.size > 1 else joined
+
+    def from_all_ranks(self, tensors: dict[int, Any]) -> dict[int, Any]:
+        """Return tensors of clients by id: at process 0 those of all processes' clients, elsewhere of its own.
+
+        Raises:
+            ConfigError: when they are no tensors.
+        """
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+            raise ConfigError("trainer.devices: only tensors can be gathered from several processes; give 1.")
+        told = self.ranks.exchange(list(tensors), list(tensors.values()), only_to=0)
+        pairs = [pair for one in told for pair in zip(one.words, one.tensors, strict=False)]
+        return dict(sorted((client, tensor.clone()) for client, tensor in pairs))
 
     def test_samples(self, client: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the (n,) places in the data set of a client's test samples, and their (n,) labels if they have any."""
         data = self.data.client(client)
         return samples_of(data.test), None if data.num_classes is None else labels_of(data.test)
 
-    @property
+    @cached_property
     def _validated_on(self) -> Split:
-        return "val" if any(len(client.data.val) for client in self.clients.values() if client.data) else "test"
+        own = {k: len(client.data.val) for k, client in self.clients.items() if client.data}
+        return "val" if any(self.ranks.merged(own).values()) else "test"
 
     def _evaluate(self, clients: list[int], split: Split) -> None:
         with computing(self.threads):
             if self.evaluate == "global":
+                if self.ranks.rank != 0:
+                    return
                 score = None if self.rows else self.global_model.score(self.data.everything(split), split, self.trainer)
                 if score is not None:
                     self.rows = [Row(GlobalModel.ID, self.coordinator.round, split, "global", score.n, score.values)]
                 return
-            for client in clients:
+            for client in [client for client in clients if client in self.clients]:
                 for model in self.clients[client].evaluated:
                     score = self.engine.evaluate(client, model, split, self._shown_with(client), self.trainer)
                     self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
                     kind = f"{model}:{self._when(client)}"
                     self.rows.append(Row(client, self.coordinator.round, split, kind, score.n, score.values))
+
+    def _gather_rows(self) -> None:
+        """Take in the scores of all processes, in the order of clients."""
+        if self.ranks.size == 1:
+            return
+        told = [told.words for told in self.ranks.exchange((self.rows, self.higher_is_better))]
+        self.rows = sorted((Row(*row) for rows, _ in told for row in rows), key=lambda row: row.client)
+        for _, higher_is_better in told:
+            self.higher_is_better = {**higher_is_better, **self.higher_is_better}
 
     def _when(self, client: int) -> str:
         """Return in which state a client is evaluated, for ``clients.csv``."""
@@ -104,6 +134,7 @@ class Scoring(Parts):
         self.rows = []
         with torch.no_grad():
             self._evaluate(list(self.clients), "test")
+        self._gather_rows()
         metrics = summary(self.rows, "test", self.higher_is_better)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})

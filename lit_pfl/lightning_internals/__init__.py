@@ -8,6 +8,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
     read_checkpoint,
 )
 from lit_pfl.lightning_internals.hooks import hand_down_trainer, in_hook, lent_trainer, name_metrics, optimizers_in
+from lit_pfl.lightning_internals.launcher import ScriptLauncher
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
 from lit_pfl.lightning_internals.undisturbed import undisturbed
 
@@ -17,6 +18,7 @@ __all__ = [
     "MemoryCheckpointIO",
     "NoProfiler",
     "QuickModule",
+    "ScriptLauncher",
     "hand_down_trainer",
     "in_hook",
     "lent_trainer",

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,9 +86,11 @@ def read(name: str, root: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     return data.data.unsqueeze(1), data.targets
 
 
-def bare(data: Images, backbone: Callable[[int, int], Backbone]) -> Callable[[], None]:
-    """Return one round of FedAvg in plain PyTorch, as one would write it."""
-    clients, channels = range(data.num_clients), data.client(0).example[0].shape[1]
+def bare(
+    data: Images, backbone: Callable[[int, int], Backbone], clients: Sequence[int] | None = None
+) -> Callable[[], None]:
+    """Return one round of FedAvg in plain PyTorch, as one would write it, of all clients or of some."""
+    clients, channels = clients or range(data.num_clients), data.client(0).example[0].shape[1]
     images, labels = data.source
     indices = [data.client(k).train.dataset for k in clients]
     models = [backbone(channels, 10) for _ in clients]
@@ -139,17 +141,24 @@ class Alternate(L.Callback):
 
 
 def federation(
-    data: Images, backbone: Callable[[int, int], Backbone], threads: int | None, rounds: int, *callbacks: Any
+    data: Images,
+    backbone: Callable[[int, int], Backbone],
+    threads: int | None,
+    rounds: int,
+    *callbacks: Any,
+    **options: Any,
 ) -> None:
     # the lay-out of the bare loop, though channels last, the default for these networks, is faster
     method = FedAvg(backbone=backbone, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), channels_last=False)
-    run(method, data, threads, rounds, *callbacks)
+    run(method, data, threads, rounds, *callbacks, **options)
 
 
-def run(method: FedAvg, data: FederatedDataModule, threads: int | None, rounds: int, *callbacks: Any) -> None:
+def run(
+    method: FedAvg, data: FederatedDataModule, threads: int | None, rounds: int, *callbacks: Any, **options: Any
+) -> None:
     trainer = L.Trainer(
         max_epochs=rounds, accelerator="cpu", callbacks=list(callbacks), logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, **options,
     )  # fmt: skip
     made = Federation(method, seed=1, threads=threads)
     made.on_fit_end = lambda: made.engine.stop()  # type: ignore[method-assign]  # without the test at the end

@@ -1,0 +1,28 @@
+"""The same sites train one model together: what has changed is the callback.
+
+torchrun --nproc-per-node 4 examples/torchrun/after.py
+"""
+
+import os
+
+import lightning as L
+from project import QUIET, MyModule, my_data
+
+from lit_pfl.links import ProcessGroupLink
+from lit_pfl_callbacks import FederatedLoop
+
+
+def main():
+    site = int(os.environ["RANK"])
+    L.seed_everything(1, verbose=False)
+    train, test = my_data(site)
+    module = MyModule()
+    loop = FederatedLoop(ProcessGroupLink(), every_n_epochs=2)
+    trainer = L.Trainer(max_epochs=40, accelerator="cpu", callbacks=[loop], **QUIET)
+    trainer.fit(module, train)
+    [scores] = trainer.test(module, test, verbose=False)
+    print(f"site {site}: R2 {scores['r2']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

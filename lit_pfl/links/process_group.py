@@ -1,0 +1,188 @@
+"""One client a process: a script that torchrun starts, whose every process is a site of its own."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lit_pfl.coordinator import Coordinator
+from lit_pfl.draws import Draws, check_share
+from lit_pfl.engines import Upload
+from lit_pfl.engines.processes import Processes
+from lit_pfl.errors import ConfigError
+from lit_pfl.payload import Payload
+from lit_pfl.server import ClientInfo, Server
+from lit_pfl_callbacks.federated_loop import JoinInfo
+
+
+class ProcessGroupLink:
+    """Joins the processes of one run, each with a Trainer of its own, by torch.distributed's gloo.
+
+    The process of rank r is client r; that of rank 0 is the server too, whenever its own client waits. What travels is
+    encoded as it is counted. Every process makes one link, with the same options, and gives it to one fit.
+
+    Without ``rounds`` fits end by themselves, all after as many rounds; the last thing that each does is to load the
+    reply of its last round. With ``rounds`` the link ends them, as they were trained in their last round.
+
+    Args:
+        server: the method's server, from ``module.configure_server()``; by default one that averages. Only that of
+            rank 0 is used.
+        rounds: number of rounds; the fits' ``max_epochs`` must leave room for them (-1 does). By default as many as
+            fits have.
+        participation: who trains in a round: a share of the clients, or above 1 their number; drawn as a
+            :class:`~lit_pfl.Federation` of this seed draws. Others wait.
+        quorum: the share of a round's uploads that must be usable.
+        seed: seed of what is drawn.
+        timeout: seconds to wait for another process, as for one whose client takes longer, before giving up.
+
+    Attributes:
+        coordinator: the server's side, at rank 0: rounds completed, and bytes in ``coordinator.ledger``.
+
+    Raises:
+        ConfigError: for options that do not go together, and where nothing has started several processes.
+
+    Example::
+
+        link = ProcessGroupLink(module.configure_server())  # torchrun --nproc-per-node 4 my_script.py
+        trainer = L.Trainer(max_epochs=20, callbacks=[FederatedLoop(link, every_n_epochs=5)])
+        trainer.fit(module, my_loader)
+    """
+
+    coordinator: Coordinator
+
+    def __init__(
+        self,
+        server: Server | None = None,
+        rounds: int | None = None,
+        participation: float = 1.0,
+        quorum: float = 0.5,
+        seed: int = 0,
+        timeout: float = 1800.0,
+    ) -> None:
+        check_share("participation", participation)
+        if participation != 1 and rounds is None:
+            raise ConfigError("rounds: clients that wait for their turn cannot count rounds; say how many there are.")
+        if rounds is not None and rounds < 1:
+            raise ConfigError(f"rounds={rounds}: give 1 or more.")
+        self.server, self.rounds, self.participation = server or Server(), rounds, participation
+        self.quorum, self.timeout = quorum, timeout
+        self.draws = Draws(seed)
+        self._state: dict[str, Any] | None = None  # of a run that goes on
+        self._processes: Processes | None = None
+
+    # --------------------------------------------------------------------------------------------------- every process
+
+    def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
+        """Find the others and report; wait for the first turn."""
+        if self._processes is None:
+            self._processes = _started_together(self.timeout)
+        if self._processes.rank != 0:
+            self._send(0, as_payload(info.tensors), num_samples=info.num_samples)
+            return self._reply()
+        return self._open({0: ClientInfo(info.num_samples, as_payload(info.tensors))})
+
+    def exchange(self, upload: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Hand over the upload of one round; wait for the next turn."""
+        if self._group.rank == 0:
+            return self._serve({0: upload})
+        self._send(0, as_payload(upload))
+        return self._reply()
+
+    def _reply(self) -> Payload | None:
+        words, reply = self._receive(0)
+        return None if words["over"] else reply
+
+    @property
+    def _group(self) -> Processes:
+        assert self._processes is not None
+        return self._processes
+
+    def _send(self, to: int, payload: Payload, **words: Any) -> None:
+        # The encoding tells of the marks only where they save something.
+        head = json.dumps({**words, "sparse": sorted(payload.sparse)}).encode()
+        self._group.send(len(head).to_bytes(8, "big") + head + payload.to_bytes(), to)
+
+    def _receive(self, source: int) -> tuple[dict[str, Any], Payload]:
+        message = self._group.receive(source)
+        end = 8 + int.from_bytes(message[:8], "big")
+        words, payload = json.loads(message[8:end]), Payload.from_bytes(message[end:])
+        plain = {name: tensor for name, tensor in payload.items() if name not in payload.low_rank}
+        return words, Payload(plain, words["sparse"], payload.low_rank)
+
+    # ---------------------------------------------------------------------------------------------------------- rank 0
+
+    def _open(self, clients: dict[int, ClientInfo]) -> Payload | None:
+        """Take in all clients and begin."""
+        check_share("participation", self.participation, self._group.size)
+        for client in range(1, self._group.size):
+            words, initial = self._receive(client)
+            clients[client] = ClientInfo(words["num_samples"], initial)
+        self.coordinator = Coordinator(self.server, self.quorum)
+        self.coordinator.start(clients)
+        if self._state is not None:
+            self.coordinator.load_state_dict(self._state)
+            self._state = None
+        return self._begin()
+
+    def _begin(self) -> Payload | None:
+        """Begin a round; return rank 0's reply, once it is its turn."""
+        while not self._over:
+            self._participants = self.draws.choose(
+                range(self._group.size), self.participation, "participation", self.coordinator.round
+            )
+            self._ledger = self.coordinator.ledger.state_dict()
+            self.coordinator.begin_round()
+            replies = {client: self.coordinator.reply(client) for client in self._participants}
+            for client in self._participants:
+                if client != 0:
+                    self._send(client, replies[client], over=False)
+            if 0 in replies:
+                return replies[0]
+            self._collect({})
+        for client in range(1, self._group.size):
+            self._send(client, Payload({}), over=True)
+        return None
+
+    @property
+    def _over(self) -> bool:
+        return self.rounds is not None and self.coordinator.round >= self.rounds
+
+    def _collect(self, uploads: dict[int, Upload]) -> None:
+        for client in self._participants:
+            if client != 0:
+                uploads[client] = self._receive(client)[1]
+        self.coordinator.collect(uploads)
+
+    def _serve(self, uploads: dict[int, Upload]) -> Payload | None:
+        """End the round in which rank 0's client has trained."""
+        self._collect(uploads)
+        return self._begin()
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the federation stands, at rank 0: as it was after the last complete round."""
+        if not hasattr(self, "coordinator"):
+            return {}
+        return {**self.coordinator.state_dict(), "ledger": self._ledger}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`, once all have joined."""
+        self._state = state
+
+
+def as_payload(tensors: Mapping[str, Tensor]) -> Payload:
+    """Return what is sent as a payload."""
+    return tensors if isinstance(tensors, Payload) else Payload(tensors)
+
+
+def _started_together(timeout: float) -> Processes:
+    try:
+        rank, size, address, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    except KeyError as missing:
+        raise ConfigError(
+            f"ProcessGroupLink: {missing} is not in the environment; start the script with torchrun --nproc-per-node N."
+        ) from None
+    return Processes(int(rank), int(size), address, int(port), timeout)

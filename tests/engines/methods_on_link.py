@@ -1,0 +1,58 @@
+"""Runs the same federations as ``methods_on_ranks``, every client in a process and under a Trainer of its own.
+
+torchrun --nproc-per-node 6 methods_on_link.py FOLDER METHOD [METHOD ...]
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from methods_on_ranks import METHODS, PARTICIPATION, ROUNDS, SEED, data
+
+from lit_pfl.client import ClientSpec
+from lit_pfl.data import LateLoader
+from lit_pfl.draws import Draws
+from lit_pfl.engines.streams import RandomStream
+from lit_pfl.links import ProcessGroupLink
+from lit_pfl_callbacks import FederatedLoop
+from tiny import trainer
+
+
+class Streams(ProcessGroupLink):
+    """Gives every client the random numbers that a federation gives it."""
+
+    def join(self, info: Any) -> Any:
+        reply = super().join(info)
+        self.stream = RandomStream(SEED, int(os.environ["RANK"])).active()  # active for as long as somebody holds it
+        self.stream.__enter__()
+        return reply
+
+
+def run(method: str, rank: int) -> dict[str, Any]:
+    draws, all_data = Draws(SEED), data()
+    all_data.setup()
+    own, prototype = all_data.client(rank), METHODS[method]()
+    epochs = prototype.fewest_epochs
+    with draws.torch("weights"):
+        module = prototype.build(ClientSpec(rank, own.example, own.num_classes, own.labels_agree, epochs))
+    module.data = own
+    module.place_on(torch.device("cpu"))
+    with draws.torch("server"):
+        server = module.configure_server()
+    link = Streams(server, rounds=ROUNDS, participation=PARTICIPATION, seed=SEED)
+    fitting = trainer(-1, callbacks=[FederatedLoop(link, epochs, num_samples=own.num_samples)])
+    fitting.fit(module, LateLoader(module.training_data()))
+    return {
+        "clients": {rank: {name: tensor.clone() for name, tensor in module.state_dict().items()}},
+        "coordinator": link.coordinator.state_dict() if rank == 0 else None,
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, *methods = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    for method in methods:
+        torch.save(run(method, rank), Path(folder) / f"{method}.{rank}")

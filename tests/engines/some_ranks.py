@@ -1,0 +1,124 @@
+"""What several processes tell each other, checked in every one of them.
+
+torchrun --nproc-per-node 2 two_ranks.py
+"""
+
+import os
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_pfl import Payload
+from lit_pfl.engines.carrier import Carrier
+from lit_pfl.engines.parcels import alike, of_all_ranks
+from lit_pfl.engines.processes import Processes
+from lit_pfl.engines.ranks import ManyRanks
+from lit_pfl.errors import RankError, UploadError
+from lit_pfl.low_rank import LowRank
+
+
+def tensors_of(rank: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(rank)
+    picture = torch.randn(2, 3, 4, 5, generator=draw).contiguous(memory_format=torch.channels_last)
+    whole = torch.arange(rank, rank + 7)
+    return [
+        picture, whole, torch.tensor(rank), torch.empty(0, 3), picture.transpose(0, 1)[:, :1], torch.tensor([True]),
+        torch.tensor([rank, -0.0]).bfloat16(), picture,
+    ]  # fmt: skip
+
+
+def check_exchange(ranks: ManyRanks) -> None:
+    for only_to in (None, 0, ranks.size - 1):
+        for kept in (False, True):
+            told = ranks.exchange(
+                {"rank": ranks.rank, "text": "x" * 10_000 * ranks.rank}, tensors_of(ranks.rank), only_to, kept
+            )
+            for rank, one in enumerate(told):
+                assert one.words == {"rank": rank, "text": "x" * 10_000 * rank}
+                if only_to not in (None, ranks.rank) and rank != ranks.rank:
+                    assert one.tensors == []
+                    continue
+                for tensor, expected in zip(one.tensors, tensors_of(rank), strict=True):
+                    assert tensor.dtype == expected.dtype
+                    assert np.array_equal(tensor.double().numpy(), expected.double().numpy())
+                assert one.tensors[0].stride() == expected.stride() == tensors_of(rank)[0].stride()
+                assert one.tensors[0].data_ptr() == one.tensors[-1].data_ptr()  # one tensor, sent once
+    everybody = range(ranks.size)
+    assert ranks.merged({-ranks.rank: 0.1, 5 + ranks.rank: float("inf")}) == {
+        **{-rank: 0.1 for rank in reversed(everybody)},
+        **{5 + rank: float("inf") for rank in everybody},
+    }
+    states = ranks.states({"mine": {ranks.rank: torch.tensor([ranks.rank])}})
+    assert [state["mine"] for state in states] == [
+        {rank: torch.tensor([rank])} for rank in (everybody if ranks.rank == 0 else [ranks.rank])
+    ]
+
+
+def check_uploads(ranks: ManyRanks) -> None:
+    sparse = Payload({"u": torch.full((3,), float(ranks.rank)), "mu": torch.tensor([0.0, 0.0, 1.0])}, ["mu"])
+    low_rank = Payload({"a": torch.ones(2)}, low_rank={"w": LowRank(torch.ones(4, 1), torch.ones(1, 4), (4, 4))})
+    n = ranks.size
+    own = {ranks.rank: sparse, ranks.rank + n: low_rank, ranks.rank + 2 * n: UploadError(f"no {ranks.rank}")}
+    uploads = of_all_ranks(ranks, own)
+    assert list(uploads) == list(range(3 * n))
+    for rank in range(n):
+        first, second, error = (uploads[rank + offset] for offset in (0, n, 2 * n))
+        assert first["u"].tolist() == [rank] * 3
+        assert first.sparse == {"mu"}
+        assert (first.nbytes, first.elements) == (sparse.nbytes, sparse.elements)
+        assert (second.nbytes, second.elements) == (low_rank.nbytes, low_rank.elements)
+        assert torch.equal(second["w"], torch.ones(4, 4))
+        assert str(error) == f"no {rank}"
+    same = alike({k: Payload({"w": torch.ones(5), "b": torch.full((1,), k)}) for k in (0, 1, 2)})
+    assert same[0]["w"] is same[1]["w"] is same[2]["w"]
+    assert same[0]["b"] is not same[1]["b"]
+
+
+def check_one_copy(ranks: ManyRanks) -> None:
+    content = {"images": torch.arange(5000).view(50, 100), "labels": torch.arange(50), "name": "x", "none": None}
+    shared = ranks.one_copy(dict(content))
+    assert torch.equal(shared["images"], content["images"])
+    assert (shared["name"], shared["none"]) == ("x", None)
+    ranks.exchange()
+    if ranks.rank == 0:
+        shared["images"][3, 4] = -1  # which nobody does, but it shows whose memory it is
+    ranks.exchange()
+    assert shared["images"][3, 4] == (-1 if 0 in ranks.carrier.neighbours else 304)
+
+
+def check_failure(ranks: ManyRanks) -> None:
+    if ranks.rank == 1:
+        ranks.fail("no more")
+        return
+    try:
+        ranks.exchange("all is well")
+    except RankError as error:
+        assert str(error) == "Rank 1 could not go on (no more)."  # noqa: PT017
+    else:
+        raise AssertionError("nobody heard")
+
+
+class Apart(Carrier):
+    """As if only so many processes were on each machine."""
+
+    each: int
+
+    def _look_around(self) -> list[int]:
+        seen = super()._look_around()
+        assert seen == list(range(size))
+        first = self.rank // self.each * self.each
+        return [rank for rank in seen if first <= rank < first + self.each]
+
+
+if __name__ == "__main__":
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for Apart.each in (size, 2, 1):
+        group = Processes(rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=60)
+        with patch("lit_pfl.engines.ranks.Carrier", Apart):
+            ranks = ManyRanks(group, torch.device("cpu"))
+        check_exchange(ranks)
+        check_uploads(ranks)
+        check_one_copy(ranks)
+        check_failure(ranks)

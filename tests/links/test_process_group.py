@@ -1,0 +1,124 @@
+"""A process a client: somebody's own script, started with torchrun."""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_pfl.errors import ConfigError
+from lit_pfl.links import ProcessGroupLink
+from lit_pfl_callbacks import JoinInfo
+from tiny import assert_equal
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parent.parent / "examples" / "torchrun"
+sys.path.append(str(EXAMPLES))
+from project import MyModule, my_data  # noqa: E402
+
+
+def torchrun(processes: int, script: Path, *words: object) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), str(script)]
+    came = subprocess.run(
+        [*command, *map(str, words)], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert came.returncode == 0, came.stderr
+    return came
+
+
+def averaged_by_hand(sites: int, rounds: int, epochs: int) -> dict[str, Tensor]:
+    """Return what plain PyTorch makes of the project: every site trains on, then all take the weighted mean."""
+    models, optimizers, data, drawn = [], [], [], []
+    for site in range(sites):
+        torch.manual_seed(1)
+        models.append(MyModule())
+        optimizers.append(models[-1].configure_optimizers())
+        data.append(my_data(site)[0])
+        drawn.append(torch.get_rng_state())
+    for _ in range(rounds):
+        for site, (model, optimizer, batches) in enumerate(zip(models, optimizers, data, strict=True)):
+            torch.set_rng_state(drawn[site])
+            for _ in range(epochs):
+                for batch in batches:
+                    optimizer.zero_grad()
+                    model.training_step(batch, 0).backward()
+                    optimizer.step()
+            drawn[site] = torch.get_rng_state()
+        sizes = [len(batches.dataset) for batches in data]
+        with torch.no_grad():
+            for parameters in zip(*(model.parameters() for model in models), strict=True):
+                mean = sum(p.double() * n / sum(sizes) for p, n in zip(parameters, sizes, strict=True))
+                for parameter in parameters:
+                    parameter.copy_(mean)
+    return models[0].state_dict()
+
+
+def test_a_module_that_knows_nothing_of_it_is_averaged_over_two_processes(tmp_path):
+    """Only the callback is added. As many bytes are counted as both uploads and both replies of every round have."""
+    torchrun(2, HERE / "third_party.py", tmp_path, "none", 6)
+    ends = [torch.load(tmp_path / f"{site}.pt") for site in range(2)]
+    assert_equal(ends[0], ends[1])
+    expected = averaged_by_hand(sites=2, rounds=3, epochs=2)
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+    state = torch.load(tmp_path / "coordinator.pt")
+    assert state["round"] == 3
+    assert set(map(tuple, state["ledger"]["clients"].values())) == {(state["ledger"]["up"] // 2 * 3,) * 2}
+
+
+@pytest.mark.slow
+def test_all_processes_resume_from_their_checkpoints(tmp_path):
+    """Scaffold has a state at the server too; it is in the checkpoint of rank 0's Trainer."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    torchrun(2, HERE / "third_party.py", whole, "Scaffold", 8)
+    torchrun(2, HERE / "third_party.py", resumed, "Scaffold", 4)
+    torchrun(2, HERE / "third_party.py", resumed, "Scaffold", 8, "resume")
+    for name in ("0.pt", "1.pt", "coordinator.pt"):
+        assert_equal(torch.load(whole / name), torch.load(resumed / name), name)
+
+
+@pytest.mark.slow
+def test_the_example_before_and_after():
+    def scores(script: str) -> dict[str, float]:
+        found = re.findall(r"site (\d): R2 (\S+)", torchrun(4, EXAMPLES / script).stdout)
+        return {site: float(r2) for site, r2 in sorted(found)}
+
+    before, after, personalized = (scores(name) for name in ("before.py", "after.py", "personalized.py"))
+    for found in (before, after, personalized):
+        assert list(found) == ["0", "1", "2", "3"]
+    assert all(before[site] != after[site] != personalized[site] for site in before)
+    assert max(sum(after.values()), sum(personalized.values())) > sum(before.values())
+
+
+def test_the_example_changes_no_more_than_the_callback():
+    before, after = (EXAMPLES.joinpath(name).read_text().splitlines() for name in ("before.py", "after.py"))
+    code = [line for line in difflib.ndiff(before, after) if line[:2] == "+ " and line[2:].startswith("    ")]
+    assert code == [
+        "+     loop = FederatedLoop(ProcessGroupLink(), every_n_epochs=2)",
+        '+     trainer = L.Trainer(max_epochs=40, accelerator="cpu", callbacks=[loop], **QUIET)',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"participation": 0.5}, "rounds: clients that wait"),
+        ({"participation": 0}, "participation=0"),
+        ({"rounds": 0}, "rounds=0: give 1 or more"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ProcessGroupLink(**options)
+
+
+def test_without_torchrun_it_says_so(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="'RANK' is not in the environment; start the script with torchrun"):
+        ProcessGroupLink().join(JoinInfo(1, {"w": torch.ones(1)}))
