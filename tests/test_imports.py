@@ -29,6 +29,7 @@ FLOORS = [
     {"lit_pfl.server"},
     {"lit_pfl.data", "lit_pfl.models", "lit_pfl.export", "lit_pfl.lightning_internals"},
     {"lit_pfl.nn"},
+    {"lit_pfl.structures"},
     {"lit_pfl.ops"},
     {"lit_pfl.payload"},
     {"lit_pfl.low_rank", "lit_pfl.draws"},
