@@ -280,6 +280,13 @@ printed: {FedAvg: [893.92, 11.17, 50], GKR: [1, 2, 3], None: [1, 2, 3]}
 # -------------------------------------------------------------------------------------------------------------- running
 
 
+@pytest.mark.parametrize("option", ["--at_once=0", "--at_once=-1", "--gigabytes=0"])
+def test_numbers_that_make_no_sense_are_refused(reproduce, tiny, capsys, option):
+    with pytest.raises(SystemExit, match="2"):
+        reproduce.run.main(arguments(tiny, option))
+    assert f"{option.replace('=', ' ')}" in capsys.readouterr().err
+
+
 def test_options_that_would_make_another_run_are_refused(reproduce, tiny, capsys):
     with pytest.raises(SystemExit, match="2"):
         reproduce.run.main(arguments(tiny, "--", "--trainer.max_epochs=1"))

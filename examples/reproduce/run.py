@@ -60,6 +60,9 @@ class Reproduction:
             raise ConfigError(
                 f"-- --{other} would make it another run; of these there are {', '.join(sorted(HARMLESS))}."
             )
+        for name in ("at_once", "gigabytes"):
+            if getattr(options, name) is not None and getattr(options, name) <= 0:
+                raise ConfigError(f"--{name} {getattr(options, name)}: give a number above 0.")
         self.at_once = options.at_once or at_once(options.gigabytes)
         self.tables = list(self._tables())
         self.planned: dict[Path, Planned] = {}
