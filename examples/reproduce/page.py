@@ -163,7 +163,7 @@ def orderings(table: Table, column: str, found: dict[tuple[str, str], Measured])
 def _sentence(
     table: Table, column: str, found: dict[tuple[str, str], Measured], pairs: list[tuple[str, str]], whose: str
 ) -> str:
-    holding, clearly, not_holding = 0, 0, []
+    holding, clearly, known, not_holding = 0, 0, False, []
     for one, other in pairs:
         printed = {row: table.cell(row, column).number or 0.0 for row in (one, other)}
         if printed[one] == printed[other]:
@@ -172,6 +172,7 @@ def _sentence(
         a, b = found[above, column], found[below, column]
         gap = a.mean - b.mean
         spread = math.hypot(a.deviation, b.deviation) if a.deviation is not None and b.deviation is not None else None
+        known |= spread is not None
         if gap > 0:
             holding += 1
             clearly += spread is not None and gap > spread
@@ -181,8 +182,9 @@ def _sentence(
     total = holding + len(not_holding)
     if not total:
         return ""
-    text = f"of {total} printed orderings of two rows{whose}, {holding} hold, {clearly} of them by more than the "
-    return f"{text}deviations." + (f" These do not: {'; '.join(not_holding)}." if not_holding else "")
+    beyond = f", {clearly} of them by more than the deviations" if known else ""
+    text = f"{holding} of {total} printed orderings of two rows{whose} hold{beyond}."
+    return text + (f" Not: {'; '.join(not_holding)}." if not_holding else "")
 
 
 def _similarities(table: Table, results: Results) -> list[str]:
