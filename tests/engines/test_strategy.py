@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from methods_on_ranks import METHODS, outcome, run
 
 from lit_pfl import Federation
@@ -153,6 +154,11 @@ def test_other_strategies_are_refused():
     federation._trainer = fitting
     with pytest.raises(ConfigError, match="trainer.strategy: DDPStrategy trains copies of one model in its 2 proc"):
         federation.setup("fit")
+
+
+def test_a_module_that_is_no_federation_is_refused():
+    with pytest.raises(ConfigError, match="spreads a Federation's clients; BoringModel is none"):
+        trainer(1, devices=2, strategy="federated").strategy.connect(BoringModel())
 
 
 def test_one_process_under_the_strategy_is_one_process():
