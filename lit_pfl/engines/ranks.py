@@ -127,10 +127,10 @@ class ManyRanks(Ranks):
         head: dict[str, Any] = {"words": words}
         if tensors:
             shapes = [Shape.of(tensor) for tensor in distinct.values()]
-            kinds = list(dict.fromkeys(shapes))
+            kinds = {kind: number for number, kind in enumerate(dict.fromkeys(shapes))}
             head |= {
                 "kinds": [(str(kind.dtype).removeprefix("torch."), kind.shape, kind.stride) for kind in kinds],
-                "shapes": [kinds.index(shape) for shape in shapes],
+                "shapes": [kinds[shape] for shape in shapes],
                 "elsewhere": [place for place, tensor in enumerate(distinct.values()) if tensor.device.type != "cpu"],
                 "tensors": [places[_identity(tensor)] for tensor in tensors],
             }
@@ -169,7 +169,7 @@ class ManyRanks(Ranks):
         if self.rank != 0:
             return [own]
         # Read like the checkpoint that they become a part of, which may be no less plain.
-        return [own] + [torch.load(io.BytesIO(part.tensors[0].numpy().data)) for part in told[1:]]
+        return [own] + [torch.load(io.BytesIO(part.tensors[0].numpy().data), "cpu") for part in told[1:]]
 
     def one_copy(self, content: Any) -> Any:  # noqa: D102
         found: list[Tensor] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_pfl.engines.processes import Processes
 from lit_pfl.engines.ranks import LAST_WORDS, ManyRanks, Ranks
-from lit_pfl.errors import RankError
+from lit_pfl.errors import ConfigError, RankError
 from lit_pfl.lightning_internals import ScriptLauncher
 
 T = TypeVar("T")
@@ -73,6 +73,19 @@ class FederatedStrategy(ParallelStrategy):
         if self.num_nodes * self.num_processes > 1:
             assert self.cluster_environment is not None
             self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def connect(self, model: L.LightningModule) -> None:
+        """Take a federation.
+
+        Raises:
+            ConfigError: when it is none: processes would train models that know nothing of one another.
+        """
+        if not hasattr(model, "from_all_ranks"):
+            raise ConfigError(
+                f"strategy=federated spreads a Federation's clients; {type(model).__name__} is none. Give "
+                "Federation(method(learner=...)), or join Trainers by FederatedLoop(ProcessGroupLink())."
+            )
+        super().connect(model)
 
     def setup_environment(self) -> None:
         """Meet the other processes, once."""

@@ -252,6 +252,8 @@ class Federation(Scoring, Checkpointing):
         """Log the round."""
         if self._asked_to_stop:
             self.trainer.should_stop, self._asked_to_stop = True, False
+        # A callback may have stopped one of several processes only; they end together.
+        self.trainer.should_stop = any(told.words for told in self.ranks.exchange(self.trainer.should_stop))
         traffic = self.traffic
         losses = self.ranks.merged(self.engine.losses).values()
         n = sum(n for _, n in losses)

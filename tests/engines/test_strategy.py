@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from methods_on_ranks import METHODS, outcome, run
 
 from lit_pfl import Federation
@@ -103,6 +104,26 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_in_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_files_of_a_run_are_those_of_one_process():
+    """What loggers, tables and callbacks write, and predictions."""
+    tiny = ["--config", str(HERE.parent / "conf/tiny.yaml"), "--federation.threads", "1", "--seed_everything", "1"]
+    one, two = (Path("runs") / number for number in ("1", "2"))
+    for folder in (one, two):
+        run = ["--trainer.logger.name", "", "--trainer.logger.version", folder.name]
+        last = ["--ckpt_path", f"{folder}/checkpoints/last.ckpt", "--trainer.devices", folder.name]
+        callbacks = ["--trainer.callbacks+=Similarity", "--federation.evaluate", "after"]
+        for words in (
+            ["fit", *tiny, *run, *callbacks, "--trainer.devices", folder.name],
+            ["predict", "--config", f"{folder}/config.yaml", *last],
+        ):
+            came = lit_pfl(*words)
+            assert came.returncode == 0, came.stderr
+    for name in ("metrics.csv", "clients.csv", "similarity.csv", "predictions.csv"):
+        assert (one / name).read_text() == (two / name).read_text(), name
+    assert_equal(federation_in(one), federation_in(two))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("client", ["0", "1"])
 def test_an_error_in_one_process_is_known_in_the_other(client):
     came = lit_pfl("fit", *FEW, "--trainer.devices", "2", DIES="error", DIES_WITH_CLIENT=client)
@@ -133,6 +154,11 @@ def test_other_strategies_are_refused():
     federation._trainer = fitting
     with pytest.raises(ConfigError, match="trainer.strategy: DDPStrategy trains copies of one model in its 2 proc"):
         federation.setup("fit")
+
+
+def test_a_module_that_is_no_federation_is_refused():
+    with pytest.raises(ConfigError, match="spreads a Federation's clients; BoringModel is none"):
+        trainer(1, devices=2, strategy="federated").strategy.connect(BoringModel())
 
 
 def test_one_process_under_the_strategy_is_one_process():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lit_pfl import Payload
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import ProcessGroupLink
 from lit_pfl_callbacks import JoinInfo
@@ -60,7 +61,7 @@ def averaged_by_hand(sites: int, rounds: int, epochs: int) -> dict[str, Tensor]:
 
 
 def test_a_module_that_knows_nothing_of_it_is_averaged_over_two_processes(tmp_path):
-    """Only the callback is added. As many bytes are counted as both uploads and both replies of every round have."""
+    """Only the callback is added. Bytes are those of three uploads and of four replies: at first, and after each."""
     torchrun(2, HERE / "third_party.py", tmp_path, "none", 6)
     ends = [torch.load(tmp_path / f"{site}.pt") for site in range(2)]
     assert_equal(ends[0], ends[1])
@@ -69,7 +70,8 @@ def test_a_module_that_knows_nothing_of_it_is_averaged_over_two_processes(tmp_pa
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
     state = torch.load(tmp_path / "coordinator.pt")
     assert state["round"] == 3
-    assert set(map(tuple, state["ledger"]["clients"].values())) == {(state["ledger"]["up"] // 2 * 3,) * 2}
+    each = len(Payload(expected).to_bytes())
+    assert state["ledger"]["clients"] == {0: [3 * each, 4 * each], 1: [3 * each, 4 * each]}
 
 
 @pytest.mark.slow
