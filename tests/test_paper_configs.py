@@ -341,10 +341,10 @@ def test_reduced_rows_of_psi_net_differ_as_their_names_say(cells):
         assert normed == (name not in ("fedma", "fedavg_without_norm", "psi_without_norm"))
         assert config.trainer.max_epochs == (9 if name == "fedma" else 10)
     psi = {name: config.model for name, config in made.items() if isinstance(config.model, PsiNet)}
-    assert {name: (m.norm, m.structure, m.trim) for name, m in psi.items()} == {
-        "psi": ("group", "grouped", True), "psi_whole": ("group", "grouped", False),
-        "psi_bn": ("keep", "grouped", True), "psi_without_norm": ("keep", "grouped", True),
-        "fedavg_gn": ("group", "dense", True),
+    assert {name: (m.norm, m.structure, m.trim, m.boundary) for name, m in psi.items()} == {
+        "psi": ("group", "grouped", True, "split"), "psi_whole": ("group", "grouped", False, "split"),
+        "psi_bn": ("keep", "grouped", True, "split"), "psi_without_norm": ("keep", "grouped", True, "split"),
+        "fedavg_gn": ("group", "dense", True, "split"), "psi_full": ("group", "grouped", True, "full"),
     }  # fmt: skip
     assert {type(config.model).__name__ for name, config in made.items() if name not in psi} == {
         "FedAvg", "FedProx", "FedMA"
