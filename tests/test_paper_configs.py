@@ -345,7 +345,9 @@ def test_reduced_rows_of_psi_net_differ_as_their_names_say(cells):
         "psi": ("group", "grouped", True, "split"), "psi_whole": ("group", "grouped", False, "split"),
         "psi_bn": ("keep", "grouped", True, "split"), "psi_without_norm": ("keep", "grouped", True, "split"),
         "fedavg_gn": ("group", "dense", True, "split"), "psi_full": ("group", "grouped", True, "full"),
+        "psi_depth_6": ("group", "grouped", True, "split"),
     }  # fmt: skip
+    assert {name for name, method in psi.items() if method.depth == 6} == {"psi_depth_6"}
     assert {type(config.model).__name__ for name, config in made.items() if name not in psi} == {
         "FedAvg", "FedProx", "FedMA"
     }  # fmt: skip
