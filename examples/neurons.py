@@ -26,7 +26,7 @@ from matplotlib.patches import Patch
 #: Petroff's ten colours, which people with any colour vision tell apart
 COLOURS = ["#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"]
 NONE, ABSENT = 10, 11  # beside the classes: a neuron that prefers nothing, and one that a node does not have
-CMAP = ListedColormap([*COLOURS, "black", "white"])
+CMAP = ListedColormap([*COLOURS, "#e4e4e4", "white"])
 Rows = list[dict[str, str]]
 
 
@@ -93,7 +93,9 @@ def draw_neurons(runs: dict[str, Rows], names: list[str], title: str) -> Any:
             for line in range(1, len(grid)):
                 axis.axhline(line - 0.5, color="white", linewidth=0.6)
     handles = [Patch(facecolor=colour, label=name) for colour, name in zip(COLOURS, names, strict=False)]
-    handles.append(Patch(facecolor="black", label="none"))
+    handles.append(Patch(facecolor=CMAP(NONE), label="none"))
+    if any((grid == ABSENT).any() for layers in grids.values() for grid in layers.values()):
+        handles.append(Patch(facecolor="white", edgecolor="black", linewidth=0.5, label="not at this node"))
     figure.legend(handles=handles, ncols=6, loc="lower center", fontsize=9, frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(rect=(0, 0.55 / figure.get_figheight(), 1, 1), h_pad=0.4)
@@ -110,8 +112,8 @@ def draw_variance(runs: dict[str, Rows], depth: int | None, title: str) -> Any:
         axis.plot(list(values), [np.mean(v) for v in values.values()], color=colour, marker=marker, label=label)
     if depth is not None:
         axis.axvline(depth + 0.5, color="black", linestyle="--", linewidth=1)
-        axis.text(depth + 0.55, axis.get_ylim()[1], "groups from here", fontsize=8, va="top")
-    axis.set(xlabel="layer", ylabel="total variance", ylim=(0, None), title=title)
+        axis.text(depth + 0.55, 0.02, "groups from here on", fontsize=8)
+    axis.set(xlabel="layer", ylabel="total variance", ylim=(0, 1), title=title)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(frameon=False)
     figure.tight_layout()

@@ -1,6 +1,8 @@
 """What the papers' cost tables say, counted from real payloads."""
 
+import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
@@ -11,8 +13,20 @@ from lit_pfl import Federation
 from lit_pfl.client import Client
 from lit_pfl.data import ImageDataModule, ImageSet
 from lit_pfl.factorization import Factorization
-from lit_pfl.methods import APFL, FactorizedFL, FedAvg, FedFOMO, FedRep, FedSLR, FedSpa, LGFedAvg, Scaffold
-from lit_pfl.models import ResNet9, ResNet18
+from lit_pfl.methods import (
+    APFL,
+    FactorizedFL,
+    FedAvg,
+    FedFOMO,
+    FedMA,
+    FedRep,
+    FedSLR,
+    FedSpa,
+    LGFedAvg,
+    PsiNet,
+    Scaffold,
+)
+from lit_pfl.models import VGG9, ResNet9, ResNet18, psi
 from lit_pfl.nn import factorized_layers
 from lit_pfl.server import ClientInfo
 from tiny import spec, trainer
@@ -189,3 +203,54 @@ def test_parameter_counts():
     assert sum(layer.u.numel() + layer.v.numel() for layer in body) == 270_616
     assert sum(layer.u.numel() for layer in body) == 88
     assert member.learner.get_parameter(member.criterion).numel() == 65_536
+
+
+DOCS = Path(__file__).parent.parent / "docs/psi_net.md"
+
+
+def rows_of(section: str) -> list[list[str]]:
+    """Return the cells of the last table of a section of Psi-Net's page."""
+    text = DOCS.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
+
+
+def test_psi_nets_page_has_the_parameters_of_its_networks():
+    """Those of psi's documentation, which a test of its own counts."""
+    documented = re.findall(r"^ +(\w+ +\d+(?:  +[\d,]+)+)$", psi.__doc__ or "", re.MULTILINE)
+    assert rows_of("Parameters") == [line.split() for line in documented]
+
+
+def test_what_travels_of_vgg_9_in_psi_nets_comparison():
+    """A node's elements in a round, down and up. Of FedMA nine rounds, of which the last reply comes with the next."""
+    classes = (3, 4, 5, 10)
+
+    def of_psi_net(own: int, **options: bool) -> int:
+        member = PsiNet(**options).build(spec())
+        member.own_groups = lambda: list(range(own))  # type: ignore[method-assign]
+        server = member.configure_server()
+        server.start({0: ClientInfo(500, member.initial())})
+        return member.upload().elements + server.reply(0).elements
+
+    def of_fedma() -> int:
+        member = FedMA().build(spec())
+        member._class_counts = lambda: torch.ones(10, dtype=torch.int32)  # type: ignore[method-assign]
+        server = member.configure_server()
+        server.start({0: ClientInfo(500, member.initial())})
+        sent = 0
+        for round in range(1, 10):
+            upload = member.upload()
+            server.aggregate(round, {0: upload})
+            reply = server.reply(0)
+            member.download(reply)
+            sent += upload.elements + reply.elements
+        return sent
+
+    batch = partial(VGG9, norm="batch")
+    plain, normed = (
+        2 * FedAvg(backbone=network, norm_stats="averaged").build(spec()).upload().elements for network in (VGG9, batch)
+    )
+    expected = [
+        [plain] * 4, [normed] * 4, [of_fedma()] * 4,
+        [of_psi_net(c) for c in classes], [of_psi_net(c, trim=False) for c in classes],
+    ]  # fmt: skip
+    assert [[int(cell.replace(",", "")) for cell in row[2:]] for row in rows_of("What travels")] == expected

@@ -15,7 +15,7 @@ from lit_pfl.cli import main
 from lit_pfl.cli.command import FederatedCLI
 from lit_pfl.cli.config_files import with_fragments
 from lit_pfl.data import GROUPS, ResizedCropJitter
-from lit_pfl.methods import FactorizedFL, FedAvg, FedSLR, SimFed, StandAlone
+from lit_pfl.methods import FactorizedFL, FedAvg, FedSLR, PsiNet, SimFed, StandAlone
 from lit_pfl.models import VGG16, MobileNetV1
 
 PAPERS = Path(__file__).parent.parent / "configs/paper"
@@ -322,9 +322,35 @@ def test_rows_of_psi_net_are_the_papers_networks(made):
     mapping = method("vgg16_psi_superclasses").mapping
     assert [{mapping[c] for c in own} for own in GROUPS["cifar100_superclasses"]] == [{i} for i in range(20)]
     assert method("vgg9_fedavg_gn").structure == "dense"
-    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in network("vgg9_fedavg").modules())
+    for name in ("vgg9_fedavg", "vgg9_psi_without_norm"):
+        assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in network(name).modules())
     for name in ("vgg9_psi", "vgg9_fedavg_gn", "mobilenet_psi", "vgg16_fedavg", "vgg9_fedavg_bn"):
         assert method(name).norm_stats == "averaged"
+
+
+def test_reduced_rows_of_psi_net_differ_as_their_names_say(cells):
+    folder = PAPERS.parent / "reduced/psi_net"
+    made = {file.stem: cells([file]) for file in files(folder) if file.stem != "setting"}
+    networks = {name: config.model.make_backbone(3, 10) for name, config in made.items()}
+    for name, config in made.items():
+        assert config.data.partition.deal == "mixed"
+        assert (config.data.split, config.data.val_fraction, config.federation.evaluate) == ("official", 0.0, "global")
+        [group] = config.model.make_optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups
+        assert (group["lr"], group["momentum"], config.federation.threads) == (0.02, 0.9, 1)
+        normed = any(isinstance(module, torch.nn.BatchNorm2d) for module in networks[name].modules())
+        assert normed == (name not in ("fedma", "fedavg_without_norm", "psi_without_norm"))
+        assert config.trainer.max_epochs == (9 if name == "fedma" else 10)
+    psi = {name: config.model for name, config in made.items() if isinstance(config.model, PsiNet)}
+    assert {name: (m.norm, m.structure, m.trim, m.boundary) for name, m in psi.items()} == {
+        "psi": ("group", "grouped", True, "split"), "psi_whole": ("group", "grouped", False, "split"),
+        "psi_bn": ("keep", "grouped", True, "split"), "psi_without_norm": ("keep", "grouped", True, "split"),
+        "fedavg_gn": ("group", "dense", True, "split"), "psi_full": ("group", "grouped", True, "full"),
+        "psi_depth_6": ("group", "grouped", True, "split"),
+    }  # fmt: skip
+    assert {name for name, method in psi.items() if method.depth == 6} == {"psi_depth_6"}
+    assert {type(config.model).__name__ for name, config in made.items() if name not in psi} == {
+        "FedAvg", "FedProx", "FedMA"
+    }  # fmt: skip
 
 
 def test_figure_7_measures_a_node_alone(made):

@@ -29,8 +29,9 @@ def run(options: argparse.Namespace) -> None:
     run_command([
         "fit", *given, "--trainer.logger.name", "depth", *options.options,
         # one node has all training data, and trains a plain network
-        "--model", "StandAlone", "--data.num_clients", "1", "--data.partition", "Uniform",
-        "--data.permute_labels", "false", "--federation.participation", "1", "--federation.evaluate", "before",
+        "--model", "StandAlone", "--model.factorization", "null",
+        "--data.num_clients", "1", "--data.partition", "Uniform", "--data.permute_labels", "false",
+        "--federation.participation", "1", "--federation.evaluate", "before",
         "--trainer.max_epochs", str(options.epochs), "--federation.local_epochs", "1",
         "--trainer.callbacks+=FeatureAlignment", f"--trainer.callbacks.batches={options.batches}",
         "--trainer.callbacks.preferences=true",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from lit_pfl.cli import main
 
@@ -19,8 +20,10 @@ def read(folder: Path, name: str) -> list[dict[str, str]]:
 def test_the_depth_is_where_the_neurons_preferences_spread(tmp_path, caplog):
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         save = f"--trainer.logger.save_dir={tmp_path}"
-        main(["depth", "--config", TINY, "--epochs", "1", "--batches", "1", "--", save])
+        factors = "--model.factorization.form=IFxOF"  # of the method in the configuration, not of what is measured
+        main(["depth", "--config", TINY, "--epochs", "1", "--batches", "1", "--", factors, save])
     folder = tmp_path / "depth/version_0"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]["factorization"] is None
     layers, neurons = read(folder, "features.csv"), read(folder, "preferences.csv")
     assert {row["client"] for row in layers} == {"0"}  # one node alone, whatever the configuration says
     assert len(layers) == 8  # ResNet-9's convolutions; the classifier's neurons are the classes

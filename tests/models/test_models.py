@@ -165,6 +165,19 @@ def test_vgg9_has_the_papers_number_of_parameters_and_order():
     assert [m.p for m in model.body if isinstance(m, nn.Dropout | nn.Dropout2d)] == [0.05, 0.1, 0.1]
 
 
+def test_vgg9_as_he_draws_it_keeps_the_size_of_signals():
+    model = VGG9(3, 10, width=16, init="he").eval()
+    images = torch.randn(8, 3, 16, 16)
+    with torch.no_grad():
+        logits, faded = model(images), VGG9(3, 10, width=16).eval()(images)
+    for layer in [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]:
+        assert type(layer) in (nn.Conv2d, nn.Linear)  # no longer lazy
+        assert float(layer.weight.square().mean()) == pytest.approx(2 / layer.weight[0].numel(), rel=0.15)
+        assert not layer.bias.any()
+    assert 0.1 < logits.std(0).mean() < 10
+    assert faded.std(0).mean() < 0.01
+
+
 def test_vgg9_takes_other_images():
     model = VGG9(1, 7, width=2)
     assert model.body(torch.randn(2, 1, 28, 28)).shape == (2, 32)
