@@ -405,6 +405,32 @@ def test_variants_of_fedslr_differ_from_it_as_their_names_say(made):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("data", ["cifar10", "cifar100"])
+@pytest.mark.parametrize(
+    "row",
+    ["rows/fedavg", "rows/ditto", "rows/fedrep", "rows/apfl", "rows/lg_fedavg", "fedspa", "fedslr", "lpgd", "gpgd"],
+)
+def test_fedslr_s_reduced_setting_is_the_papers_on_less(cells, row, data):
+    """Its own rows differ from the paper's in what depends on the number of rounds."""
+    paper, reduced = SLR / f"rows/{row}.yaml", PAPERS.parent / "reduced/fedslr"
+    own = reduced / f"{row}.yaml"
+    config, full = (
+        cells([own if own.exists() else paper, reduced / f"{data}.yaml"]),
+        cells([paper, SLR / f"columns/{data}_noniid.yaml"]),
+    )
+    assert optimizer(config.model) == optimizer(full.model)
+    assert (type(config.model), type(config.data)) == (type(full.model), type(full.data))
+    for of_data in ("split", "evaluate_on", "eval_samples", "batch_size"):
+        assert getattr(config.data, of_data) == getattr(full.data, of_data)
+    assert vars(config.data.partition) == vars(full.data.partition)
+    assert config.federation.local_epochs == full.federation.local_epochs
+    assert (config.federation.evaluate, config.model.scheduler_counts) == ("after", "rounds")
+    if row == "fedspa":
+        assert config.model.rounds == config.trainer.max_epochs
+    if isinstance(config.model, FedSLR):
+        assert (config.model.eta_g, config.model.solver) == (full.model.eta_g, full.model.solver)
+
+
 def test_a_cell_runs_to_its_end():
     cell = [FACTORIZED / "rows/factorized_fl_permuted.yaml", FACTORIZED / "columns/cifar10_permuted_noniid.yaml"]
     small = ["--data", "Digits", "--data.image_size", "16", "--data.num_clients", "3", "--model.backbone.width", "2"]

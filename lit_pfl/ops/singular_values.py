@@ -132,6 +132,9 @@ def _shrunk(u: Tensor, s: Tensor, v: Tensor, threshold: float) -> Factors:
 def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | None:
     """Look in a subspace about the rows of (r, n) ``near``; None if that would take long or does not lead far enough.
 
+    The subspace is somewhat wider, in random directions, and widened where it is seen to be too narrow. It is
+    multiplied by A and A^T in turns, and made orthonormal each time: the largest values would soon swamp all else.
+
     With orthonormal Q, ``B = Q^T A = W S V^T`` and the rest ``R = A - Q B``, the error of taking Q B for A is, to first
     order, ``(s - t) sqrt(s^2 + o^2) / (s^2 - o^2)`` times ``R v`` of every kept s, with t the threshold and o the
     largest singular value of what is outside; to second order it is added the square of ``R v`` over ``s - o``.
@@ -155,9 +158,9 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
         s = squares.clamp(min=float(squares[0]) * 1e-14).sqrt()
         w, s32 = w.to(matrix.dtype), s.to(matrix.dtype)
         basis, u = z @ (w / s32), q @ w
-        outside = min(max(2 * float(s[-1]), LOWEST * threshold), HIGHEST * threshold)
+        outside = min(max(1.25 * float(s[-1]), LOWEST * threshold), HIGHEST * threshold)
         kept, near_enough = s > threshold, s > outside
-        extra = len(s) // 2 if near_enough.all() else 0
+        extra = len(s) if near_enough.all() else 0
         if extra:
             continue
         apart = (matrix @ basis - u * s32).norm(dim=0).double()

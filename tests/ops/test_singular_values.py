@@ -163,6 +163,27 @@ def test_a_start_that_misses_something_costs_time_but_nothing_else(start):
         assert_close(factors, given.numpy(), 1.0)
 
 
+def test_a_start_that_is_much_too_narrow_is_widened(decomposed):
+    matrix = with_values([*np.linspace(50, 2, 60), *np.linspace(0.4, 0, 340)], 400, 400)
+    right = np.linalg.svd(matrix)[2]
+    given = torch.tensor(matrix).float()
+    [factors] = threshold_singular_values([given], 1.0, [torch.tensor(right[:5]).float()])
+    assert factors.right.shape[0] == 60
+    assert_close(factors, given.numpy(), 1.0)
+    assert not decomposed
+
+
+def test_values_thousands_of_times_the_threshold_do_not_hide_those_near_it(decomposed):
+    """As trained networks have them: few that are large and grow, the others spread evenly down to nothing."""
+    values = np.array([3000.0, 1000, 400, *np.linspace(20, 0.05, 60)])
+    u, v = (np.linalg.qr(normal(300, 63)).Q for _ in range(2))
+    matrix = u * (values + 0.9 + 0.02 * values) @ v.T + with_values([2, 1.5, *np.linspace(0.5, 0, 298)], 300, 300)
+    given = torch.tensor(matrix).float()
+    [factors] = threshold_singular_values([given], 1.0, [torch.tensor(v.T).float()])
+    assert_close(factors, given.numpy(), 1.0)
+    assert not decomposed
+
+
 @pytest.mark.parametrize("largest", [1.0, 1.0001, 1.001, 1.02, 1.3])
 def test_a_value_just_above_the_threshold_is_not_lost(largest):
     """Among hundreds just below it, where the shorter way cannot tell, the longer one is taken."""
