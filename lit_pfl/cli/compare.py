@@ -92,14 +92,14 @@ def make_jobs(methods: list[str], seeds: list[int], configs: list[str], output: 
         ConfigError: when a method is not there, or there twice, or when a file in common chooses one.
     """
     own = {method: _arguments(method, configs) for method in methods}
-    names = {method: Path(method).stem if method.endswith(FILES) else method.rpartition(".")[2] for method in methods}
-    for what, given in (("methods", list(names.values())), ("seeds", seeds)):
+    names = [Path(method).stem if method.endswith(FILES) else method.rpartition(".")[2] for method in methods]
+    for what, given in (("methods", names), ("seeds", seeds)):
         if twice := [one for one, count in Counter(given).items() if count > 1]:
             raise ConfigError(f"--{what}: {twice[0]} is there twice.")
     return [
-        Job(output / names[method] / f"seed_{seed}", (*own[method], f"--seed_everything={seed}"))
+        Job(output / name / f"seed_{seed}", (*own[method], f"--seed_everything={seed}"))
         for seed in seeds
-        for method in methods
+        for method, name in zip(methods, names, strict=True)
     ]
 
 

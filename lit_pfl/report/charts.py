@@ -59,7 +59,7 @@ def losses(groups: Sequence[Group]) -> Picture | None:
     if not rows:
         return None
     x = alt.X("round:Q", title="round", axis=alt.Axis(tickMinStep=1), scale=alt.Scale(nice=False))
-    chart = _curves(rows, groups, x, "training loss (of the objective)").properties(title="Training loss over rounds")
+    chart = _curves(rows, groups, x, "training loss (of its objective)").properties(title="Training loss over rounds")
     return Picture("loss", "Mean over the samples that were trained on in the round; band as above.", chart)
 
 
@@ -109,7 +109,7 @@ def distributions(groups: Sequence[Group], metric: Metric) -> Picture | None:
             points += [{"method": group.name, "score": s, "place": i * 0.618 % 1 - 0.5} for i, s in enumerate(scores)]
     if not boxes:
         return None
-    y = alt.Y("method:N", sort=names, title=None, axis=alt.Axis(labels=len(names) > 1, ticks=False))
+    y = alt.Y("method:N", sort=names, title="method", axis=alt.Axis(ticks=False))
     base = alt.Chart(inline(boxes)).encode(y=y)
     tone = _methods(groups).colour({box["method"] for box in boxes})
     x = alt.X("low:Q", title=f"{metric.title} of a client", scale=alt.Scale(zero=False))
@@ -187,7 +187,7 @@ def traffic(groups: Sequence[Group]) -> Picture | None:
     parts = list(dict.fromkeys(row["part"] for row in rows))
     bars = alt.Chart(inline(rows)).mark_bar().encode(
         x=alt.X("sent:Q", title=f"sent a round, all clients ({unit})"),
-        y=alt.Y("method:N", sort=[group.name for group in groups], title=None),
+        y=alt.Y("method:N", sort=[group.name for group in groups], title="method"),
         color=Palette("part", parts).colour(),
         row=alt.Row("way:N", title=None, sort=list(ways.values()), header=header),
         tooltip=["method:N", "way:N", "part:N", alt.Tooltip("sent:Q", title=unit)],
@@ -213,7 +213,7 @@ def times(groups: Sequence[Group]) -> Picture | None:
     rows.sort(key=lambda row: phases.index(row["phase"]))
     bars = alt.Chart(inline(rows)).mark_bar(size=22).encode(
         x=alt.X("seconds:Q", title="time of a round (seconds)"),
-        y=alt.Y("method:N", sort=[group.name for group in groups], title=None),
+        y=alt.Y("method:N", sort=[group.name for group in groups], title="method"),
         color=Palette("phase", phases).colour(),
         order=alt.Order("index:Q"),
         tooltip=["method:N", "phase:N", "seconds:Q"],
@@ -257,7 +257,7 @@ def layers(groups: Sequence[Group]) -> list[Picture]:
             row = {"method": group.name, "layer": layer, "share": 100 * nonzeros / elements if elements else 0.0}
             rows.append(row | {"rank": fmean(ranks) if ranks else None})
     says = "After the last round that was measured; mean over clients and seeds."
-    titles = {"share": "Entries that are not zero (%)", "rank": "Rank"}
+    titles = {"share": "entries that are not zero (%)", "rank": "rank"}
     pictures = []
     for column, title in titles.items():
         own = [{k: row[k] for k in ("method", "layer", column)} for row in rows if row[column] is not None]
@@ -272,7 +272,7 @@ def layers(groups: Sequence[Group]) -> list[Picture]:
             shape=palette.shape(shown),
             tooltip=["method:N", "layer:N", alt.Tooltip(f"{column}:Q", title=title)],
         )  # fmt: skip
-        title = f"{title.partition(' (')[0]}, layer by layer"
+        title = f"{title.partition(' (')[0].capitalize()}, layer by layer"
         chart = dots.properties(width="container", height=max(80, 22 * count), title=title)
         pictures.append(Picture(f"layers_{column}", says, chart))
     return pictures

@@ -148,8 +148,9 @@ def _body(part: Section) -> str:
     figures = ""
     column = 0  # in which the next narrow picture goes, of two
     pictures = [picture for picture in part.pictures if picture is not None]
-    for picture, following in zip(pictures, [*pictures[1:], None], strict=True):
-        wide = picture.wide or (column == 0 and (following is None or following.wide))
+    for i, picture in enumerate(pictures):
+        alone = column == 0 and all(following.wide for following in pictures[i + 1 : i + 2])
+        wide = picture.wide or alone
         figures += _figure(picture, wide)
         column = 0 if wide else 1 - column
     if figures:

@@ -41,7 +41,7 @@ def make_run(folder: Path, method: str, seed: int, clients: int = 5, rounds: int
         "federation": {"local_epochs": 1},
         "trainer": {"max_epochs": rounds, "logger": {"class_path": "x.RunLogger", "init_args": {"version": seed}}},
     }
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     head = "round train/loss val/acc val/acc_std val/acc_worst10 comm/up_bytes comm/down_bytes comm/total_bytes"
     head += " test/acc test/acc_std test/acc_worst10"
