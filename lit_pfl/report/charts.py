@@ -168,7 +168,7 @@ def traffic(groups: Sequence[Group]) -> Picture | None:
     rows: list[Row] = []
     for group in groups:
         sums: dict[tuple[str, str], float] = {}
-        tables = [run.table("communication.csv") for run in group.runs]
+        tables = [run.table("communication.csv", "round", "direction", "group", "bytes") for run in group.runs]
         for row in (row for table in tables for row in table):
             key = row["direction"], row["group"]
             sums[key] = sums.get(key, 0.0) + float(row["bytes"])
@@ -201,7 +201,7 @@ def times(groups: Sequence[Group]) -> Picture | None:
     rows: list[Row] = []
     for group in groups:
         sums: dict[str, float] = {}
-        tables = [run.table("times.csv") for run in group.runs]
+        tables = [run.table("times.csv", "round", "phase", "seconds") for run in group.runs]
         for row in (row for table in tables for row in table):
             sums[row["phase"]] = sums.get(row["phase"], 0.0) + float(row["seconds"])
         rounds = sum(len({row["round"] for row in table}) for table in tables)
@@ -227,7 +227,11 @@ def densities(groups: Sequence[Group]) -> Picture | None:
     rows: list[Row] = []
     for group in groups:
         by_round: dict[int, list[tuple[float, float]]] = {}
-        for row in (row for run in group.runs for row in run.table("sparsity.csv")):
+        for row in (
+            row
+            for run in group.runs
+            for row in run.table("sparsity.csv", "round", "layer", "nonzeros", "elements", "rank")
+        ):
             counts = float(row["nonzeros"]), float(row["elements"])
             by_round.setdefault(int(row["round"]), []).append(counts)
         for round, found in sorted(by_round.items()):
@@ -246,7 +250,7 @@ def layers(groups: Sequence[Group]) -> list[Picture]:
     for group in groups:
         found: dict[str, list[Any]] = {}
         for run in group.runs:
-            table = run.table("sparsity.csv")
+            table = run.table("sparsity.csv", "round", "layer", "nonzeros", "elements", "rank")
             last = max((int(row["round"]) for row in table), default=0)
             for row in table:
                 if int(row["round"]) == last:

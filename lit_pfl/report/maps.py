@@ -23,7 +23,7 @@ def partitions(groups: Sequence[Group]) -> list[Picture]:
         for run in group.runs:
             counts = tuple(
                 (int(row["client"]), int(row["class"]), int(row["count"]))
-                for row in run.table("partition.csv")
+                for row in run.table("partition.csv", "client", "class", "split", "count")
                 if row["split"] == "train"
             )
             if counts:
@@ -58,7 +58,7 @@ def _partition(counts: Sequence[tuple[int, int, int]], whose: str, number: int) 
         says += f" {len(shown)} of {len(ids)} clients are shown, evenly spread by id."
     title = "Who has which data" + (f": {whose}" if whose else "")
     wide = len(shown) > 16
-    width = len(shown) * (max(5, min(44, 1020 // len(shown))) if wide else 24)
+    width = len(shown) * (max(5, min(52, 1040 // len(shown))) if wide else 24)
     height = max(14, min(24, 480 // len(classes))) * len(classes) if len(classes) <= 40 else 6 * len(classes)
     chart = chart.properties(width=width, height=height, title=title)
     return Picture(f"partition_{number}" if number > 1 else "partition", says, chart, wide)
@@ -91,7 +91,7 @@ def _pairs(groups: Sequence[Group], file: str, value: str, name: str, title: str
     rows: list[Row] = []
     for group in groups:
         panels: dict[str, list[Row]] = {}
-        for row in group.runs[0].table(file):
+        for row in group.runs[0].table(file, "round", "client", "other", value):
             panels.setdefault(row.get("group", ""), []).append(row)
         for part, own in panels.items():
             panel = f"{group.name}: {part}" if part and len(groups) > 1 else part or group.name
@@ -100,9 +100,9 @@ def _pairs(groups: Sequence[Group], file: str, value: str, name: str, title: str
         return None
     percents = [int(cell) for row in rows for cell in row["cells"].split()]
     compared = max(len(row["ids"].split()) for row in rows)
-    side = compared * max(7, min(20, 230 // compared))
     order = list(dict.fromkeys(row["panel"] for row in rows))
-    columns = min(len(order), max(1, 1130 // (side + 70)))
+    side = compared * max(6, min(24, (210 if len(order) > 1 else 320) // compared))
+    columns = min(len(order), max(1, 1130 // (side + 64)))
     axis = alt.Axis(labelAngle=0, labelOverlap=True, ticks=False, domain=False)
     domain = [min(0, *percents) / 100, 1]
     chart = (
@@ -162,7 +162,7 @@ def embeddings(groups: Sequence[Group]) -> Picture | None:
     """Return the clients' places by their embeddings, over rounds."""
     rows: list[Row] = []
     for group in groups:
-        own = group.runs[0].table("embeddings.csv")
+        own = group.runs[0].table("embeddings.csv", "round", "client", "x", "y")
         after = dict(steps(int(row["round"]) for row in own)) if own else {}
         rows += [
             {"panel": group.name, "round": int(row["round"]), "next": after[int(row["round"])],

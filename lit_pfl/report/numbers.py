@@ -88,7 +88,11 @@ def curve(group: Group, column: str, scale: float = 1.0) -> list[Row]:
 
 def last_scores(run: Run, metric: Metric) -> dict[int, float]:
     """Return what every client achieved after the last round that is scored, by id: on test data, if they were used."""
-    rows = [row for row in run.table("clients.csv") if row.get(metric.name) not in ("", None)]
+    rows = [
+        row
+        for row in run.table("clients.csv", "client", "round", "split", "model")
+        if row.get(metric.name) not in ("", None)
+    ]
     tested = [row for row in rows if row["split"] == "test"] or rows
     if not tested:
         return {}

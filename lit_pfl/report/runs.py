@@ -28,10 +28,11 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
         """The metrics of every round, by name, those that it has."""
-        return [
-            {name: float(value) for name, value in row.items() if value not in ("", None)}
-            for row in read_rows(self.folder / "metrics.csv")
-        ]
+        rows = read_rows(self.folder / "metrics.csv")
+        try:
+            return [{name: float(value) for name, value in row.items() if value} for row in rows]
+        except ValueError as error:
+            raise ConfigError(f"runs: {self.folder}/metrics.csv: {error}.") from None
 
     @property
     def seed(self) -> Any:
@@ -47,11 +48,19 @@ class Run:
     def finished(self) -> bool:
         """Whether all its rounds are there, and a test of the last one."""
         wanted = self.options.get("trainer.max_epochs") or 0
-        return self.rounds >= wanted and any(name.startswith("test/") for name in self.metrics[-1] if self.metrics)
+        return self.rounds >= wanted and any(name.startswith("test/") for row in self.metrics[-1:] for name in row)
 
-    def table(self, name: str) -> list[Row]:
-        """Return the rows of one of its CSV files, none where there is no such file."""
-        return read_rows(self.folder / name)
+    def table(self, name: str, *columns: str) -> list[Row]:
+        """Return the rows of one of its CSV files, none where there is no such file.
+
+        Raises:
+            ConfigError: when it has not these columns.
+        """
+        rows = read_rows(self.folder / name)
+        for column in columns:
+            if rows and column not in rows[0]:
+                raise ConfigError(f"runs: {self.folder / name} has no column {column!r}; take the file away.")
+        return rows
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-se
 
 CONFIG: dict[str, Any] = {
     "background": "transparent",
+    "padding": {"left": 4, "top": 4, "right": 16, "bottom": 4},
     "font": FONT,
     "view": {"stroke": None, "continuousWidth": 460, "continuousHeight": 300},
     "title": {

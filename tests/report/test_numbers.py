@@ -165,5 +165,18 @@ def test_a_folder_without_rounds_is_named(tmp_path, content, said):
         check([read(tmp_path)])
 
 
+def test_what_is_no_number_is_named(tmp_path):
+    write(tmp_path / "metrics.csv", "round val/acc", [[1, "much"]])
+    with pytest.raises(ConfigError, match=f"{tmp_path}/metrics.csv: .*'much'"):
+        check([read(tmp_path)])
+
+
+def test_a_file_without_its_columns_is_named(tmp_path):
+    make_run(tmp_path, "FedAvg", 1)
+    write(tmp_path / "clients.csv", "who acc", [[1, 0.5]])
+    with pytest.raises(ConfigError, match="clients.csv has no column 'client'"):
+        last_scores(read(tmp_path), ACC)
+
+
 def test_units_of_bytes():
     assert [byte_unit(size)[0] for size in (0, 999, 1e3, 2.5e6, 1e9, 1e15)] == ["B", "B", "kB", "MB", "GB", "TB"]
