@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"lit_pfl.__main__"},
     {"lit_pfl.cli"},
-    {"lit_pfl.testing"},
+    {"lit_pfl.testing", "lit_pfl.report"},
     {"lit_pfl"},
     {"lit_pfl.federation"},
     {"lit_pfl.global_model", "lit_pfl.round_log"},

@@ -5,22 +5,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
+import numpy as np
 import yaml
 
 from lit_pfl.cli.options import by_name, nested, of_a_run
+from lit_pfl.data import FederatedDataModule
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks import run_folder
 from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.run_folder import write_rows
+
+PARTS: tuple[Literal["train", "val", "test"], ...] = ("train", "val", "test")
 
 
 class RunRecord(L.Callback):
     """Records what runs, and only that.
 
-    A new run's configuration is written to ``config.yaml`` when it starts, and never changed. That of a resume with
-    something changed is written to ``config.resumed_1.yaml`` and so on, after its first round.
+    Who has which data is written to ``partition.csv``: how many samples of every class, client by client. A new run's
+    configuration is written to ``config.yaml`` when it starts, and never changed. That of a resume with something
+    changed is written to ``config.resumed_1.yaml`` and so on, after its first round.
 
     Args:
         config: the command's configuration.
@@ -42,6 +48,8 @@ class RunRecord(L.Callback):
         if _keeps(trainer) and not (folder / "config.yaml").exists():
             self._write(folder / "config.yaml", [])
             self._written = True
+        if _keeps(trainer) and not (folder / "partition.csv").exists():
+            _write_partition(folder / "partition.csv", trainer.datamodule)  # type: ignore[attr-defined]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record a resume, once it has run."""
@@ -75,6 +83,19 @@ class RunRecord(L.Callback):
         head = "".join(f"# {' '.join(note.split())}\n" for note in [f"lit-pfl {version('lit-pfl')}", *notes])
         with replacing(path) as file:
             file.write((head + yaml.safe_dump(self.config, sort_keys=False)).encode())
+
+
+def _write_partition(path: Path, data: FederatedDataModule) -> None:
+    """Write how many samples of a class a client has, where it has any; nothing of data without classes."""
+    rows = [
+        {"client": client, "class": number, "split": part, "count": int(count)}
+        for part in PARTS
+        if (counts := data.class_counts(part)) is not None
+        for (client, number), count in np.ndenumerate(counts)
+        if count
+    ]
+    if rows:
+        write_rows(path, rows)
 
 
 def _keeps(trainer: L.Trainer) -> bool:

@@ -7,7 +7,9 @@ from typing import Any
 #: by the command's name: its module, and what it does, for the overview. The module has ``add_options(parser)`` and
 #: ``run(options)``; its docstring is the command's description.
 TOOLS: dict[str, tuple[str, str]] = {
+    "compare": ("lit_pfl.cli.compare", "run several methods with several seeds, and compare them"),
     "depth": ("lit_pfl.cli.depth", "suggest how many layers Psi-Net should share"),
+    "report": ("lit_pfl.cli.report", "show runs as a page of charts and tables"),
 }
 
 

@@ -285,6 +285,12 @@ class PartitionedDataModule(FederatedDataModule):
         label_map[classes] = torch.tensor(own)
         return label_map.to(self.device)
 
+    def class_counts(self, part: Literal["train", "val", "test"]) -> np.ndarray | None:  # noqa: D102
+        if self.data is None or self.data.num_classes is None:
+            return None
+        labels = self.data.labels.cpu().numpy()
+        return np.stack([np.bincount(labels[own], minlength=self.data.num_classes) for own in self.indices[part]])
+
     @property
     def clients(self) -> list[int]:
         """Ids of the clients that have training data: all, unless the partition may leave some empty."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning as L
+import numpy as np
 import torch
 
 from lit_pfl.data.loaders import num_samples
@@ -58,6 +59,13 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         Raises:
             ConfigError: when there is no such client.
         """
+
+    def class_counts(self, part: Literal["train", "val", "test"]) -> np.ndarray | None:
+        """Return how many samples of every class every client has, (clients, classes), under the data set's own labels.
+
+        None where there are no classes, or nobody knows.
+        """
+        return None
 
     def everything(self, part: Literal["val", "test"]) -> Any:
         """Return batches of all validation or test data, whosever they are, under the data set's own labels.

@@ -1,0 +1,134 @@
+"""Compare methods: run each with each seed, as many at once as there are cores, and end with a table and a report.
+
+What has been done is not done again, and what was cut off goes on: after a Ctrl-C, or with a further seed or method,
+give the same command. A method is a name, or a configuration file with options of its own.
+"""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+from lit_pfl.cli.config_files import with_fragments
+from lit_pfl.cli.overview import methods as names_of_methods
+from lit_pfl.cli.report import read, require_charts, write_report
+from lit_pfl.cli.runner import OUTPUT, Job, Outcome, run_jobs
+from lit_pfl.errors import ConfigError
+from lit_pfl.report import grouped, main_metric, paired, summary
+
+FILES = (".yaml", ".yml")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        required=True,
+        metavar="METHOD",
+        help="Names such as SimFed, class paths, or configuration files such as configs/simfed.yaml.",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="SEED", help="By default 1 2 3.")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        help="Options that all have in common, as for fit: a configuration file, or YAML such as "
+        "'{trainer: {max_epochs: 5}}'. May be given several times; it goes before a method's own file.",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/compare"), metavar="FOLDER", help="By default runs/compare."
+    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="Runs at once; by default one a core.")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run what is missing, and show what came."""
+    require_charts()
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigError(f"--jobs={options.jobs}: give 1 or more.")
+    jobs = make_jobs(options.methods, options.seeds, options.config, options.output)
+    told = 0
+
+    def tell(outcome: Outcome) -> None:
+        nonlocal told
+        told += 1
+        place = outcome.job.folder.relative_to(options.output)
+        print(f"[{told}/{len(jobs)}] {place}: {outcome.state}, {outcome.seconds:.0f} s {outcome.message}", flush=True)
+
+    print(f"{len(jobs)} runs in {options.output}; what each prints is in its {OUTPUT}.", flush=True)
+    try:
+        outcomes = run_jobs(jobs, options.jobs, tell=tell)
+    except KeyboardInterrupt:
+        print("Stopped. The same command goes on.")
+        raise
+    failed = [outcome.job.folder for outcome in outcomes if outcome.state == "failed"]
+    runs = [read(job.folder) for job in jobs if job.folder not in failed]
+    if runs:
+        page = write_report(runs, options.output / "report.html")
+        groups, metric = grouped(runs), main_metric(runs)
+        if metric is not None:
+            for table in filter(None, (summary(groups, metric), paired(groups, metric))):
+                print(f"\n{table.title}\n\n{table.markdown()}", end="")
+        print(f"\nReport: {page}")
+    if failed:
+        raise ConfigError(
+            f"{len(failed)} of {len(jobs)} runs failed, the first in {failed[0]}: see its {OUTPUT}. Where it holds a "
+            "run of other options, remove it or choose another --output."
+        )
+
+
+def make_jobs(methods: list[str], seeds: list[int], configs: list[str], output: Path) -> list[Job]:
+    """Return the runs of a comparison, all methods with the first seed first.
+
+    Args:
+        methods: names, class paths or configuration files.
+        seeds: the seeds.
+        configs: configuration files, or YAML, that all have in common.
+        output: the folder of all; a run's own is ``METHOD/seed_N`` in it.
+
+    Raises:
+        ConfigError: when a method is not there, or there twice, or when a file in common chooses one.
+    """
+    own = {method: _arguments(method, configs) for method in methods}
+    names = [Path(method).stem if method.endswith(FILES) else method.rpartition(".")[2] for method in methods]
+    for what, given in (("methods", names), ("seeds", seeds)):
+        if twice := [one for one, count in Counter(given).items() if count > 1]:
+            raise ConfigError(f"--{what}: {twice[0]} is there twice.")
+    return [
+        Job(output / name / f"seed_{seed}", (*own[method], f"--seed_everything={seed}"))
+        for seed in seeds
+        for method, name in zip(methods, names, strict=True)
+    ]
+
+
+def _arguments(method: str, configs: list[str]) -> list[str]:
+    shared = [word for config in configs for word in ("--config", config)]
+    if method.endswith(FILES):
+        if not Path(method).is_file():
+            raise ConfigError(f"--methods: there is no file {method}.")
+        for config in configs:
+            if _chooses_method(config):
+                raise ConfigError(
+                    f"--config={config}: it chooses a method itself, and would replace that of {method}; leave "
+                    "model.class_path out of what all have in common."
+                )
+        return ["--config", method, *shared, *QUIET]
+    if "." not in method and method not in names_of_methods():
+        raise ConfigError(
+            f"--methods: there is no {method!r}; choose of {', '.join(names_of_methods())}, or give a class path or a "
+            "configuration file."
+        )
+    return [*shared, "--model", method, *QUIET]
+
+
+#: nobody watches
+QUIET = ("--trainer.enable_progress_bar=false",)
+
+
+def _chooses_method(config: str) -> bool:
+    files = with_fragments(config) if Path(config).is_file() else []
+    texts = [Path(file).read_text() for file in files] or [config]
+    models = [content.get("model") for text in texts if isinstance(content := yaml.safe_load(text), dict)]
+    return any(isinstance(model, str) or (isinstance(model, dict) and "class_path" in model) for model in models)

@@ -1,0 +1,124 @@
+"""What is drawn and tabled: metrics over seeds, and every client's last score."""
+
+import re
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from lit_pfl.report.runs import Group, Row, Run
+
+#: the metric that an image classifier has, its title and unit, and what it is multiplied by
+TITLES = {"acc": ("accuracy (%)", 100.0)}
+DERIVED = re.compile(r"_(std|worst10)$")
+LOSS = re.compile(r"(^|[/_.])loss$")
+
+
+class Metric(NamedTuple):
+    """What runs are compared by.
+
+    Args:
+        name: as in ``clients.csv``.
+        curve: its column in ``metrics.csv`` that has a value in every round.
+        last: its column that has one after the last round.
+    """
+
+    name: str
+    curve: str
+    last: str
+
+    @property
+    def title(self) -> str:
+        """What it is, with its unit."""
+        return TITLES.get(self.name, (self.name, 1.0))[0]
+
+    @property
+    def word(self) -> str:
+        """What it is."""
+        return self.title.partition(" (")[0]
+
+    @property
+    def scale(self) -> float:
+        """What values are multiplied by to be shown."""
+        return TITLES.get(self.name, (self.name, 1.0))[1]
+
+
+def main_metric(runs: Sequence[Run]) -> Metric | None:
+    """Choose what to compare by: accuracy, else a metric that says which end is good, else any, else the loss."""
+    counts: dict[str, int] = {}
+    for run in runs:
+        for row in run.metrics:
+            for name in row:
+                counts[name] = counts.get(name, 0) + 1
+    names = list(dict.fromkeys(name.partition("/")[2] for name in counts if name.startswith(("val/", "test/"))))
+    own = [name for name in names if "/" not in name and not DERIVED.search(name)]
+
+    def order(name: str) -> tuple[bool, bool, bool]:
+        return name != "acc", f"{name}_worst10" not in names, bool(LOSS.search(name))
+
+    if not own:
+        return None
+    name = min(own, key=order)
+    # validation data are scored every round; where there are none, test data are
+    curve = max((f"val/{name}", f"test/{name}"), key=lambda column: counts.get(column, 0))
+    return Metric(name, curve, f"test/{name}" if f"test/{name}" in counts else curve)
+
+
+def over_seeds(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean and the standard deviation (of a sample: n - 1); None of a single value."""
+    return fmean(values), stdev(values) if len(values) > 1 else None
+
+
+def curve(group: Group, column: str, scale: float = 1.0) -> list[Row]:
+    """Return a metric over rounds: mean over seeds, one deviation below and above, and the bytes sent up to then."""
+    by_round: dict[int, list[Mapping[str, float]]] = {}
+    for run in group.runs:
+        for row in run.metrics:
+            if column in row:
+                by_round.setdefault(int(row["round"]), []).append(row)
+    rows = []
+    for round, found in sorted(by_round.items()):
+        mean, deviation = over_seeds([row[column] * scale for row in found])
+        spread = deviation or 0.0
+        rows.append({
+            "method": group.name, "round": round, "mean": mean, "low": mean - spread, "high": mean + spread,
+            "bytes": fmean(row.get("comm/total_bytes", 0.0) for row in found),
+        })  # fmt: skip
+    return rows
+
+
+def last_scores(run: Run, metric: Metric) -> dict[int, float]:
+    """Return what every client achieved after the last round that is scored, by id: on test data, if they were used."""
+    rows = [
+        row
+        for row in run.table("clients.csv", "client", "round", "split", "model")
+        if row.get(metric.name) not in ("", None)
+    ]
+    tested = [row for row in rows if row["split"] == "test"] or rows
+    if not tested:
+        return {}
+    round = max((row["round"] for row in tested), key=int)
+    last = [row for row in tested if row["round"] == round]
+    own = _model(last[0])  # of a method with several, the first is the one that it is about
+    return {int(row["client"]): float(row[metric.name]) * metric.scale for row in last if _model(row) == own}
+
+
+def _model(row: Row) -> str:
+    return str(row["model"]).partition(":")[0]
+
+
+def byte_unit(largest: float) -> tuple[str, float]:
+    """Return the unit in which the largest number of bytes is at least 1, and how many bytes it is."""
+    units = [("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)]
+    return next((unit for unit in reversed(units) if largest >= unit[1]), units[0])
+
+
+def spread_evenly(ids: Sequence[int], most: int) -> list[int]:
+    """Return at most so many of them, evenly spread, the first and the last among them.
+
+    Example:
+        >>> spread_evenly(range(10), 4)
+        [0, 3, 6, 9]
+    """
+    if len(ids) <= most:
+        return list(ids)
+    return [ids[i * (len(ids) - 1) // (most - 1)] for i in range(most)]

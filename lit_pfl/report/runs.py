@@ -1,0 +1,145 @@
+"""Runs as they lie in their folders, and which of them differ in nothing but the seed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lit_pfl.errors import ConfigError
+from lit_pfl_callbacks.run_folder import read_rows
+
+Row = dict[str, Any]
+SEED = "seed_everything"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run.
+
+    Args:
+        folder: its folder. ``metrics.csv`` is there; everything else may be.
+        options: what made it, by name as it is typed; empty where nobody knows.
+    """
+
+    folder: Path
+    options: Mapping[str, Any]
+
+    @cached_property
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics of every round, by name, those that it has."""
+        rows = read_rows(self.folder / "metrics.csv")
+        try:
+            return [{name: float(value) for name, value in row.items() if value} for row in rows]
+        except ValueError as error:
+            raise ConfigError(f"runs: {self.folder}/metrics.csv: {error}.") from None
+
+    @property
+    def seed(self) -> Any:
+        """The seed of its initial weights and draws."""
+        return self.options.get(SEED)
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds so far."""
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its rounds are there, and a test of the last one."""
+        wanted = self.options.get("trainer.max_epochs") or 0
+        return self.rounds >= wanted and any(name.startswith("test/") for row in self.metrics[-1:] for name in row)
+
+    def table(self, name: str, *columns: str) -> list[Row]:
+        """Return the rows of one of its CSV files, none where there is no such file.
+
+        Raises:
+            ConfigError: when it has not these columns.
+        """
+        rows = read_rows(self.folder / name)
+        for column in columns:
+            if rows and column not in rows[0]:
+                raise ConfigError(f"runs: {self.folder / name} has no column {column!r}; take the file away.")
+        return rows
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but the seed.
+
+    Args:
+        name: what sets it apart from the other groups: the method, and options where that does not tell.
+        runs: the runs, at least one.
+    """
+
+    name: str
+    runs: Sequence[Run]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What made the first of the runs."""
+        return self.runs[0].options
+
+    def by_seed(self, name: str) -> dict[Any, float]:
+        """Return a metric after the last round, by seed; of runs that have it there."""
+        return {run.seed: run.metrics[-1][name] for run in self.runs if run.metrics and name in run.metrics[-1]}
+
+
+def check(runs: Sequence[Run]) -> None:
+    """See that there is something to report on.
+
+    Raises:
+        ConfigError: at the first run of which no round is there, or where there is no run.
+    """
+    if not runs:
+        raise ConfigError("runs: no run folder was found; give one that holds a metrics.csv.")
+    for run in runs:
+        if not run.metrics:
+            raise ConfigError(f"runs: {run.folder} has no round in its metrics.csv; leave it out.")
+        if "round" not in run.metrics[0]:
+            raise ConfigError(f"runs: {run.folder}/metrics.csv has no column 'round'; leave it out.")
+
+
+def grouped(runs: Sequence[Run]) -> list[Group]:
+    """Put runs together that differ in nothing but the seed, in the order in which they come."""
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        made_by = {name: value for name, value in run.options.items() if name != SEED}
+        together.setdefault(repr(sorted(made_by.items())) if made_by else str(run.folder), []).append(run)
+    groups = list(together.values())
+    names = _names([group[0] for group in groups])
+    return [Group(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of those options that have not the same value everywhere, but for the seed."""
+    names = dict.fromkeys(name for one in options for name in one)
+    return [
+        name
+        for name in names
+        if name != SEED and any(name not in o or o[name] != options[0].get(name) for o in options)
+    ]
+
+
+def short(value: Any) -> str:
+    """Write an option's value for people: a class by its name, the rest as in YAML."""
+    if isinstance(value, str):
+        return value.rpartition(".")[2] if value.replace(".", "").replace("_", "").isalnum() else value
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Name runs by method and by what else differs; a method's own options only among runs of that method."""
+    names = []
+    elsewhere = [name for name in differing([run.options for run in runs]) if not name.startswith("model")]
+    for run in runs:
+        if "model" not in run.options:
+            names.append(run.folder.name)
+            continue
+        same = [other.options for other in runs if other.options.get("model") == run.options["model"]]
+        told = [name for name in [*differing(same), *elsewhere] if name in run.options]
+        parts = [f"{name.removeprefix('model.')}={short(run.options[name])}" for name in dict.fromkeys(told)]
+        names.append(", ".join([short(run.options["model"]), *parts]))
+    return [name if names.count(name) == 1 else f"{name} ({run.folder})" for name, run in zip(names, runs, strict=True)]

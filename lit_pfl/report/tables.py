@@ -1,0 +1,155 @@
+"""Tables, to read and to copy."""
+
+import html
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from lit_pfl.report.numbers import Metric, over_seeds
+from lit_pfl.report.runs import Group, differing, short
+from lit_pfl_callbacks.clients import human_bytes
+
+NOTHING = "–"  # noqa: RUF001 - a dash as in printed tables
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts.
+
+    Args:
+        title: what it shows.
+        columns: their titles.
+        rows: the cells.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """Write it in Markdown."""
+        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+    def latex(self) -> str:
+        """Write it in LaTeX, with the rules of the package booktabs."""
+        lines = [" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows)]
+        body = [r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"]
+        return "\n".join([rf"\begin{{tabular}}{{l{'r' * (len(self.columns) - 1)}}}", *body, r"\end{tabular}", ""])
+
+    def html(self) -> str:
+        """Write it in HTML."""
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.columns)
+        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows)
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def summary(groups: Sequence[Group], metric: Metric) -> Table:
+    """Return what every group achieved after the last round: mean and deviation over seeds.
+
+    Columns that no run has are left out: the worst tenth of clients, second models, bytes.
+    """
+    split, _, name = metric.last.partition("/")
+    on = "test data" if split == "test" else "validation data"
+    scores = {metric.title: metric.last, "deviation over clients": f"{metric.last}_std",
+              "worst tenth of clients": f"{metric.last}_worst10"}  # fmt: skip
+    found = dict.fromkeys(chain.from_iterable(run.metrics[-1] for group in groups for run in group.runs))
+    for column in found:
+        if second := re.fullmatch(rf"{split}/(.+)/{re.escape(name)}", column):
+            scores[f"{metric.title}, {second[1]} model"] = column
+    scores = {title: column for title, column in scores.items() if column in found}
+    sent = "comm/total_bytes"
+    rows = []
+    for group in groups:
+        row = [group.name, str(len(group.by_seed(metric.last)))]
+        row += [written(list(group.by_seed(column).values()), metric.scale) for column in scores.values()]
+        if sent in found:
+            totals = list(group.by_seed(sent).values())
+            row.append(human_bytes(over_seeds(totals)[0]) if totals else NOTHING)
+        rows.append(row)
+    columns = ["method", "seeds", *scores, *(["sent, both ways"] if sent in found else [])]
+    return Table(f"After the last round, on {on}: mean and standard deviation over seeds", columns, rows)
+
+
+def paired(groups: Sequence[Group], metric: Metric) -> Table | None:
+    """Return by how much one group is above another: mean and deviation of the differences at the same seeds.
+
+    None where no two groups have a seed in common.
+    """
+    scores = [group.by_seed(metric.last) for group in groups]
+    rows, any_there = [], False
+    for group, own in zip(groups, scores, strict=True):
+        row = [group.name]
+        for other in scores:
+            pairs = [own[seed] - other[seed] for seed in own if seed in other]
+            if other is own or not pairs:
+                row.append("" if other is own else NOTHING)
+                continue
+            any_there = True
+            row.append(written(pairs, metric.scale, signed=True))
+        rows.append(row)
+    if not any_there:
+        return None
+    title = f"{metric.title}: by how much the row's method is above the column's, at the same seeds"
+    return Table(title[0].upper() + title[1:], ["row less column", *(group.name for group in groups)], rows)
+
+
+def options_that_differ(groups: Sequence[Group]) -> Table | None:
+    """Return the options of which groups have not the same value; None where there are none."""
+    names = differing([group.options for group in groups])
+    if not names:
+        return None
+    rows = [
+        [name, *(short(group.options[name]) if name in group.options else NOTHING for group in groups)]
+        for name in names
+    ]
+    return Table("What differs in the configurations", ["option", *(group.name for group in groups)], rows)
+
+
+def options_in_common(groups: Sequence[Group]) -> Table:
+    """Return the options of which all groups have the same value."""
+    apart = {*differing([group.options for group in groups]), "seed_everything"}
+    rows = [[name, short(value)] for name, value in groups[0].options.items() if name not in apart]
+    return Table("What all have in common", ["option", "value"], rows)
+
+
+def runs_there(groups: Sequence[Group]) -> Table:
+    """Return which runs the report is of."""
+    rows = [
+        [group.name, short(run.seed), f"{run.rounds}{'' if run.finished else ', not finished'}", str(run.folder)]
+        for group in groups
+        for run in group.runs
+    ]
+    return Table("The runs", ["method", "seed", "rounds", "folder"], rows)
+
+
+def written(values: Sequence[float], scale: float = 1.0, signed: bool = False) -> str:
+    """Write mean and deviation with two digits after the point, or with four where values are not in percent.
+
+    Example:
+        >>> written([0.5, 0.7], 100.0)
+        '60.00 ± 14.14'
+    """
+    if not values:
+        return NOTHING
+    digits = 2 if scale != 1.0 else 4
+    mean, deviation = over_seeds([value * scale for value in values])
+    text = f"{mean:{'+' if signed else ''}.{digits}f}"
+    return text if deviation is None else f"{text} ± {deviation:.{digits}f}"
+
+
+def _latex(cell: str) -> str:
+    if number := re.fullmatch(r"([+-]?[\d.]+) ± ([\d.]+)", cell):
+        return rf"${number[1]} \pm {number[2]}$"
+    if re.fullmatch(r"[+-][\d.]+", cell):
+        return f"${cell}$"
+    cell = (
+        cell.replace(NOTHING, "--")
+        .replace("\\", "\0")
+        .translate(
+            {ord(c): f"\\{c}" for c in "&%$#_{}"} | {ord("~"): r"\textasciitilde{}", ord("^"): r"\textasciicircum{}"}
+        )
+    )
+    return cell.replace("\0", r"\textbackslash{}")

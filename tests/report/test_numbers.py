@@ -1,0 +1,182 @@
+"""Which runs belong together, and what is made of their numbers; computed once more with NumPy."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lit_pfl.cli.report import read, run_folders
+from lit_pfl.errors import ConfigError
+from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, summary
+from lit_pfl.report.numbers import Metric, byte_unit, curve, last_scores
+from report.made import make_run, make_runs, write
+
+ACC = Metric("acc", "val/acc", "test/acc")
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory) -> list[Group]:
+    folder = tmp_path_factory.mktemp("runs")
+    make_runs(folder, ["SimFed", "FedAvg", "StandAlone"], clients=12, rounds=4)
+    return grouped([read(one) for one in run_folders(folder)])
+
+
+def column(run: Run, name: str) -> list[str]:
+    """Read a column of metrics.csv without the code that is tested."""
+    head, *lines = (run.folder / "metrics.csv").read_text().splitlines()
+    return [line.split(",")[head.split(",").index(name)] for line in lines]
+
+
+def last(groups: list[Group], name: str) -> np.ndarray:
+    return np.array([[float(column(run, name)[-1]) for run in group.runs] for group in groups])
+
+
+def test_runs_that_differ_in_the_seed_only_are_a_group(groups):
+    assert [(group.name, [run.seed for run in group.runs]) for group in groups] == [
+        ("FedAvg", [1, 2, 3]), ("SimFed", [1, 2, 3]), ("StandAlone", [1, 2, 3]),
+    ]  # fmt: skip
+
+
+def run_with(folder: str, **options: object) -> Run:
+    return Run(Path(folder), {"model": "lit_pfl.methods.SimFed", "seed_everything": 1, **options})
+
+
+def test_what_differs_names_runs_of_one_method():
+    runs = [
+        run_with("a", **{"model.tau": 0.5, "data.partition.alpha": 1}),
+        run_with("b", **{"model.tau": 0.9, "data.partition.alpha": 1}),
+    ]
+    assert [group.name for group in grouped(runs)] == ["SimFed, tau=0.5", "SimFed, tau=0.9"]
+
+
+def test_what_belongs_to_a_method_does_not_name_another_one():
+    runs = [run_with("a", **{"model.tau": 0.5}), run_with("b", model="lit_pfl.methods.FedAvg")]
+    assert [group.name for group in grouped(runs)] == ["SimFed", "FedAvg"]
+
+
+def test_what_is_not_the_methods_names_all():
+    runs = [run_with("a", **{"data.alpha": 1}), run_with("b", model="lit_pfl.methods.FedAvg", **{"data.alpha": 2})]
+    assert [group.name for group in grouped(runs)] == ["SimFed, data.alpha=1", "FedAvg, data.alpha=2"]
+
+
+def test_runs_without_a_configuration_go_by_their_folders():
+    assert [group.name for group in grouped([Run(Path("a/x"), {}), Run(Path("a/y"), {})])] == ["x", "y"]
+
+
+def test_the_table_is_what_numpy_says(groups):
+    table = summary(groups, ACC)
+    scores = {
+        "accuracy (%)": "test/acc",
+        "deviation over clients": "test/acc_std",
+        "worst tenth of clients": "test/acc_worst10",
+    }
+    assert table.columns == ["method", "seeds", *scores, "sent, both ways"]
+    for place, name in enumerate(scores.values(), start=2):
+        values = last(groups, name) * 100
+        expected = [f"{m:.2f} ± {d:.2f}" for m, d in zip(values.mean(1), values.std(1, ddof=1), strict=True)]
+        assert [row[place] for row in table.rows] == expected
+    assert [row[-1] for row in table.rows] == ["28.80 MB", "38.40 MB", "0 B"]  # 12 clients x 4 rounds x 2 x 0.3 MB, ...
+
+
+def test_differences_are_paired_by_seed(groups):
+    table = paired(groups, ACC)
+    values = last(groups, "test/acc") * 100
+    for i, row in enumerate(table.rows):
+        for j, cell in enumerate(row[1:]):
+            difference = values[i] - values[j]
+            assert cell == ("" if i == j else f"{difference.mean():+.2f} ± {difference.std(ddof=1):.2f}")
+
+
+def test_only_common_seeds_are_paired(tmp_path):
+    runs = [
+        make_run(tmp_path / f"{m}{s}", m, s) for m, s in (("SimFed", 1), ("SimFed", 2), ("FedAvg", 2), ("FedAvg", 3))
+    ]
+    groups = grouped([read(run) for run in runs])
+    difference = last(groups, "test/acc")[0, 1] - last(groups, "test/acc")[1, 0]
+    assert paired(groups, ACC).rows[0][2] == f"{100 * difference:+.2f}"
+    assert paired(groups[:1] + [Group("other", groups[1].runs[1:])], ACC) is None
+
+
+def test_markdown_and_latex_hold_the_same_cells(groups):
+    table = summary(groups, ACC)
+    markdown = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.markdown().splitlines()]
+    assert [markdown[0], *markdown[2:]] == [list(table.columns), *map(list, table.rows)]
+    latex = table.latex().splitlines()
+    assert latex[0] == r"\begin{tabular}{lrrrrr}"
+    assert latex[2].startswith(r"method & seeds & accuracy (\%)")
+    cells = [line.removesuffix(r" \\").split(" & ") for line in latex[4:-2]]
+    assert [[cell.strip("$").replace(r" \pm ", " ± ") for cell in row] for row in cells] == [
+        list(row) for row in table.rows
+    ]
+
+
+def test_the_curve_is_mean_and_deviation_over_seeds(groups):
+    rows = curve(groups[1], "val/acc", 100.0)
+    values = np.array([column(run, "val/acc") for run in groups[1].runs], dtype=float) * 100
+    np.testing.assert_allclose([row["mean"] for row in rows], values.mean(0))
+    np.testing.assert_allclose([row["high"] - row["low"] for row in rows], 2 * values.std(0, ddof=1))
+    np.testing.assert_allclose([row["bytes"] for row in rows], [2 * 12 * 400_000 * r for r in range(1, 5)])
+
+
+def test_the_last_scores_are_those_on_test_data(groups):
+    scores = last_scores(groups[0].runs[0], ACC)
+    assert len(scores) == 12
+    assert np.mean(list(scores.values())) == pytest.approx(100 * float(column(groups[0].runs[0], "test/acc")[-1]))
+
+
+def test_of_several_models_the_first_is_shown(tmp_path):
+    make_run(tmp_path / "a", "FedAvg", 1, clients=2)
+    rows = [[k, 6, "test", m, 5, a] for k in (0, 1) for m, a in (("personalized:before", 0.5), ("global:before", 0.1))]
+    write(tmp_path / "a/clients.csv", "client round split model n acc", rows)
+    assert last_scores(read(tmp_path / "a"), ACC) == {0: 50.0, 1: 50.0}
+
+
+@pytest.mark.parametrize(
+    ("columns", "chosen"),
+    [
+        ("val/loss val/acc test/loss test/acc", Metric("acc", "val/acc", "test/acc")),
+        ("test/loss test/acc", Metric("acc", "test/acc", "test/acc")),
+        ("val/loss val/f1 val/auc val/auc_worst10", Metric("auc", "val/auc", "val/auc")),
+        ("val/loss val/global/acc val/mae val/mae_std", Metric("mae", "val/mae", "val/mae")),
+        ("val/loss", Metric("loss", "val/loss", "val/loss")),
+        ("train/loss", None),
+    ],
+)
+def test_the_metric_to_compare_by(tmp_path, columns, chosen):
+    write(tmp_path / "a/metrics.csv", f"round {columns}", [[1, *[0.5] * len(columns.split())]])
+    assert main_metric([read(tmp_path / "a")]) == chosen
+
+
+def test_a_run_that_is_not_finished_is_not_in_the_table(tmp_path):
+    runs = [make_run(tmp_path / f"seed_{seed}", "FedAvg", seed) for seed in (1, 2)]
+    path = runs[1] / "metrics.csv"
+    path.write_text("\n".join(path.read_text().splitlines()[:4]) + "\n")
+    (group,) = grouped([read(run) for run in runs])
+    assert [run.finished for run in group.runs] == [True, False]
+    assert summary([group], ACC).rows[0][1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("", "no round"), ("round,val/acc\n", "no round"), ("step,a\n1,2\n", "'round'")]
+)
+def test_a_folder_without_rounds_is_named(tmp_path, content, said):
+    (tmp_path / "metrics.csv").write_text(content)
+    with pytest.raises(ConfigError, match=f"{tmp_path}.*{said}"):
+        check([read(tmp_path)])
+
+
+def test_what_is_no_number_is_named(tmp_path):
+    write(tmp_path / "metrics.csv", "round val/acc", [[1, "much"]])
+    with pytest.raises(ConfigError, match=f"{tmp_path}/metrics.csv: .*'much'"):
+        check([read(tmp_path)])
+
+
+def test_a_file_without_its_columns_is_named(tmp_path):
+    make_run(tmp_path, "FedAvg", 1)
+    write(tmp_path / "clients.csv", "who acc", [[1, 0.5]])
+    with pytest.raises(ConfigError, match="clients.csv has no column 'client'"):
+        last_scores(read(tmp_path), ACC)
+
+
+def test_units_of_bytes():
+    assert [byte_unit(size)[0] for size in (0, 999, 1e3, 2.5e6, 1e9, 1e15)] == ["B", "B", "kB", "MB", "GB", "TB"]
