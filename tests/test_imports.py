@@ -27,6 +27,7 @@ FLOORS = [
     {"lit_pfl.engines.last_good", "lit_pfl.engines.trainers"},
     {"lit_pfl.engines"},
     {"lit_pfl.server"},
+    {"lit_pfl.deployment"},
     {"lit_pfl.data", "lit_pfl.models", "lit_pfl.export", "lit_pfl.lightning_internals"},
     {"lit_pfl.nn"},
     {"lit_pfl.structures"},

@@ -10,7 +10,7 @@ protocol                 attribute                        who looks for it
 :class:`HasScores`       ``rows``, ``higher_is_better``   ``ClientsTable``, ``PersonalizedModels``
 :class:`HasTraffic`      ``traffic``                      ``CommunicationLedger``, ``Similarity``, ``EmbeddingMap``
 :class:`HasSeconds`      ``seconds``                      ``RoundTimer``
-:class:`HasMixing`       ``mixing``                       ``Similarity``
+:class:`HasMixing`       ``mixing()``                     ``Similarity``
 :class:`HasRanks`        ``from_all_ranks(tensors)``      ``Similarity``
 :class:`HasModels`       ``standalone(client)``           ``PersonalizedModels``
 :class:`HasRoles`        ``roles()``, of a client         ``CommunicationLedger``
@@ -143,12 +143,11 @@ class HasSeconds(Protocol):
 
 @runtime_checkable
 class HasMixing(Protocol):
-    """``mixing``: clients' ids, and (J, J) weights: row i of what everybody's tensors are in client i's mixture.
+    """``mixing()``: clients' ids, and (J, J) weights, row i being everybody's in what client i is sent next.
 
-    None before the first round, and where nothing is mixed.
+    None before the first round, and where clients are not told apart.
     """
 
-    @property
     def mixing(self) -> tuple[Sequence[int], Tensor] | None: ...  # noqa: D102
 
 

@@ -27,8 +27,8 @@ class Similarity(L.Callback):
 
     The module tells its ``clients`` (:class:`~lit_pfl_callbacks.protocols.HasClients`). One that tells its ``traffic``
     is also measured by what clients upload, such as SimFed's embeddings, and by their updates: what they upload less
-    what they had been sent, of the tensors in both. One that tells its ``mixing`` gets ``matching.csv``: how often, of
-    the rounds so far, a client was given something of another one. Loggers get every matrix as a heat map.
+    what they had been sent, of the tensors in both. One that tells its ``mixing()`` gets ``matching.csv``: how often,
+    of the rounds so far, a client was given something of another one. Loggers get every matrix as a heat map.
 
     Of a module in several processes, each of which has some of the clients, uploads and updates are compared among
     those of process 0, and parameters among all (:class:`~lit_pfl_callbacks.protocols.HasRanks`).
@@ -135,7 +135,7 @@ class Similarity(L.Callback):
                 "parameters": _parts(states, NOT_RUNNING_STATISTICS)
             }
         for group, own in found.items():
-            if not own:
+            if self.groups is not None and not own:
                 names = list(next(iter(states.values())))
                 raise MisconfigurationException(
                     f"Similarity(groups={self.groups}) finds no parameter that all clients have for {group!r}; there "
@@ -161,7 +161,7 @@ class Similarity(L.Callback):
 
     def _count(self, pl_module: L.LightningModule) -> None:
         """Count who is given something of whom."""
-        mixing = pl_module.mixing if isinstance(pl_module, HasMixing) else None
+        mixing = pl_module.mixing() if isinstance(pl_module, HasMixing) else None
         if mixing is None:
             return
         ids, weights = mixing

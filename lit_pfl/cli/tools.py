@@ -8,6 +8,7 @@ from typing import Any
 #: ``run(options)``; its docstring is the command's description.
 TOOLS: dict[str, tuple[str, str]] = {
     "depth": ("lit_pfl.cli.depth", "suggest how many layers Psi-Net should share"),
+    "export": ("lit_pfl.cli.export", "write a client's model for use without this library"),
 }
 
 

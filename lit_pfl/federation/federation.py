@@ -272,7 +272,6 @@ class Federation(Scoring, Checkpointing):
         """What this process has spent on the server's side so far: ``aggregate`` and ``link``."""
         return self.coordinator.seconds
 
-    @property
     def mixing(self) -> tuple[list[int], torch.Tensor] | None:
         """Whose tensors are in whose next reply, see :meth:`~lit_pfl.Server.mixing`."""
         return self.coordinator.server.mixing()

@@ -64,7 +64,7 @@ class Group(Line):
         self.seconds = {"aggregate": 0.0, "link": 0.0}
         self.rows: list[Score] = []
         self.higher_is_better = {"acc": True}
-        self.mixing: Any = None
+        self.weights: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return torch.stack([(member(batch[0]) - batch[1]).square().mean() for member in self.members]).sum()
@@ -83,7 +83,10 @@ class Group(Line):
         weights = torch.eye(3)
         weights[0, 1] = 0.5
         weights[1, 2] = float(self.current_epoch == 0)
-        self.mixing = ([0, 1, 2], weights)
+        self.weights = weights
+
+    def mixing(self) -> Any:
+        return None if self.weights is None else ([0, 1, 2], self.weights)
 
     def embedding(self, client: int) -> torch.Tensor:
         return torch.tensor([float(client), client**2 - 1.0, 1.0, float(self.current_epoch)])

@@ -104,7 +104,7 @@ def test_how_often_clients_are_matched(tmp_path):
 @pytest.mark.parametrize("method", [SimFed, ClusteredFL, FedFOMO])
 def test_methods_tell_who_is_mixed_with_whom(tmp_path, method):
     federation = fit(tmp_path, 2, Similarity(every_n_rounds=1), method)
-    ids, weights = federation.mixing
+    ids, weights = federation.mixing()
     assert sorted(ids) == [0, 1, 2]
     torch.testing.assert_close(weights.sum(1), torch.ones(3, dtype=weights.dtype))
     assert len(found(tmp_path, "matching.csv")) == 2 * 6
