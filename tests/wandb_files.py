@@ -5,7 +5,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import wandb
 from wandb.proto import wandb_internal_pb2
+
+
+def finish() -> None:
+    """End a run, and W&B's own process, which writes relative to the folder that it was started in."""
+    wandb.finish()
+    wandb.teardown()
 
 
 def leveldb_records(log: bytes):

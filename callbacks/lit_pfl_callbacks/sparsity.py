@@ -55,7 +55,7 @@ class SparsityMonitor(L.Callback):
         latest: what was measured last, by layer; the mean over clients.
     """
 
-    def __init__(self, every_n_rounds: int = 10, per_client: bool = False, most: int | None = 32) -> None:
+    def __init__(self, every_n_rounds: int = 10, per_client: bool = False, most: int | None = 16) -> None:
         if every_n_rounds < 1 or (most is not None and most < 1):
             raise MisconfigurationException(
                 f"SparsityMonitor(every_n_rounds={every_n_rounds}, most={most}): give 1 or more."
@@ -128,9 +128,9 @@ def _measured(parts: WeightParts) -> Measured:
 def rank_of(matrix: Tensor, other: Tensor | None = None) -> int:
     """Return the rank of a matrix, or of ``matrix @ other.T``, as ``torch.linalg.matrix_rank`` has it.
 
-    Of single precision, singular values are found by the small Gram matrix in double precision, in a tenth of the time:
-    they are exact to the square root of that precision, which is finer than what counts as zero. What is not finite has
-    rank 0.
+    Of single precision, singular values are found by the smaller Gram matrix in double precision, in a tenth of the
+    time: they are exact to the square root of that precision, which is finer than what counts as zero. That none does
+    is seen by a Cholesky decomposition, sooner still. What is not finite has rank 0.
 
     Example:
         >>> rank_of(torch.ones(3, 5))
@@ -150,8 +150,12 @@ def rank_of(matrix: Tensor, other: Tensor | None = None) -> int:
     if matrix.dtype == torch.float64:
         return int(torch.linalg.matrix_rank(matrix))
     wide = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T).double()
-    values = torch.linalg.eigvalsh(wide @ wide.T).clamp(min=0).sqrt()
-    return int((values > max(matrix.shape) * torch.finfo(matrix.dtype).eps * values.max()).sum())
+    gram, zero = wide @ wide.T, max(matrix.shape) * torch.finfo(matrix.dtype).eps
+    shifted = gram - (zero**2 * gram.trace()) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    if not torch.linalg.cholesky_ex(shifted).info:  # even next to the sum of all values no value counts as zero
+        return len(gram)
+    values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    return int((values > zero * values.max()).sum())
 
 
 def _means(found: list[dict[str, Measured]]) -> dict[str, Measured]:

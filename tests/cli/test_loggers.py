@@ -5,12 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
-import wandb
 import yaml
 
 from cli.typed import ROOT, TINY, rows, typed
 from lit_pfl.cli.options import by_name, differences, may_change, nested
-from wandb_files import wandb_config, wandb_history, wandb_models
+from wandb_files import finish, wandb_config, wandb_history, wandb_models
 
 CONFIG = {
     "seed_everything": 1,
@@ -71,7 +70,7 @@ def with_logger(name: str) -> list[str]:
 def test_wandb_has_numbers_pictures_tables_and_models_with_their_rounds(capsys):
     """All that is typed is one configuration more; without a network, read back from the file."""
     assert typed(capsys, *with_logger("wandb")).code == 0
-    wandb.finish()
+    finish()
     [run] = Path("runs/wandb").glob("offline-run-*/*.wandb")
     history, axes = wandb_history(run)
 
@@ -102,7 +101,7 @@ def test_wandb_has_numbers_pictures_tables_and_models_with_their_rounds(capsys):
     [folder] = Path("runs").glob("*/version_0")
     again = ["--ckpt_path", str(folder / "checkpoints" / "last.ckpt"), "--trainer.max_epochs", "3"]
     assert typed(capsys, *with_logger("wandb"), *again).code == 0
-    wandb.finish()
+    finish()
     ids = {path.name.rpartition("-")[2] for path in Path("runs/wandb").glob("offline-run-*")}
     assert ids == {run.stem.removeprefix("run-")}
 
@@ -121,10 +120,9 @@ def test_tensorboard_gets_scalars_pictures_and_options(capsys):
     assert [event.step for event in events.Images("similarity/u")] == [1]
     assert [event.step for event in events.Tensors("clients/test/text_summary")] == [2]
     metrics = rows(next(Path("runs").glob("*/version_0/metrics.csv")))
-    curve = [(event.step, event.value) for event in events.Scalars("val/acc over bytes")]
-    assert curve == pytest.approx(
-        [(int(float(row["comm/total_bytes"])), float(row["val/acc"])) for row in metrics], abs=1e-6
-    )
+    curve = {event.step: event.value for event in events.Scalars("val/acc over bytes")}
+    expected = {int(float(row["comm/total_bytes"])): float(row["val/acc"]) for row in metrics}
+    assert curve == pytest.approx(expected, abs=1e-6)
     assert yaml.safe_load((folder / "hparams.yaml").read_text())["model"]["class"] == "SimFed"
 
 
@@ -150,7 +148,7 @@ def test_other_callbacks_of_a_configuration_stay_and_replace_the_defaults(capsys
     )
     words = ["fit", *TINY, "--config", "own.yaml", "--config", str(ROOT / "configs/logger/wandb.yaml")]
     assert typed(capsys, *words, "--trainer.max_epochs", "1").code == 0
-    wandb.finish()
+    finish()
     [folder] = Path("runs").glob("*/version_0")
     assert {row["client"] for row in rows(folder / "communication.csv")} == {"0", "1", "2"}
     assert (folder / "models" / "client_1.safetensors").is_file()

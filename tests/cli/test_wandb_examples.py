@@ -4,10 +4,10 @@ import runpy
 from pathlib import Path
 
 import pytest
-import wandb
 import yaml
 
 from cli.typed import ROOT, rows, typed
+from wandb_files import finish
 
 EXAMPLES = ROOT / "examples/wandb"
 
@@ -37,7 +37,7 @@ def test_the_sweep_types_what_the_command_line_takes(capsys):
     words = [str(ROOT / word) if word.startswith("configs/") else word for word in words]
     small = ["--data.num_clients", "2", "--trainer.max_epochs", "1", "--federation.local_epochs", "1"]
     assert typed(capsys, *words, *small).code == 0
-    wandb.finish()
+    finish()
     [folder] = Path("runs/SimFed-Digits").iterdir()
     assert sweep["metric"]["name"] in rows(folder / "metrics.csv")[0]
     options = yaml.safe_load((folder / "config.yaml").read_text())
