@@ -1,6 +1,8 @@
 """What happens between clients and server whatever the link: checking, counting, and the order of a round."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.ops.finite import all_finite
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
+from lit_pfl_callbacks.protocols import Direction, Transfer, Watcher
 
 
 class Size(NamedTuple):
@@ -23,10 +26,12 @@ class Size(NamedTuple):
     Args:
         nbytes: see :class:`~lit_pfl.Payload`.
         elements: likewise.
+        sizes: likewise, if anybody wants to know.
     """
 
     nbytes: int
     elements: int
+    sizes: dict[str, int]
 
 
 class Ledger:
@@ -39,34 +44,42 @@ class Ledger:
         elements: tensor elements both ways since the start, as papers count them: of sparse tensors only the non-zero
             ones, and nothing for names and shapes.
         clients: cumulative bytes by client id, ``[up, down]``.
+        watchers: who is told of everything that is sent, see :class:`~lit_pfl_callbacks.protocols.Traffic`.
     """
 
     def __init__(self) -> None:
         self.up = self.down = self.total = self.elements = 0
         self.clients: dict[int, list[int]] = {}
+        self.watchers: list[Watcher] = []
+        self._round = 1
 
-    def new_round(self) -> None:
-        """Begin to count another round."""
+    def new_round(self, round: int = 1) -> None:
+        """Begin to count another round, the number of which is told to watchers."""
         self.up = self.down = 0
+        self._round = round
 
     def sent_up(self, client: int, upload: Payload) -> None:
         """Note an upload."""
         self.up += upload.nbytes
-        self._count(client, upload, 0)
+        self._count(client, upload, "up")
 
     def sent_down(self, client: int, reply: Payload | Size) -> None:
         """Note a reply."""
         self.down += reply.nbytes
-        self._count(client, reply, 1)
+        self._count(client, reply, "down")
 
-    def _count(self, client: int, payload: Payload | Size, direction: int) -> None:
+    def _count(self, client: int, payload: Payload | Size, direction: Direction) -> None:
         self.total += payload.nbytes
         self.elements += payload.elements
-        self.clients.setdefault(client, [0, 0])[direction] += payload.nbytes
+        self.clients.setdefault(client, [0, 0])[direction == "down"] += payload.nbytes
+        for watcher in self.watchers:
+            tensors = payload if isinstance(payload, Payload) else {}
+            watcher(Transfer(self._round, client, direction, tensors, payload.sizes, payload.nbytes))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
-        return {**vars(self), "clients": dict(sorted(self.clients.items()))}
+        counts = {name: getattr(self, name) for name in ("up", "down", "total", "elements")}
+        return {**counts, "clients": dict(sorted(self.clients.items()))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over counts."""
@@ -88,6 +101,8 @@ class Coordinator:
     Attributes:
         round: number of rounds completed.
         refused: what was wrong with the uploads that were refused in the latest round.
+        seconds: time spent so far, in this process: ``aggregate``, in the server's steps and in making its replies, and
+            ``link``, in checking and counting what is sent.
     """
 
     def __init__(self, server: Server, quorum: float = 0.5, ranks: Ranks | None = None) -> None:
@@ -97,6 +112,7 @@ class Coordinator:
         self.ledger = Ledger()
         self.round = 0
         self.refused: list[UploadError] = []
+        self.seconds = {"aggregate": 0.0, "link": 0.0}
         self._uploads: dict[int, Upload] = {}
         self._replies: dict[int, Size] = {}
         self._layout: dict[int, dict[str, tuple[torch.Size, torch.dtype]]] = {}
@@ -130,7 +146,7 @@ class Coordinator:
 
     def begin_round(self) -> None:
         """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state."""
-        self.ledger.new_round()
+        self.ledger.new_round(self.round + 1)
         self._uploads, self._replies = {}, {}
 
     def train(self, engine: Trains, clients: Sequence[int]) -> None:
@@ -157,9 +173,13 @@ class Coordinator:
 
     def reply(self, client: int) -> Payload:
         """Return what a participant loads, and count it as sent."""
-        reply = self.server.reply(client)
-        self.ledger.sent_down(client, reply)
-        self._replies[client] = Size(reply.nbytes, reply.elements)
+        with self._timed("aggregate"):
+            reply = self.server.reply(client)
+        with self._timed("link"):
+            self.ledger.sent_down(client, reply)
+            # of what it is made, others need to know only if somebody watches; then somebody does everywhere
+            sizes = reply.sizes if self.ledger.watchers else {}
+            self._replies[client] = Size(reply.nbytes, reply.elements, sizes)
         return reply
 
     def collect(self, uploads: Mapping[int, Upload]) -> None:
@@ -176,6 +196,19 @@ class Coordinator:
     def _use(self, uploads: Mapping[int, Upload]) -> None:
         """Hand those of checked uploads to the server that are any good."""
         self.round += 1
+        with self._timed("link"):
+            usable = self._usable(uploads)
+        if len(usable) < self.quorum * len(uploads) - 1e-9:
+            raise UploadError(
+                f"Round {self.round}: {len(usable)} of {len(uploads)} uploads are usable, fewer than the quorum of "
+                f"{self.quorum:.0%}. The first that is not: {self.refused[0]}"
+            )
+        if usable:
+            with self._timed("aggregate"):
+                self.server.aggregate(self.round, usable)
+
+    def _usable(self, uploads: Mapping[int, Upload]) -> dict[int, Payload]:
+        """Return the uploads that can be used, counted; note what is wrong with the others."""
         self.refused = []
         usable: dict[int, Payload] = {}
         for client, upload in sorted(uploads.items()):
@@ -186,13 +219,13 @@ class Coordinator:
             assert isinstance(upload, Payload)
             self.ledger.sent_up(client, upload)
             usable[client] = upload
-        if len(usable) < self.quorum * len(uploads) - 1e-9:
-            raise UploadError(
-                f"Round {self.round}: {len(usable)} of {len(uploads)} uploads are usable, fewer than the quorum of "
-                f"{self.quorum:.0%}. The first that is not: {self.refused[0]}"
-            )
-        if usable:
-            self.server.aggregate(self.round, usable)
+        return usable
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - began
 
     def _checked(self, client: int, upload: Upload) -> Upload:
         """Return an upload as a payload, or what is wrong with it."""

@@ -6,6 +6,7 @@ that is smaller, one that is given in factors as these factors.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -136,25 +137,46 @@ class Payload(Mapping[str, Tensor]):
         return _mask_bytes(tensor.numel()) < saved
 
     @cached_property
+    def _parts(self) -> dict[str, Layout]:
+        """What travels of every tensor, by name: itself, its mask and values, or its factors."""
+        parts: dict[str, Layout] = {}
+        for name, tensor in self._tensors.items():
+            if self._travels_in_factors(name):
+                factors = self.low_rank[name]
+                parts[name] = (
+                    (name + _LEFT, tensor.dtype, tuple(factors.left.shape)),
+                    (name + _RIGHT, tensor.dtype, tuple(factors.right.shape)),
+                )
+            elif self._travels_sparse(name):
+                parts[name] = (
+                    (name + _MASK, torch.uint8, (_mask_bytes(tensor.numel()),)),
+                    (name + _VALUES, tensor.dtype, (self._nonzeros[name],)),
+                )
+            else:
+                parts[name] = ((name, tensor.dtype, tuple(tensor.shape)),)
+        return parts
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every tensor in :meth:`to_bytes`; names, types and shapes come on top."""
+        return {
+            name: sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in parts)
+            for name, parts in self._parts.items()
+        }
+
+    @cached_property
     def nbytes(self) -> int:
         """Exact length of :meth:`to_bytes`, without encoding; 0 when there is nothing to send."""
         if not self._tensors:
             return 0
-        layout: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         shapes: Shapes = {}
         for name, tensor in self._tensors.items():
             if self._travels_in_factors(name):
-                factors = self.low_rank[name]
-                layout.append((name + _LEFT, tensor.dtype, tuple(factors.left.shape)))
-                layout.append((name + _RIGHT, tensor.dtype, tuple(factors.right.shape)))
                 shapes.setdefault(_LOW_RANK, {})[name] = tuple(tensor.shape)
             elif self._travels_sparse(name):
-                layout.append((name + _MASK, torch.uint8, (_mask_bytes(tensor.numel()),)))
-                layout.append((name + _VALUES, tensor.dtype, (self._nonzeros[name],)))
                 shapes.setdefault(_SPARSE, {})[name] = tuple(tensor.shape)
-            else:
-                layout.append((name, tensor.dtype, tuple(tensor.shape)))
-        return _encoded_size(tuple(layout), tuple(_metadata(shapes).items()))
+        layout = tuple(part for parts in self._parts.values() for part in parts)
+        return _encoded_size(layout, tuple(_metadata(shapes).items()))
 
     def to_bytes(self) -> bytes:
         """Encode."""

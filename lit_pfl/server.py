@@ -71,6 +71,12 @@ class Server:
         """Return what this client loads before it trains again. Called any number of times, changing nothing."""
         return self.model
 
+    def mixing(self) -> tuple[list[int], Tensor] | None:
+        """Return clients' ids, and (J, J) weights of everybody's latest tensors in each one's next reply.
+
+        None where clients are not told apart, and before the first round.
+        """
+
     def global_model(self) -> Payload | None:
         """Return the one model of all: None if the method has none, empty if it is not there yet."""
         return self.model or None
@@ -122,6 +128,9 @@ class MixingServer(Server):
         names = [name for name in self.latest[client] if self.mixable(name)]
         row = self.weights[list(self.latest).index(client)].tolist()
         return weighted_mean(list(self.latest.values()), row, names)
+
+    def mixing(self) -> tuple[list[int], Tensor] | None:  # noqa: D102
+        return (list(self.latest), self.weights) if self.latest else None
 
     def global_model(self) -> None:
         """Return nothing: every client has a mixture of its own."""

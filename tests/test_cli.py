@@ -4,12 +4,11 @@ import csv
 from pathlib import Path
 
 import pytest
-import wandb
 import yaml
 
 from lit_pfl.cli import main
 from lit_pfl.cli.options import nested
-from wandb_files import wandb_config, wandb_history
+from wandb_files import finish, wandb_config, wandb_history
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--config", str(ROOT / "tests/conf/tiny.yaml")]
@@ -147,7 +146,7 @@ def test_mistakes_get_one_clear_line_and_exit_code_2(arguments, message, capsys)
 
 def test_wandb_offline_has_the_metrics_by_name_against_round():
     main(["fit", *TINY, "--config", str(ROOT / "configs/logger/wandb.yaml")])
-    wandb.finish()
+    finish()
     [run] = Path("runs/wandb").glob("offline-run-*/*.wandb")
     history, axes = wandb_history(run)
     written = [row for row in history if "val/acc" in row]
@@ -161,7 +160,7 @@ def test_wandb_offline_has_the_metrics_by_name_against_round():
     assert {key: config[key] for key in recorded} == nested(recorded), "every option, to filter runs by"
     assert (config["model"]["class"], config["model"]["tau"], config["data"]["seed"]) == ("SimFed", 0.9, 1234)
     main(["fit", *TINY, "--config", str(ROOT / "configs/logger/wandb.yaml"), "--trainer.max_epochs", "1"])
-    wandb.finish()
+    finish()
 
 
 def written(**files: str) -> None:

@@ -27,6 +27,7 @@ FLOORS = [
     {"lit_pfl.engines.last_good", "lit_pfl.engines.trainers"},
     {"lit_pfl.engines"},
     {"lit_pfl.server"},
+    {"lit_pfl.deployment"},
     {"lit_pfl.data", "lit_pfl.models", "lit_pfl.export", "lit_pfl.lightning_internals"},
     {"lit_pfl.nn"},
     {"lit_pfl.structures"},
@@ -40,7 +41,8 @@ FILES = [*(ROOT / "lit_pfl").rglob("*.py"), *(ROOT / "callbacks/lit_pfl_callback
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT / "callbacks" if "callbacks" in path.parts else ROOT).with_suffix("").parts
+    root = ROOT / "callbacks" if path.is_relative_to(ROOT / "callbacks") else ROOT
+    parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -14,7 +14,15 @@ from lit_pfl import Federation
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint
 from lit_pfl.methods import FedAvg, SimFed, StandAlone
-from lit_pfl_callbacks import ClientsTable, RunLogger
+from lit_pfl_callbacks import (
+    ClientsTable,
+    CommunicationLedger,
+    EmbeddingMap,
+    RoundTimer,
+    RunLogger,
+    Similarity,
+    SparsityMonitor,
+)
 from tiny import assert_equal, client, digits, trainer
 
 METHODS = {"SimFed": SimFed, "FedAvg": FedAvg, "StandAlone": StandAlone}
@@ -38,12 +46,19 @@ class Kill(L.Callback):
 
 def fit(folder: Path, method: str, kill: tuple[int, int | None] | None = None, resume: bool = False) -> Federation:
     logger = RunLogger(str(folder.parent), name="", version=folder.name)
-    callbacks = [ClientsTable(show=False), LastCheckpoint(), *([Kill(*kill)] if kill else [])]
+    often = [kind(every_n_rounds=2) for kind in (Similarity, SparsityMonitor, EmbeddingMap)]
+    watching = [CommunicationLedger(per_client=True), RoundTimer(), ClientsTable(show=False), *often]
+    callbacks = [*watching, LastCheckpoint(), *([Kill(*kill)] if kill else [])]
     federation = Federation(client(METHODS[method]), seed=3, threads=1, local_epochs=2, participation=0.5)
     path = folder / "checkpoints" / "last.ckpt" if resume else None
     fitting = trainer(ROUNDS, logger=logger, callbacks=callbacks, enable_checkpointing=True)
     fitting.fit(federation, datamodule=digits(6, batch_size=32), ckpt_path=path)
     return federation
+
+
+def phases(times: str) -> list[str]:
+    """Return the rounds and phases of a table of times, which are never the same twice."""
+    return [line.rpartition(",")[0] for line in times.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +82,14 @@ def test_killed_and_resumed_equals_never_killed(tmp_path, method, kill):
     assert_equal(last[0], last[1])
     assert_equal(whole.coordinator.state_dict(), resumed.coordinator.state_dict())
     assert whole.rows == resumed.rows
-    for name in ("metrics.csv", "clients.csv"):
-        assert (tmp_path / "whole" / name).read_text() == (tmp_path / "killed" / name).read_text()
+    tables = {path.name: path.read_text() for path in (tmp_path / "whole").glob("*.csv")}
+    assert {"metrics.csv", "clients.csv", "similarity.csv", "sparsity.csv"} <= tables.keys()
+    assert ("communication.csv" in tables) == (method != "StandAlone")
+    assert ("embeddings.csv" in tables) == ("matching.csv" in tables) == (method == "SimFed")
+    times = tables.pop("times.csv")
+    assert phases(times) == phases((tmp_path / "killed" / "times.csv").read_text())
+    for name, table in tables.items():
+        assert table == (tmp_path / "killed" / name).read_text(), name
     assert len((tmp_path / "whole" / "metrics.csv").read_text().splitlines()) == ROUNDS + 1
     momentum = whole.engine._restored[whole.participants(0)[0]]["optimizer_states"][0]["state"][0]["momentum_buffer"]
     assert momentum.abs().sum() > 0

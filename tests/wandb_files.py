@@ -5,7 +5,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import wandb
 from wandb.proto import wandb_internal_pb2
+
+
+def finish() -> None:
+    """End a run, and W&B's own process, which writes relative to the folder that it was started in."""
+    wandb.finish()
+    wandb.teardown()
 
 
 def leveldb_records(log: bytes):
@@ -46,15 +53,25 @@ def wandb_config(run: Path) -> dict[str, Any]:
     }
 
 
-def wandb_history(run: Path) -> tuple[list[dict[str, object]], dict[str, str]]:
+def wandb_history(run: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the rows of a run's history, and each metric's x-axis."""
     history, axes, names = [], {}, {}
     for record in records(run):
         if record.WhichOneof("record_type") == "history":
-            history.append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            )
+            history.append({})
+            for item in record.history.item:
+                *path, name = item.nested_key or [item.key]
+                place = history[-1]
+                for part in path:
+                    place = place.setdefault(part, {})
+                place[name] = json.loads(item.value_json)
         elif record.WhichOneof("record_type") == "metric":
             names[len(names) + 1] = record.metric.name
             axes[record.metric.name] = record.metric.step_metric or names.get(record.metric.step_metric_index, "")
     return history, axes
+
+
+def wandb_models(run: Path) -> dict[str, list[str]]:
+    """Return the files of a run's artifacts that are models, by name."""
+    artifacts = [record.artifact for record in records(run) if record.WhichOneof("record_type") == "artifact"]
+    return {a.name: [entry.path for entry in a.manifest.contents] for a in artifacts if a.type == "model"}

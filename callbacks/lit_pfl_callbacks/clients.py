@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -9,6 +10,9 @@ import lightning as L
 from rich.console import Console
 from rich.table import Table
 
+from lit_pfl_callbacks.baseline import Baseline, of_own_models
+from lit_pfl_callbacks.dashboard import Dashboard
+from lit_pfl_callbacks.protocols import HasScores, HasTraffic, Row
 from lit_pfl_callbacks.run_folder import (
     append_rows,
     read_rows,
@@ -25,19 +29,27 @@ TITLES = {"acc": "accuracy"}
 class ClientsTable(L.Callback):
     """Writes ``clients.csv`` into the run folder, and prints a table of all clients when a run ends.
 
-    The module tells the scores of its latest evaluation in ``rows``: objects with the attributes ``client``, ``round``,
-    ``split``, ``model``, ``n`` and ``scores``, a number for every metric; and in ``higher_is_better``, by metric, which
-    end is the good one. A ``model`` that ends in ``:joining`` is that of a client that has never trained, as it would
-    join now.
+    The module tells the scores of its latest evaluation (:class:`~lit_pfl_callbacks.protocols.HasScores`). A ``model``
+    that ends in ``:joining`` is that of a client that has never trained, as it would join now. Below the clients stands
+    what says how fair the result is: the deviation over clients, the worst tenth and, beside a ``baseline``, every
+    client's gain and how many have lost by taking part. Loggers get the scores' distribution in every round, and the
+    table at the end.
 
     Args:
         show: whether to print the table.
         most: the largest number of clients to print one by one; of more, the worst and the best are shown.
+        baseline: the folder of a run to compare with, such as one of ``StandAlone`` on the same split. What a client
+            has gained over the last scores there is added to the file, as ``acc_gain``.
+
+    Raises:
+        MisconfigurationException: when there are no scores in that folder.
     """
 
-    def __init__(self, show: bool = True, most: int = 40) -> None:
+    def __init__(self, show: bool = True, most: int = 40, baseline: str | Path | None = None) -> None:
         self.show = show
         self.most = most
+        self.baseline = None if baseline is None else Baseline(Path(baseline))
+        self._dashboard = Dashboard()
         self._began = False
         self._validated = False  # in the round that is going on
         self._written: Sequence[Any] | None = None
@@ -67,12 +79,16 @@ class ClientsTable(L.Callback):
             self._show(trainer, pl_module)
 
     def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        rows: Sequence[Any] = getattr(pl_module, "rows", ())
+        rows = _rows(pl_module)
         if not rows or rows is self._written or not trainer.is_global_zero or not trainer.loggers:
             return
         self._written = rows
         path = run_folder(trainer) / "clients.csv"
-        records = _records(rows)
+        records = self._records(pl_module)
+        own = of_own_models(rows)
+        for name in dict.fromkeys(name for row in own for name in row.scores):
+            scores = [row.scores[name] for row in own if name in row.scores]
+            self._dashboard.histogram(trainer, own[0].round, f"clients/{own[0].split}/{name}", scores)
         if not self._began:
             split = rows[0].split  # a test of the last round comes after that round's validation, and beside it
             step = rows[0].round + (split == "test")
@@ -88,21 +104,22 @@ class ClientsTable(L.Callback):
 
     def _add(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put scores of one round among those of all rounds, in place of the same ones."""
-        rows: Sequence[Any] = getattr(pl_module, "rows", ())
+        rows = _rows(pl_module)
         if not rows or not trainer.is_global_zero or not trainer.loggers:
             return
         path = run_folder(trainer) / "clients.csv"
-        records = _records(rows)
+        records = self._records(pl_module)
         new = {(str(row.round), row.split, row.model) for row in rows}
         kept = [row for row in read_rows(path) if (row["round"], row["split"], row["model"]) not in new]
         write_rows(path, sorted(kept + records, key=lambda row: (int(row["round"]), row["split"] == "test")))
 
     def _show(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        rows: list[Any] = [row for row in getattr(pl_module, "rows", ()) if row.n]
-        if not self.show or not rows or not trainer.is_global_zero:
+        rows = of_own_models([row for row in _rows(pl_module) if row.n])
+        if not rows or not trainer.is_global_zero:
             return
-        own = rows[0].model.partition(":")[0]  # a method's further models are in the file and in the metrics
-        rows = [row for row in rows if row.model.partition(":")[0] == own]
+        self._dashboard.table(trainer, rows[0].round, f"clients/{rows[0].split}", self._records(pl_module))
+        if not self.show:
+            return
         joining = sum(row.model.endswith(":joining") for row in rows)
         first = next((row for row in rows if not row.model.endswith(":joining")), rows[0])
         which, _, when = first.model.partition(":")
@@ -114,34 +131,62 @@ class ClientsTable(L.Callback):
             title += f" ({when} aggregation)"
         table = Table(title=title, title_justify="left", title_style="bold")
         names = list(dict.fromkeys(name for row in rows for name in row.scores))
-        for column in ("client", "samples", *(TITLES.get(name, name) for name in names), "sent", "received"):
+        directions = pl_module.higher_is_better if isinstance(pl_module, HasScores) else {}
+        gains = {} if self.baseline is None else self.baseline.gains(rows, directions)
+        titles = [*(TITLES.get(name, name) for name in names), *(f"gain in {TITLES.get(n, n)}" for n in gains)]
+        for column in ("client", "samples", *titles, "sent", "received"):
             table.add_column(column, justify="right")
-        directions = getattr(pl_module, "higher_is_better", {})
         shown = self._shown(rows, names, directions)
-        traffic = getattr(getattr(pl_module, "traffic", None), "clients", {})
+        traffic = pl_module.traffic.clients if isinstance(pl_module, HasTraffic) else {}
         for row in shown:
             if row is None:
-                table.add_row(*["..."] * (4 + len(names)))
+                table.add_row(*["..."] * (4 + len(titles)))
                 continue
             sent = map(human_bytes, traffic.get(row.client, (0, 0)))
-            table.add_row(str(row.client), str(row.n), *(_number(row.scores.get(name)) for name in names), *sent)
+            own = [_number(row.scores.get(name)) for name in names]
+            gain = [_signed(by_client.get(row.client)) for by_client in gains.values()]
+            table.add_row(str(row.client), str(row.n), *own, *gain, *sent)
         table.add_section()
         total = [human_bytes(sum(sizes[way] for sizes in traffic.values())) for way in (0, 1)]
         columns = {name: sorted(row.scores[name] for row in rows if name in row.scores) for name in names}
-        table.add_row("mean", "", *(_number(fmean(values)) for values in columns.values()), *total)
+        gained = [sorted(by_client.values()) for by_client in gains.values()]
+        means = [_number(fmean(values)) for values in columns.values()]
+        table.add_row("mean", "", *means, *(_signed(fmean(values)) for values in gained), *total)
         spread = (name for name in names if not name.endswith("loss"))
         std = {name: _number(pstdev(columns[name])) for name in spread}
-        table.add_row("std", "", *(std.get(name, "") for name in names), "(all)", "(all)")
+        deviations = [*(std.get(name, "") for name in names), *(_number(pstdev(values)) for values in gained)]
+        table.add_row("std", "", *deviations, "(all)", "(all)")
         worst = {
             name: _number(fmean(worst_tenth(columns[name], directions[name]))) for name in names if name in directions
         }
         if worst:
-            table.add_row("worst 10%", "", *(worst.get(name, "") for name in names), "", "")
+            least = [_signed(fmean(worst_tenth(values, True))) for values in gained]
+            table.add_row("worst 10%", "", *(worst.get(name, "") for name in names), *least, "", "")
         console = Console(width=max(80, Console().width))
         console.print(table)
         if joining and first.round:
             console.print(f"Clients that have never trained, scored as they would join now: {joining}.")
+        for name, by_client in gains.items():
+            lost = sum(gain < 0 for gain in by_client.values())
+            console.print(f"Worse off in {TITLES.get(name, name)} than in the baseline: {lost} of {len(by_client)}.")
         self._say_what_next(console, trainer)
+
+    def _records(self, pl_module: L.LightningModule) -> list[dict[str, Any]]:
+        """Return the scores as lines of the file."""
+        rows = _rows(pl_module)
+        names = dict.fromkeys(name for row in rows for name in row.scores)
+        records = [
+            {column: getattr(row, column) for column in COLUMNS} | {name: row.scores.get(name, "") for name in names}
+            for row in rows
+        ]
+        if self.baseline is not None and isinstance(pl_module, HasScores):
+            own = of_own_models(rows)
+            gains, known = self.baseline.gains(own, pl_module.higher_is_better), {id(row) for row in own}
+            for name in (name for name in names if name in pl_module.higher_is_better):
+                for row, record in zip(rows, records, strict=True):
+                    gain = gains.get(name, {}).get(row.client, "")
+                    record[f"{name}_gain"] = gain if id(row) in known else ""
+        return records
 
     def _shown(self, rows: list[Any], names: list[str], directions: Mapping[str, bool]) -> list[Any]:
         """Return the rows to print: all, or the worst and the best, with None in between."""
@@ -169,16 +214,16 @@ class ClientsTable(L.Callback):
             console.print(f"  {command} --trainer.max_epochs {rounds}", highlight=False, soft_wrap=True)
 
 
-def _records(rows: Sequence[Any]) -> list[dict[str, Any]]:
-    names = dict.fromkeys(name for row in rows for name in row.scores)
-    return [
-        {column: getattr(row, column) for column in COLUMNS} | {name: row.scores.get(name, "") for name in names}
-        for row in rows
-    ]
+def _rows(pl_module: L.LightningModule) -> Sequence[Row]:
+    return pl_module.rows if isinstance(pl_module, HasScores) else ()
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.4f}"
 
 
 def worst_tenth(values: list[float], higher_is_better: bool) -> list[float]:

@@ -19,6 +19,7 @@ from lit_pfl_callbacks.features import (
     top_classes,
     total_variance,
 )
+from lit_pfl_callbacks.protocols import HasClients
 from lit_pfl_callbacks.run_folder import read_rows_before, run_folder, write_rows
 
 
@@ -77,7 +78,7 @@ class FeatureAlignment(L.Callback):
             rank_zero_info("\n".join(self._table()))
 
     def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
-        if trainer.world_size > 1 and hasattr(pl_module, "clients"):  # every process has some of them
+        if trainer.world_size > 1 and isinstance(pl_module, HasClients):  # every process has some of them
             raise MisconfigurationException("FeatureAlignment measures clients of one process: trainer.devices=1.")
         if not trainer.is_global_zero:
             return
@@ -163,8 +164,8 @@ def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | Non
 
 def _classifiers(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[tuple[int | str, Any, Iterable[Any]]]:
     """Return the modules to measure, each with a client's id, if it has one, and its batches."""
-    clients: Mapping[int, Any] | None = getattr(pl_module, "clients", None)
-    if clients is not None:
+    if isinstance(pl_module, HasClients):
+        clients: Mapping[int, Any] = pl_module.clients
         for client, module in clients.items():
             yield client, module, module.data.val if len(module.data.val) else module.data.train
         return

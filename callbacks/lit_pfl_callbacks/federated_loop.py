@@ -1,7 +1,9 @@
 """The callback that joins a Lightning training run to a federation."""
 
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -10,6 +12,8 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+
+from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
 
 # Running statistics of normalisation layers describe one client's data, so they stay with the client.
 NOT_RUNNING_STATISTICS = r"^(?!.*(running_mean|running_var|num_batches_tracked)$)"
@@ -82,6 +86,11 @@ class FederatedLoop(L.Callback):
             name to bool. Modules that decide for themselves do not use it.
         num_samples: this client's number of training samples; by default the length of the train loader's data set.
 
+    Attributes:
+        watchers: functions that are called with every :class:`~lit_pfl_callbacks.protocols.Transfer`: of a round's
+            reply, which comes before its training, and of its upload.
+        seconds: ``link``: the time that this process has waited for the server so far.
+
     Raises:
         MisconfigurationException: when ``every_n_epochs`` is below 1, when ``share`` picks nothing, when the number of
             samples cannot be found out, or when a reply does not fit the module.
@@ -105,11 +114,16 @@ class FederatedLoop(L.Callback):
         self.every_n_epochs = every_n_epochs
         self.share = re.compile(share).search if isinstance(share, str) else share
         self.num_samples = num_samples
+        self.watchers: list[Watcher] = []
+        self.seconds = {"link": 0.0}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join. A run resumed from a checkpoint joins too and is told where the federation stands now."""
         shared = pl_module.initial() if _decides(pl_module) else self._shared(pl_module)
-        self._load(trainer, pl_module, self.link.join(JoinInfo(self._count_samples(trainer), shared)))
+        info = JoinInfo(self._count_samples(trainer), shared)
+        with self._waiting():
+            reply = self.link.join(info)
+        self._load(trainer, pl_module, reply, trainer.current_epoch // self.every_n_epochs + 1)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell a module that wants to know which of a round's local epochs begins."""
@@ -123,7 +137,11 @@ class FederatedLoop(L.Callback):
         if (trainer.current_epoch + 1) % self.every_n_epochs:
             return
         shared = pl_module.upload() if _decides(pl_module) else self._shared(pl_module)
-        self._load(trainer, pl_module, self.link.exchange(shared))
+        round = (trainer.current_epoch + 1) // self.every_n_epochs
+        self._tell(round, "up", shared)
+        with self._waiting():
+            reply = self.link.exchange(shared)
+        self._load(trainer, pl_module, reply, round + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the link keeps in a checkpoint: where the federation stands, if it is led from here."""
@@ -135,6 +153,18 @@ class FederatedLoop(L.Callback):
         link: Any = self.link
         link.load_state_dict(state_dict)
 
+    def _tell(self, round: int, direction: Direction, tensors: Mapping[str, Tensor]) -> None:
+        if self.watchers:
+            told = transfer(round, None, direction, tensors)
+            for watcher in self.watchers:
+                watcher(told)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds["link"] += time.perf_counter() - began
+
     def _shared(self, pl_module: L.LightningModule) -> Mapping[str, Tensor]:
         tensors = {name: tensor.detach() for name, tensor in pl_module.state_dict().items() if self.share(name)}
         if not tensors:
@@ -144,10 +174,14 @@ class FederatedLoop(L.Callback):
             )
         return tensors
 
-    def _load(self, trainer: L.Trainer, pl_module: L.LightningModule, reply: Mapping[str, Tensor] | None) -> None:
+    def _load(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, reply: Mapping[str, Tensor] | None, round: int
+    ) -> None:
         if reply is None:
             trainer.should_stop = True
-        elif _decides(pl_module):
+            return
+        self._tell(round, "down", reply)
+        if _decides(pl_module):
             pl_module.download(reply)
         else:
             load_tensors(pl_module, reply)

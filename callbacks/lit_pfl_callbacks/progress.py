@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lit_pfl_callbacks.clients import TITLES, human_bytes
+from lit_pfl_callbacks.protocols import HasTraffic
 
 
 class RoundProgress(ProgressBar):
@@ -120,4 +121,4 @@ class RoundProgress(ProgressBar):
 
     @staticmethod
     def _sent(pl_module: L.LightningModule) -> str:
-        return human_bytes(getattr(getattr(pl_module, "traffic", None), "total", 0))
+        return human_bytes(pl_module.traffic.total if isinstance(pl_module, HasTraffic) else 0)

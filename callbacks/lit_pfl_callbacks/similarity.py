@@ -1,88 +1,266 @@
-"""How alike the clients' parameters are, round by round."""
+"""How alike clients are, round by round: their parameters, their uploads, their updates; and who is mixed with whom."""
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
-from lit_pfl_callbacks.run_folder import read_rows_before, run_folder, write_rows
+from lit_pfl_callbacks.dashboard import Dashboard
+from lit_pfl_callbacks.federated_loop import NOT_RUNNING_STATISTICS
+from lit_pfl_callbacks.protocols import HasClients, HasMixing, HasRanks, Transfer
+from lit_pfl_callbacks.rounds import RoundTable, due, round_of, spread, watchers_of
 
 COLUMNS = ["round", "group", "client", "other", "cosine"]
+MATCHING_COLUMNS = ["round", "client", "other", "frequency"]
+FACTORS = {"u": r"\.body\..*\.u$", "v": r"\.body\..*\.v$"}
+EMBEDDINGS = {"embedding": "^embedding$"}
+UPDATE, MATCHING = "update", "matching"
+CHUNK = 2**14  # columns that are multiplied at once, so that long vectors need little memory and lose no digits
 
 
 class Similarity(L.Callback):
-    """Writes the cosine similarity of every two clients' parameters into ``similarity.csv`` of the run folder.
+    """Writes the cosine similarity of every two clients into ``similarity.csv``, and who is mixed with whom.
 
-    The module tells its clients in ``clients``: modules by id. One in several processes has some of them in each, and
-    brings tensors together by its ``from_all_ranks(tensors by id)``. A W&B logger also gets every matrix as an image.
+    The module tells its ``clients`` (:class:`~lit_pfl_callbacks.protocols.HasClients`). One that tells its ``traffic``
+    is also measured by what clients upload, such as SimFed's embeddings, and by their updates: what they upload less
+    what they had been sent, of the tensors in both. One that tells its ``mixing()`` gets ``matching.csv``: how often,
+    of the rounds so far, a client was given something of another one. Loggers get every matrix as a heat map.
+
+    Of a module in several processes, each of which has some of the clients, uploads and updates are compared among
+    those of process 0, and parameters among all (:class:`~lit_pfl_callbacks.protocols.HasRanks`).
+
+    The files have a line a pair of clients. Among more than ``most`` clients those of so many are compared, evenly
+    spread by id, so that neither grows with their number.
 
     Args:
         groups: regular expressions by the name of a group of parameters. All of a client's ``state_dict()`` whose names
-            are found by it are one vector; by default the factors u and v of factorized bodies.
-        every_n_rounds: rounds between two measurements; the first round is always measured.
+            are found by it are one vector. By default the factors u and v of factorized bodies; without any, all
+            ``parameters``.
+        every_n_rounds: the first round is measured, and then every so many.
+        uploads: likewise, of what is uploaded; a group that finds nothing is left out.
+        updates: whether the clients' updates are compared.
+        most: the largest number of clients to compare. None for all.
 
     Raises:
-        MisconfigurationException: when a group finds no parameter.
+        MisconfigurationException: when a group of parameters finds none.
 
     Source:
-        Factorized-FL, Fig. 8 (a) to (e).
+        Factorized-FL, Fig. 8 (a) to (e); SimFed, Eq. 3, of embeddings; Sattler et al. 2020, of updates.
     """
 
-    def __init__(self, groups: dict[str, str] | None = None, every_n_rounds: int = 1) -> None:
-        self.groups = groups or {"u": r"\.body\..*\.u$", "v": r"\.body\..*\.v$"}
-        self.every_n_rounds = every_n_rounds
-        self._rows: list[dict[str, Any]] | None = None
+    def __init__(
+        self,
+        groups: dict[str, str] | None = None,
+        every_n_rounds: int = 5,
+        uploads: dict[str, str] | None = None,
+        updates: bool = True,
+        most: int | None = 32,
+    ) -> None:
+        if every_n_rounds < 1 or (most is not None and most < 2):
+            raise MisconfigurationException(
+                f"Similarity(every_n_rounds={every_n_rounds}, most={most}): give 1 or more rounds, 2 or more clients."
+            )
+        self.groups, self.every_n_rounds = groups, every_n_rounds
+        self.uploads = EMBEDDINGS if uploads is None else uploads
+        self.updates, self.most = updates, most
+        self._table = RoundTable("similarity.csv", COLUMNS)
+        self._matching_table = RoundTable("matching.csv", MATCHING_COLUMNS)
+        self._dashboard = Dashboard()
+        self._ids: list[int] = []
+        self._up: dict[int, Mapping[str, Tensor]] = {}
+        self._down: dict[int, Mapping[str, Tensor]] = {}
+        self._matched: dict[tuple[int, int], int] = {}
+        self._mixed: dict[int, int] = {}  # rounds in which a client was among those that are mixed
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Choose whom to look at, and listen."""
+        if not isinstance(pl_module, HasClients):
+            raise MisconfigurationException(
+                f"Similarity compares clients, and {type(pl_module).__name__} does not tell its `clients`."
+            )
+        self._ids = spread(list(pl_module.clients), self._share(trainer))
+        watchers = watchers_of(trainer, pl_module)
+        if (self.uploads or self.updates) and self._note not in watchers:
+            watchers.append(self._note)
+
+    def _share(self, trainer: L.Trainer) -> int | None:
+        """Return how many of its clients every process compares."""
+        return None if self.most is None else -(-self.most // trainer.world_size)
+
+    def _note(self, sent: Transfer) -> None:
+        if sent.client in self._ids and sent.tensors and due(sent.round, self.every_n_rounds):
+            (self._up if sent.direction == "up" else self._down)[sent.client] = sent.tensors
 
     @torch.no_grad()
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure, as the clients are after training and before they load a reply."""
-        if trainer.current_epoch % self.every_n_rounds:
+        round = round_of(trainer)
+        self._count(pl_module)
+        if not due(round, self.every_n_rounds):
             return
-        own: Any = pl_module.clients
-        vectors = {
-            group: {client: _vector(module, group, pattern) for client, module in own.items()}
-            for group, pattern in self.groups.items()
-        }
-        if trainer.world_size > 1:  # every process has some of the clients
-            gather: Any = pl_module.from_all_ranks
-            vectors = {group: gather(by_client) for group, by_client in vectors.items()}
+        assert isinstance(pl_module, HasClients)
+        found = self._of_states({client: pl_module.clients[client] for client in self._ids})
+        if trainer.world_size > 1 and isinstance(pl_module, HasRanks):
+            found = {group: _gathered(pl_module, own) for group, own in found.items()}
         if not trainer.is_global_zero:
+            self._up, self._down = {}, {}
             return
-        path = run_folder(trainer) / "similarity.csv"
-        round = trainer.current_epoch + 1
-        if self._rows is None:
-            self._rows = read_rows_before(path, round, "round")
-        for group, by_client in vectors.items():
-            cosines = cosine_matrix(torch.stack(list(by_client.values())))
-            ids = list(by_client)
-            self._rows += [
-                dict(zip(COLUMNS, (round, group, ids[i], ids[j], float(cosines[i, j])), strict=True))
+        found |= self._of_transfers()
+        rows: list[dict[str, Any]] = []
+        for group, vectors in found.items():
+            if len(vectors) < 2:
+                continue
+            ids, cosines = list(vectors), cosine_matrix(list(vectors.values()))
+            values = cosines.tolist()
+            rows += [
+                dict(zip(COLUMNS, (round, group, ids[i], ids[j], round_off(values[i][j])), strict=True))
                 for i in range(len(ids))
                 for j in range(i + 1, len(ids))
             ]
-            for logger in trainer.loggers:
-                if isinstance(logger, WandbLogger):
-                    image = (cosines.clamp(0, 1) * 255).byte().cpu().numpy()
-                    logger.log_image(f"similarity/{group}", [image], step=round)
-        if trainer.loggers:
-            write_rows(path, self._rows)
+            self._dashboard.heat_map(trainer, round, f"similarity/{group}", cosines)
+        self._table.add(trainer, rows)
+        self._show_matching(trainer, round)
+        self._up, self._down = {}, {}
+
+    def _of_states(self, clients: Mapping[int, nn.Module]) -> dict[str, dict[int, list[Tensor]]]:
+        """Return, by group of parameters, every client's vector in parts."""
+        states = {client: dict(module.state_dict()) for client, module in clients.items()}
+        found = {group: _parts(states, pattern) for group, pattern in (self.groups or FACTORS).items()}
+        if self.groups is None:
+            found = {group: own for group, own in found.items() if own} or {
+                "parameters": _parts(states, NOT_RUNNING_STATISTICS)
+            }
+        for group, own in found.items():
+            if self.groups is not None and not own:
+                names = list(next(iter(states.values())))
+                raise MisconfigurationException(
+                    f"Similarity(groups={self.groups}) finds no parameter that all clients have for {group!r}; there "
+                    f"are {', '.join(names[:5])}, ..."
+                )
+        return found
+
+    def _of_transfers(self) -> dict[str, dict[int, list[Tensor]]]:
+        """Return the same of what was uploaded, and of updates."""
+        found = {group: _parts(self._up, pattern) for group, pattern in self.uploads.items()}
+        if self.updates:
+            found[UPDATE] = _parts({client: self._update(client) for client in self._up}, "")
+        return found
+
+    def _update(self, client: int) -> dict[str, Tensor]:
+        """Return how what a client sends differs from what it was sent."""
+        up, down = self._up[client], self._down.get(client, {})
+        return {
+            name: up[name] - down[name]
+            for name in up
+            if name in down and up[name].is_floating_point() and up[name].shape == down[name].shape
+        }
+
+    def _count(self, pl_module: L.LightningModule) -> None:
+        """Count who is given something of whom."""
+        mixing = pl_module.mixing() if isinstance(pl_module, HasMixing) else None
+        if mixing is None:
+            return
+        ids, weights = mixing
+        place = {client: i for i, client in enumerate(ids)}
+        own = [client for client in self._ids if client in place]
+        rows = [place[client] for client in own]
+        for client, row in zip(own, (weights[rows][:, rows] > 0).tolist(), strict=True):
+            self._mixed[client] = self._mixed.get(client, 0) + 1
+            for other, given in zip(own, row, strict=True):
+                if given and other != client:
+                    self._matched[client, other] = self._matched.get((client, other), 0) + 1
+
+    def _show_matching(self, trainer: L.Trainer, round: int) -> None:
+        if not self._mixed:
+            return
+        ids = sorted(self._mixed)
+        matrix = torch.eye(len(ids))
+        for i, client in enumerate(ids):
+            for j, other in enumerate(ids):
+                if i != j:
+                    matrix[i, j] = self._matched.get((client, other), 0) / self._mixed[client]
+        values = matrix.tolist()
+        self._matching_table.add(trainer, [
+            dict(zip(MATCHING_COLUMNS, (round, client, other, round_off(values[i][j])), strict=True))
+            for i, client in enumerate(ids)
+            for j, other in enumerate(ids)
+            if i != j
+        ])  # fmt: skip
+        self._dashboard.heat_map(trainer, round, MATCHING, matrix)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Listen no more."""
+        self._leave(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Listen no more."""
+        self._leave(trainer, pl_module)
+
+    def _leave(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._up, self._down = {}, {}
+        watchers = watchers_of(trainer, pl_module)
+        if self._note in watchers:
+            watchers.remove(self._note)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts of who was mixed with whom."""
+        return {
+            "matched": [[*pair, times] for pair, times in self._matched.items()],
+            "mixed": dict(self._mixed),
+            "tables": [self._table.state_dict(), self._matching_table.state_dict()],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over counts."""
+        self._matched = {(client, other): times for client, other, times in state_dict["matched"]}
+        self._mixed = dict(state_dict["mixed"])
+        for table, state in zip((self._table, self._matching_table), state_dict["tables"], strict=True):
+            table.load_state_dict(state)
 
 
-def cosine_matrix(vectors: Tensor) -> Tensor:
-    """Return the cosines of every two rows of (K, d), as (K, K)."""
-    directions = torch.nn.functional.normalize(vectors.double(), dim=1)
-    return directions @ directions.T
+def _gathered(pl_module: HasRanks, own: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+    """Return the vectors of all processes' clients, at process 0."""
+    whole = {client: torch.cat([part.flatten().float() for part in parts]) for client, parts in own.items()}
+    return {client: [vector] for client, vector in pl_module.from_all_ranks(whole).items()}
 
 
-def _vector(client: torch.nn.Module, group: str, pattern: str) -> Tensor:
-    parts = [tensor.flatten().double() for name, tensor in client.state_dict().items() if re.search(pattern, name)]
-    if not parts:
-        raise MisconfigurationException(
-            f"Similarity(groups={{{group!r}: {pattern!r}}}) finds no parameter; there are "
-            f"{', '.join(list(client.state_dict())[:5])}, ..."
-        )
-    return torch.cat(parts)
+def cosine_matrix(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the cosines of every two of K vectors, as (K, K) double; NaN with a vector of zeros.
+
+    Args:
+        vectors: each in parts, tensors of any shape; the parts of all vectors have the same shapes.
+
+    Example:
+        >>> cosine_matrix([[torch.tensor([1.0, 0.0])], [torch.tensor([3.0, 3.0])]])[0, 1]
+        tensor(0.7071, dtype=torch.float64)
+    """
+    gram = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
+    for parts in zip(*vectors, strict=True):
+        for block in torch.stack([part.detach().flatten().float() for part in parts]).split(CHUNK, dim=1):
+            gram += (block @ block.T).double().cpu()
+    norms = gram.diagonal().sqrt()
+    return (gram / norms[:, None] / norms).clamp(-1, 1)
+
+
+def _parts(states: Mapping[int, Mapping[str, Tensor]], pattern: str) -> dict[int, list[Tensor]]:
+    """Return every client's tensors whose names are found, of those that all have in the same shape; none without."""
+    if not states:
+        return {}
+    first, *others = states.values()
+    names = [
+        name
+        for name, tensor in first.items()
+        if re.search(pattern, name)
+        and tensor.is_floating_point()
+        and all(name in other and other[name].shape == tensor.shape for other in others)
+    ]
+    return {client: [state[name] for name in names] for client, state in states.items()} if names else {}
+
+
+def round_off(value: float) -> float:
+    """Return a share or a cosine with as many digits as a file needs."""
+    return round(value, 6)

@@ -20,7 +20,7 @@ from lit_pfl.cli.messages import fail, refuse_abstract, say
 from lit_pfl.cli.options import by_name, of_a_run
 from lit_pfl.cli.parser import Parser
 from lit_pfl.cli.record import RunRecord, alone_in
-from lit_pfl.cli.resuming import folder_of, saved_options, taken
+from lit_pfl.cli.resuming import folder_of, saved_record, taken
 from lit_pfl.cli.stopping import Stopped, Stops
 from lit_pfl.client import Client
 from lit_pfl.data import FederatedDataModule
@@ -28,8 +28,22 @@ from lit_pfl.engines.strategy import FederatedStrategy
 from lit_pfl.errors import ConfigError, RankError, UploadError
 from lit_pfl.federation import Federation
 from lit_pfl.lightning_internals import LastCheckpoint
-from lit_pfl_callbacks import ClientsTable, Predictions, RoundProgress, RunLogger, resume_command, run_folder
+from lit_pfl_callbacks import (
+    ClientsTable,
+    CommunicationLedger,
+    EmbeddingMap,
+    Predictions,
+    RoundProgress,
+    RoundTimer,
+    RunLogger,
+    Similarity,
+    SparsityMonitor,
+    resume_command,
+    run_folder,
+)
 
+#: what writes a run's tables and fills its loggers, as the defaults have it; a configuration may give its own in place
+WATCHING = (CommunicationLedger, RoundTimer, SparsityMonitor, Similarity, EmbeddingMap, ClientsTable)
 DESCRIPTION = "Personalized federated learning: a round is an epoch, max_epochs the number of rounds."
 
 
@@ -47,6 +61,7 @@ class FederatedCLI(LightningCLI):
         self.words = args if isinstance(args, list) else sys.argv[1:]
         self.changed: dict[str, tuple[Any, Any]] = {}
         self.folder: Path | None = None  # the run folder that the checkpoint is in
+        self.wandb_run: str | None = None  # the id of the run that is resumed
         self.stops = Stops()
         super().__init__(Client, FederatedDataModule, args=args, **kwargs)
 
@@ -98,10 +113,11 @@ class FederatedCLI(LightningCLI):
         path = str(self.own.ckpt_path)
         if "://" in path:
             return
-        before = saved_options(Path(path), weights_only=self.own.weights_only is not False)
+        record = saved_record(Path(path), weights_only=self.own.weights_only is not False)
         self.folder = folder_of(Path(path))
-        if before is None:
+        if record is None:
             return  # written from Python: the federation compares what it knows
+        before, self.wandb_run = record["options"], record.get("wandb")
         self.changed = taken(before, by_name(of_a_run(self.given)), self.scoring)
         if self.changed and not self.scoring:
             say("Goes on with " + ", ".join(f"{k}: {new} (was {old})" for k, (old, new) in self.changed.items()))
@@ -116,6 +132,8 @@ class FederatedCLI(LightningCLI):
                 raise ConfigError(
                     "trainer.logger=TensorBoardLogger needs TensorBoard: pip install 'lit-pfl[tensorboard]'."
                 )
+            if name == "WandbLogger" and not self.scoring and not (one.init_args.id or one.init_args.version):
+                one.init_args.id = self.wandb_run  # a resumed run is one run there too
             if name == RunLogger.__name__:
                 if self.scoring and self.own.ckpt_path is None:
                     continue
@@ -160,7 +178,9 @@ class FederatedCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         # Stops first: a round's end begins with it.
         own = config.callbacks if isinstance(config.callbacks, list) else filter(None, [config.callbacks])
-        callbacks = [self.stops, *own, ClientsTable(), RunRecord(self.given, self.changed)]
+        own = list(own)
+        watching = [kind() for kind in WATCHING if not any(isinstance(callback, kind) for callback in own)]
+        callbacks = [self.stops, *own, *watching, RunRecord(self.given, self.changed)]
         if self.subcommand == "predict":
             callbacks.append(Predictions())
         if config.enable_progress_bar is not False:
@@ -245,10 +265,11 @@ def _try_optimizer(model: Client) -> None:
             raise ConfigError(f"model.scheduler: {error}") from None
 
 
-def run(args: ArgsType) -> None:
-    """Run the command line.
+def command(held: ExitStack, args: ArgsType) -> FederatedCLI:
+    """Do what is typed, and return what did it.
 
     Args:
+        held: what is to be let go of in the end, such as the run folder's lock.
         args: the arguments; None for those of the process.
     """
     # So that class paths may name modules of the current folder; by its name, since a configuration file is read in its
@@ -262,27 +283,36 @@ def run(args: ArgsType) -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()
     )
+    return FederatedCLI(
+        held,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=None,
+        seed_everything_default=1,
+        trainer_defaults={
+            "max_epochs": 10,
+            "logger": {"class_path": "lit_pfl_callbacks.RunLogger"},
+            "devices": 1,
+            "num_sanity_val_steps": 0,
+            "enable_model_summary": False,
+            "log_every_n_steps": 1,
+        },
+        auto_configure_optimizers=False,
+        parser_class=Parser,
+        parser_kwargs={"description": DESCRIPTION},
+        args=args,
+    )
+
+
+def run(args: ArgsType) -> None:
+    """Run the command line, and say in one line what is wrong.
+
+    Args:
+        args: the arguments; None for those of the process.
+    """
     try:
         with ExitStack() as held:
-            FederatedCLI(
-                held,
-                subclass_mode_model=True,
-                subclass_mode_data=True,
-                save_config_callback=None,
-                seed_everything_default=1,
-                trainer_defaults={
-                    "max_epochs": 10,
-                    "logger": {"class_path": "lit_pfl_callbacks.RunLogger"},
-                    "devices": 1,
-                    "num_sanity_val_steps": 0,
-                    "enable_model_summary": False,
-                    "log_every_n_steps": 1,
-                },
-                auto_configure_optimizers=False,
-                parser_class=Parser,
-                parser_kwargs={"description": DESCRIPTION},
-                args=args,
-            )
+            command(held, args)
     except (ConfigError, UploadError, RankError, OSError, MisconfigurationException) as error:
         fail(str(error))
     except KeyboardInterrupt:

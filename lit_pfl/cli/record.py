@@ -10,6 +10,7 @@ from typing import Any, Literal
 import lightning as L
 import numpy as np
 import yaml
+from lightning.pytorch.loggers import WandbLogger
 
 from lit_pfl.cli.options import by_name, nested, of_a_run
 from lit_pfl.data import FederatedDataModule
@@ -37,10 +38,13 @@ class RunRecord(L.Callback):
         self.config = of_a_run(config)
         self.changed = changed
         self._written = False
+        self._wandb_run: str | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell the loggers, before they are first saved."""
         self._tell_loggers(trainer)
+        ids = [logger.version for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+        self._wandb_run = str(ids[0]) if ids and ids[0] is not None else None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record a run that is new."""
@@ -72,8 +76,8 @@ class RunRecord(L.Callback):
             self._tell_loggers(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options by name, for a checkpoint."""
-        return {"options": by_name(self.config)}
+        """Return the options by name and the W&B run's id, for a checkpoint."""
+        return {"options": by_name(self.config), "wandb": self._wandb_run}
 
     def _tell_loggers(self, trainer: L.Trainer) -> None:
         for logger in trainer.loggers:

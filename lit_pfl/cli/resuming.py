@@ -12,16 +12,17 @@ from lit_pfl.lightning_internals import read_checkpoint
 OF_A_MODEL = ("model", "data")
 
 
-def saved_options(path: Path, weights_only: bool) -> dict[str, Any] | None:
-    """Return the options of the run that wrote a checkpoint, by name; None where it was written from Python.
+def saved_record(path: Path, weights_only: bool) -> dict[str, Any] | None:
+    """Return what the run that wrote a checkpoint has recorded of itself, such as its ``options`` by name.
+
+    None where it was written from Python.
 
     Raises:
         ConfigError: when the file is no whole checkpoint.
     """
     callbacks = read_checkpoint(path, weights_only, mmap=True).get("callbacks")
-    state = callbacks.get("RunRecord") if isinstance(callbacks, dict) else None
-    options = state.get("options") if isinstance(state, dict) else None
-    return options if isinstance(options, dict) else None
+    record = callbacks.get("RunRecord") if isinstance(callbacks, dict) else None
+    return record if isinstance(record, dict) and isinstance(record.get("options"), dict) else None
 
 
 def taken(before: dict[str, Any], now: dict[str, Any], scoring: bool) -> dict[str, tuple[Any, Any]]:

@@ -1,7 +1,7 @@
 """The client's side of a method: a learner under a method."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -11,6 +11,7 @@ from torch import nn
 
 from lit_pfl.client.exchange import Exchange
 from lit_pfl.client.spec import ClientSpec
+from lit_pfl.client.telling import Telling
 from lit_pfl.client.training import Training
 from lit_pfl.data import ClientData
 from lit_pfl.errors import ConfigError
@@ -32,7 +33,7 @@ from lit_pfl.server import Server
 from lit_pfl.sharing import owners
 
 
-class Client(Training, Exchange):
+class Client(Training, Exchange, Telling):
     """One client of a federation: a learner under a method. A method is a subclass that says what travels, what is
     minimised and which server it needs.
 
@@ -226,16 +227,6 @@ class Client(Training, Exchange):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the learner."""
         return self.scored(*args, **kwargs)
-
-    @property
-    def scored(self) -> L.LightningModule:
-        """The learner that is the personalized model, inside of :meth:`personalized`."""
-        return self.learner
-
-    @contextmanager
-    def personalized(self) -> Iterator[L.LightningModule]:
-        """Make ``scored`` the personalized model; put it back afterwards. By default it is at any time."""
-        yield self.scored
 
     def shown(self, model: str) -> AbstractContextManager[L.LightningModule]:
         """Make a learner one of the models in ``evaluated``; put it back afterwards."""

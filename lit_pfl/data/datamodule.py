@@ -30,6 +30,9 @@ class Samples(Protocol):
     @property
     def groups(self) -> torch.Tensor | None: ...  # noqa: D102
 
+    @property
+    def class_names(self) -> tuple[str, ...] | None: ...  # noqa: D102
+
     def to(self, device: torch.device) -> Self: ...  # noqa: D102
 
 
@@ -265,7 +268,7 @@ class PartitionedDataModule(FederatedDataModule):
         assert data is not None, "setup() comes first"
         if not 0 <= client_id < self.num_clients:
             raise ConfigError(f"There is no client {client_id}; data.num_clients={self.num_clients}.")
-        classes = self.domains[client_id * len(self.domains) // self.num_clients]
+        classes = self._classes_of(client_id)
         label_map = self._label_map(client_id, classes, data)
         return ClientData(
             self.batches(client_id, "train", label_map),
@@ -275,6 +278,17 @@ class PartitionedDataModule(FederatedDataModule):
             num_classes=None if data.num_classes is None else len(classes),
             labels_agree=len(self.domains) == 1 and not self.permute_labels,
         )
+
+    def _classes_of(self, client: int) -> list[int]:
+        return self.domains[client * len(self.domains) // self.num_clients]
+
+    def label_names(self, client_id: int) -> list[str] | None:  # noqa: D102
+        if self.client(client_id).num_classes is None:
+            return None
+        classes, data = self._classes_of(client_id), self.data
+        label_map = self._label_map(client_id, classes, data)
+        ordered = sorted(classes, key=lambda c: c if label_map is None else int(label_map[c]))
+        return [str(c) if data.class_names is None else data.class_names[c] for c in ordered]
 
     def _label_map(self, client: int, classes: list[int], data: Samples) -> torch.Tensor | None:
         """Return the client's label of every class of the data set, -1 for one not in its domain; None if the same."""

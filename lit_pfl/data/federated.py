@@ -67,6 +67,15 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         """
         return None
 
+    def label_names(self, client_id: int) -> list[str] | None:
+        """Return what a client's labels 0, 1, ... are called; None where its task is not to tell classes apart.
+
+        Raises:
+            ConfigError: when there is no such client.
+        """
+        num_classes = self.client(client_id).num_classes
+        return None if num_classes is None else [str(label) for label in range(num_classes)]
+
     def everything(self, part: Literal["val", "test"]) -> Any:
         """Return batches of all validation or test data, whosever they are, under the data set's own labels.
 

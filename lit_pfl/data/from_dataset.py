@@ -83,15 +83,15 @@ class FromDataset(PartitionedDataModule):
         n = len(self.dataset)
         if not n:
             raise ConfigError(f"data.dataset: this {type(self.dataset).__name__} is empty.")
-        labels, num_classes, groups = torch.zeros(n, dtype=torch.int64), None, None
+        labels, num_classes, groups, names = torch.zeros(n, dtype=torch.int64), None, None, None
         if self.labels is not None:
-            labels, num_classes = self._classes(self._found(self.labels, "labels"))
+            labels, num_classes, names = self._classes(self._found(self.labels, "labels"))
         if self.group_of is not None:
             self.names, groups = _numbered(self._found(self.group_of, "groups"), "groups")
         if self.permute_labels:
             self._check_that_samples_end_with(labels)
         self._example = example_of(DataLoader(self.dataset, 1, collate_fn=self.collate_fn))
-        return SampleSet(self._content(), labels, num_classes, groups)
+        return SampleSet(self._content(), labels, num_classes, groups, names)
 
     def _found(self, lookup: Lookup, option: str) -> np.ndarray:
         """Return the label or group of every sample."""
@@ -110,15 +110,15 @@ class FromDataset(PartitionedDataModule):
         return found
 
     @staticmethod
-    def _classes(found: np.ndarray) -> tuple[Tensor, int]:
+    def _classes(found: np.ndarray) -> tuple[Tensor, int, tuple[str, ...] | None]:
         if not np.issubdtype(found.dtype, np.integer):
             if np.issubdtype(found.dtype, np.floating):
                 raise ConfigError("data.labels: classes are whole numbers from 0 or names, not fractions.")
             names, codes = _numbered(found, "labels")
-            return codes, len(names)
+            return codes, len(names), tuple(map(str, names))
         if len(found) and found.min() < 0:
             raise ConfigError(f"data.labels: classes are numbered from 0; there is a {found.min()}.")
-        return torch.from_numpy(found.astype(np.int64)), int(found.max(initial=-1)) + 1
+        return torch.from_numpy(found.astype(np.int64)), int(found.max(initial=-1)) + 1, None
 
     def _check_that_samples_end_with(self, labels: Tensor) -> None:
         sample = self.dataset[0]

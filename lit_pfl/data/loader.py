@@ -26,6 +26,7 @@ class ImageSet:
         groups: (N,) int64 natural group of every image, such as its writer, if every group is to have a client.
         num_train: the first so many are the source's own training data, the others its test data; None where it does
             not say.
+        class_names: what the classes are called; None where they have numbers only.
     """
 
     images: Tensor
@@ -36,6 +37,7 @@ class ImageSet:
     channels: int
     groups: Tensor | None = None
     num_train: int | None = None
+    class_names: tuple[str, ...] | None = None
 
     def to(self, device: torch.device) -> "ImageSet":
         """Return the same on another device."""

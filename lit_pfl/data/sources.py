@@ -128,15 +128,18 @@ class _TorchvisionData(ImageDataModule):
         parts = self._read()
         images = torch.cat([self._images(part.data) for part in parts])
         labels = torch.cat([torch.as_tensor(part.targets) for part in parts]).long()
-        return self._image_set(images, labels, len(parts[0].targets))
+        return self._image_set(images, labels, len(parts[0].targets), getattr(parts[0], "classes", None))
 
     def _images(self, data: Any) -> torch.Tensor:
         """Return (N, C, H, W) uint8 of what torchvision holds, (N, H, W, 3)."""
         return torch.as_tensor(data).permute(0, 3, 1, 2).contiguous()
 
-    def _image_set(self, images: torch.Tensor, labels: torch.Tensor, num_train: int) -> ImageSet:
+    def _image_set(
+        self, images: torch.Tensor, labels: torch.Tensor, num_train: int, names: list[str] | None = None
+    ) -> ImageSet:
         images, statistics = _resized(images, self.image_size), _statistics(self.mean, self.std)
-        return ImageSet(images, labels, self.num_classes, *statistics, channels=len(self.mean), num_train=num_train)
+        data = ImageSet(images, labels, self.num_classes, *statistics, channels=len(self.mean), num_train=num_train)
+        return replace(data, class_names=None if names is None else tuple(names))
 
 
 class _CIFAR(_TorchvisionData):
@@ -210,8 +213,8 @@ class _GreyImages(_TorchvisionData):
     def _images(self, data: Any) -> torch.Tensor:
         return data.unsqueeze(1)
 
-    def _image_set(self, images: torch.Tensor, labels: torch.Tensor, num_train: int) -> ImageSet:
-        return replace(super()._image_set(images, labels, num_train), channels=self.channels)
+    def _image_set(self, *args: Any, **kwargs: Any) -> ImageSet:
+        return replace(super()._image_set(*args, **kwargs), channels=self.channels)
 
 
 class MNIST(_GreyImages):
@@ -289,7 +292,8 @@ class TinyImageNet(_TorchvisionData):
                 "tiny-imagenet-200 and give --data.download true to fetch it anew."
             ) from error
         labels = torch.tensor([c for _, c in files])
-        return self._image_set(images, labels, len(train))
+        names = {c: file.parent.parent.name for file, c in train}
+        return self._image_set(images, labels, len(train), [names[c] for c in sorted(names)])
 
 
 def _resized(images: torch.Tensor, size: int) -> torch.Tensor:

@@ -72,7 +72,8 @@ class Table(PartitionedDataModule):
         groups = None if self.group_by is None else self._groups(table.data, list(table.feature_names))
         if self.name in CLASSIFICATION:
             labels = torch.from_numpy(table.target).long()
-            return SampleSet((table.data, table.target), labels, len(table.target_names), groups)
+            names = tuple(map(str, table.target_names))
+            return SampleSet((table.data, table.target), labels, len(names), groups, names)
         return SampleSet((table.data, table.target), torch.zeros(len(table.data), dtype=torch.int64), groups=groups)
 
     def _groups(self, features: np.ndarray, names: list[str]) -> Tensor:

@@ -20,12 +20,14 @@ class SampleSet:
         labels: (N,) int64 class of every sample; zeros where there are no classes.
         num_classes: number of classes; None where there are none.
         groups: (N,) int64 natural group of every sample, or None.
+        class_names: what the classes are called; None where they have numbers only.
     """
 
     content: Any
     labels: Tensor
     num_classes: int | None = None
     groups: Tensor | None = None
+    class_names: tuple[str, ...] | None = None
 
     def to(self, device: torch.device) -> "SampleSet":
         """Return the same with stacked samples on another device."""

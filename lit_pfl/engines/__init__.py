@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import lightning as L
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_pfl.errors import UploadError
 from lit_pfl.payload import Payload
@@ -33,6 +33,9 @@ class Engine(Trains, Protocol):
 
     def evaluate(self, client: int, model: str, split: Any, reply: Payload | None, trainer: L.Trainer) -> Any:
         """Score one of a client's models, with a reply loaded or as it is; leave the client as it was."""
+
+    def standalone(self, client: int, reply: Payload | None, trainer: L.Trainer) -> nn.Module:
+        """Return a copy of a client's personalized model as a network by itself; leave the client as it was."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that resumed clients need."""

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities import move_data_to_device
+from torch import nn
 
 from lit_pfl.client import Client
 from lit_pfl.data import LateLoader
@@ -130,19 +131,28 @@ class LocalEngine:
                 for index, batch in enumerate(module.data.test)
             ]
 
+    def standalone(self, client: int, reply: Payload | None, trainer: L.Trainer) -> nn.Module:
+        """Return a copy of a client's personalized model as a network by itself; see :meth:`evaluate`."""
+        with self._holding(client, reply, trainer) as module:
+            return module.standalone()
+
     @contextmanager
     def _shown(self, client: int, model: str, reply: Payload | None, trainer: L.Trainer) -> Iterator[L.LightningModule]:
+        with self._holding(client, reply, trainer) as module, module.shown(model) as learner:
+            yield learner
+
+    @contextmanager
+    def _holding(self, client: int, reply: Payload | None, trainer: L.Trainer) -> Iterator[Client]:
+        """Let a client hold a reply, if there is one; put it back afterwards."""
         module = self.clients[client]
         with lent_trainer(module, trainer):
             if reply is None:
-                with module.shown(model) as learner:
-                    yield learner
+                yield module
                 return
             before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
             module.download(reply)
             try:
-                with module.shown(model) as learner:
-                    yield learner
+                yield module
             finally:
                 module.load_state_dict(before)
 

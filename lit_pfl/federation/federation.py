@@ -1,5 +1,6 @@
 """A federation is a LightningModule: a round is an epoch, a client is a batch."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning as L
@@ -267,6 +268,15 @@ class Federation(Scoring, Checkpointing):
     def traffic(self) -> Ledger:
         """Bytes sent so far: ``total``, and ``clients``, by id up and down."""
         return self.coordinator.ledger
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """What this process has spent on the server's side so far: ``aggregate`` and ``link``."""
+        return self.coordinator.seconds
+
+    def mixing(self) -> tuple[list[int], torch.Tensor] | None:
+        """Whose tensors are in whose next reply, see :meth:`~lit_pfl.Server.mixing`."""
+        return self.coordinator.server.mixing()
 
     def on_fit_end(self) -> None:
         """Test the models of the last round, and end the clients' fits."""

@@ -4,6 +4,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from lit_pfl.data import labels_of, samples_of
 from lit_pfl.engines.threads import computing
@@ -88,6 +89,12 @@ class Scoring(Parts):
         data = self.data.client(client)
         return samples_of(data.test), None if data.num_classes is None else labels_of(data.test)
 
+    def standalone(self, client: int) -> nn.Module:
+        """Return a copy of a client's personalized model as a network by itself, in the state in which it is scored."""
+        if client not in self.clients:
+            raise ConfigError(f"There is no client {client}; there are {_some(list(self.clients))}.")
+        return self.engine.standalone(client, self._shown_with(client), self.trainer)
+
     @cached_property
     def _validated_on(self) -> Split:
         own = {k: len(client.data.val) for k, client in self.clients.items() if client.data}
@@ -146,3 +153,7 @@ class Scoring(Parts):
         # as tensors, since byte counts do not fit the 32 bits that Lightning gives to plain numbers
         values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
         self.log_dict(values, logger=None if write else False, batch_size=1)
+
+
+def _some(ids: list[int]) -> str:
+    return ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")

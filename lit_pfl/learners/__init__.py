@@ -4,6 +4,7 @@ from lit_pfl.learners.checks import check_learner
 from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, OptimizerCallable, SchedulerCallable
 from lit_pfl.learners.hooks import hand_on
 from lit_pfl.learners.logs import Recorder, recorded, silenced
+from lit_pfl.learners.networks import Mixture, network_of
 from lit_pfl.learners.optimizers import extend, set_schedules_to, single_optimizer
 from lit_pfl.learners.steps import (
     SkipBatch,
@@ -20,6 +21,7 @@ from lit_pfl.learners.steps import (
 __all__ = [
     "BackboneCallable",
     "ImageClassifier",
+    "Mixture",
     "OptimizerCallable",
     "Recorder",
     "SchedulerCallable",
@@ -30,6 +32,7 @@ __all__ = [
     "evaluating",
     "extend",
     "hand_on",
+    "network_of",
     "recorded",
     "set_schedules_to",
     "silenced",

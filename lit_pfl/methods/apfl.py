@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Step, evaluating, silenced
+from lit_pfl.learners import Mixture, Step, evaluating, network_of, silenced
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl_callbacks.federated_loop import load_tensors
 
@@ -138,6 +138,11 @@ class APFL(TwoModels):
         with torch.no_grad():
             self.alpha.sub_(rate * gradient).clamp_(0, 1)
         self._adapts = False
+
+    def standalone(self) -> nn.Module:  # noqa: D102
+        if self.mixing == "parameters":
+            return super().standalone()
+        return Mixture(network_of(self.personal), network_of(self.learner), self.alpha)
 
     @contextmanager
     def personalized(self) -> Iterator[L.LightningModule]:

@@ -135,6 +135,12 @@ class ClusteredFLServer(Server):
         """The clients of every cluster, and those at every fork."""
         return [[c for c, node in self.place.items() if node == cluster] for cluster in sorted({*self.place.values()})]
 
+    def mixing(self) -> tuple[list[int], Tensor]:
+        """Return equal weights of all in a client's cluster."""
+        places = torch.tensor(list(self.place.values()))
+        together = (places[:, None] == places).double()
+        return list(self.place), together / together.sum(1, keepdim=True)
+
     def global_model(self) -> None:
         """Return nothing: there are several models."""
 

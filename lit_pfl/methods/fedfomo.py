@@ -200,6 +200,16 @@ class FedFOMOServer(Server):
             chosen.append(ranked.pop(int(rng.integers(len(ranked))) if at_random else 0))
         return sorted(chosen)
 
+    def mixing(self) -> tuple[list[int], Tensor] | None:
+        """Return equal weights of a client's own model and of those that it is sent; it weighs them itself."""
+        if not self.latest:
+            return None
+        ids = list(self.latest)
+        sent = torch.eye(len(ids))
+        for i, client in enumerate(ids):
+            sent[i, [ids.index(other) for other in self.chosen(client)]] = 1
+        return ids, sent / sent.sum(1, keepdim=True)
+
     def global_model(self) -> None:
         """Return nothing: there are several models."""
 

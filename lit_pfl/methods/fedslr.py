@@ -21,6 +21,7 @@ from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl.structures import STRUCTURES, Structure, StructureName
 from lit_pfl_callbacks.federated_loop import load_tensors
+from lit_pfl_callbacks.protocols import WeightParts
 
 MIXED, GKR = "mixed", "GKR"
 
@@ -256,6 +257,15 @@ class FedSLR(TwoModels):
 
     def shown(self, model: str) -> AbstractContextManager[L.LightningModule]:  # noqa: D102
         return self.personalized() if model == MIXED else nullcontext(self.learner)
+
+    def weight_parts(self) -> dict[str, WeightParts]:
+        """Return p and the matrix of w of every weight of two or more dimensions."""
+        p = dict(self.personal.named_parameters())
+        return {
+            name.removesuffix(".weight"): WeightParts(p[name].detach(), (as_matrix(w.detach()),))
+            for name, w in self.learner.named_parameters()
+            if w.dim() > 1
+        }
 
     def sizes(self, model: str) -> dict[str, float]:
         """Return the number of ``parameters`` of a model as the paper counts them.

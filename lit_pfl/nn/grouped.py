@@ -126,7 +126,7 @@ class GroupedLinear(Grouped):
             return nn.functional.linear(x, self.weight, self.bias)
         groups = len(self.kept)
         weight = self.weight.view(groups, len(self.weight) // groups, -1)
-        y = torch.einsum("bgi,goi->bgo", x.view(len(x), groups, -1), weight).flatten(1)
+        y = torch.einsum("bgi,goi->bgo", x.view(x.shape[0], groups, -1), weight).flatten(1)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:  # noqa: D102
@@ -168,13 +168,13 @@ class GroupedLogits(GroupedLinear):
             logits = nn.functional.linear(x, self.weight, self.bias)
         else:
             place = {group: i for i, group in enumerate(self.kept)}
-            features = x.view(len(x), len(self.kept), -1)[:, [place[group] for group in self.row_groups]]
+            features = x.view(x.shape[0], len(self.kept), -1)[:, [place[group] for group in self.row_groups]]
             logits = torch.einsum("bcf,cf->bc", features, self.weight)
             logits = logits if self.bias is None else logits + self.bias
         if len(self.kept) == self.num_groups:
             return logits
         known = [c for c, group in enumerate(self.class_groups) if group in self.kept]
-        absent = logits.new_full((len(x), self.num_classes), -torch.inf)
+        absent = logits.new_full((x.shape[0], self.num_classes), -torch.inf)
         return absent.index_copy(1, torch.tensor(known, device=x.device), logits)
 
 

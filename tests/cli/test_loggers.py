@@ -1,13 +1,15 @@
 """Loggers hold every option of a run."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
-from cli.typed import TINY, typed
+from cli.typed import ROOT, TINY, rows, typed
 from lit_pfl.cli.options import by_name, differences, may_change, nested
+from wandb_files import finish, wandb_config, wandb_history, wandb_models
 
 CONFIG = {
     "seed_everything": 1,
@@ -58,14 +60,97 @@ def test_tensorboard_is_asked_for_in_one_line(monkeypatch, capsys):
     ]
 
 
-def test_tensorboard_gets_scalars_and_options(capsys):
+NUMBERS = ["comm/up/u", "comm/down/mu", "time/train", "time/link"]
+
+
+def with_logger(name: str) -> list[str]:
+    return ["fit", *TINY, "--config", str(ROOT / f"configs/logger/{name}.yaml")]
+
+
+def test_wandb_has_numbers_pictures_tables_and_models_with_their_rounds(capsys):
+    """All that is typed is one configuration more; without a network, read back from the file."""
+    assert typed(capsys, *with_logger("wandb")).code == 0
+    finish()
+    [run] = Path("runs/wandb").glob("offline-run-*/*.wandb")
+    history, axes = wandb_history(run)
+
+    def rounds(name):
+        return [row["round"] for row in history if name in row]
+
+    for name in [*NUMBERS, "clients/val/acc", "val/acc", "comm/total_bytes"]:
+        assert (name, rounds(name), axes[name]) == (name, [1, 2], "round")
+    pictures = ["similarity/u", "similarity/v", "similarity/embedding", "similarity/update", "matching"]
+    for name in [*pictures, "sparsity/density", "sparsity/parameters"]:
+        assert (name, rounds(name), axes[name]) == (name, [1], "round")
+    [picture] = [row["similarity/u"] for row in history if "similarity/u" in row]
+    assert (picture["_type"], picture["width"], picture["height"]) == ("image-file", 258, 258)
+    assert (run.parent / "files" / picture["path"]).is_file()
+    [histogram] = [row["clients/val/acc"] for row in history if row.get("round") == 2 and "clients/val/acc" in row]
+    assert sum(histogram["values"]) == 3
+    [table] = [row["clients/test"] for row in history if "clients/test" in row]
+    content = json.loads((run.parent / "files" / table["path"]).read_text())
+    lines = rows(next(Path("runs").glob("*/version_0/clients.csv")))
+    assert [row[0] for row in content["data"]] == [0, 1, 2]
+    assert content["columns"] == list(lines[0])
+    assert (table["_type"], table["nrows"], rounds("clients/test")) == ("table-file", 3, [2])
+    config = wandb_config(run)
+    assert (config["model"]["class"], config["data"]["num_clients"]) == ("SimFed", 3)
+    assert wandb_models(run) == {f"models-{run.stem[4:]}": [f"client_{k}.safetensors" for k in range(3)]}
+    assert len(list(Path("runs/wandb").glob("offline-run-*"))) == 1
+    # and a resumed run goes on with the same one
+    [folder] = Path("runs").glob("*/version_0")
+    again = ["--ckpt_path", str(folder / "checkpoints" / "last.ckpt"), "--trainer.max_epochs", "3"]
+    assert typed(capsys, *with_logger("wandb"), *again).code == 0
+    finish()
+    ids = {path.name.rpartition("-")[2] for path in Path("runs/wandb").glob("offline-run-*")}
+    assert ids == {run.stem.removeprefix("run-")}
+
+
+def test_tensorboard_gets_scalars_pictures_and_options(capsys):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    words = ["fit", *TINY, "--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "runs"]
-    assert typed(capsys, *words).code == 0
+    assert typed(capsys, *with_logger("tensorboard")).code == 0
     [folder] = {path.parent for path in Path("runs").rglob("events.*")}
-    events = EventAccumulator(str(folder))
+    events = EventAccumulator(str(folder), {"histograms": 0, "images": 0, "scalars": 0, "tensors": 0})  # all of them
     events.Reload()
-    assert [event.step for event in events.Scalars("val/acc")] == [1, 2]
+    for name in ["val/acc", *NUMBERS]:
+        assert [event.step for event in events.Scalars(name)] == [1, 2]
+    assert [event.step for event in events.Histograms("clients/val/acc")] == [1, 2]
+    assert [event.step for event in events.Images("similarity/u")] == [1]
+    assert [event.step for event in events.Tensors("clients/test/text_summary")] == [2]
+    metrics = rows(next(Path("runs").glob("*/version_0/metrics.csv")))
+    curve = {event.step: event.value for event in events.Scalars("val/acc over bytes")}
+    expected = {int(float(row["comm/total_bytes"])): float(row["val/acc"]) for row in metrics}
+    assert curve == pytest.approx(expected, abs=1e-6)
     assert yaml.safe_load((folder / "hparams.yaml").read_text())["model"]["class"] == "SimFed"
+
+
+def test_mlflow_gets_the_same(capsys):
+    pytest.importorskip("mlflow")
+    pytest.importorskip("alembic")  # of the smaller mlflow-skinny, what its data base needs
+    from mlflow.tracking import MlflowClient
+
+    assert typed(capsys, *with_logger("mlflow")).code == 0
+    client = MlflowClient("sqlite:///mlflow.db")
+    [experiment] = client.search_experiments(filter_string="name = 'lit-pfl'")
+    [run] = client.search_runs([experiment.experiment_id])
+    for name in ["val/acc", *NUMBERS]:
+        assert [metric.step for metric in client.get_metric_history(run.info.run_id, name)] == [1, 2]
+    kept = {path.name for path in Path("runs/mlflow").rglob("*") if path.is_file()}
+    assert {"client_0.safetensors", "client_2.safetensors", "round_2.json"} <= kept
+    assert run.data.params["model/class"] == "SimFed"
+
+
+def test_other_callbacks_of_a_configuration_stay_and_replace_the_defaults(capsys):
+    Path("own.yaml").write_text(
+        "trainer: {callbacks: [{class_path: lit_pfl_callbacks.CommunicationLedger, init_args: {per_client: true}}]}"
+    )
+    words = ["fit", *TINY, "--config", "own.yaml", "--config", str(ROOT / "configs/logger/wandb.yaml")]
+    assert typed(capsys, *words, "--trainer.max_epochs", "1").code == 0
+    finish()
+    [folder] = Path("runs").glob("*/version_0")
+    assert {row["client"] for row in rows(folder / "communication.csv")} == {"0", "1", "2"}
+    assert (folder / "models" / "client_1.safetensors").is_file()
+    tables = {"communication.csv", "times.csv", "sparsity.csv", "similarity.csv", "matching.csv", "embeddings.csv"}
+    assert tables <= {path.name for path in folder.iterdir()}

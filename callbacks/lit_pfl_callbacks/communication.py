@@ -1,0 +1,150 @@
+"""What is sent, by client, direction and kind of tensor, and how good a model that many bytes have made."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_pfl_callbacks.dashboard import Dashboard
+from lit_pfl_callbacks.protocols import HasClients, HasRoles, Transfer
+from lit_pfl_callbacks.rounds import RoundTable, ends_round, watchers_of
+
+COLUMNS = ["round", "client", "direction", "group", "bytes"]
+ALL, HEADER = "all", "header"
+Key = tuple[int, int | str, str, str]
+
+
+class CommunicationLedger(L.Callback):
+    """Writes the bytes of every round, client, direction and group of tensors into ``communication.csv``.
+
+    It works with every module that tells its ``traffic`` (:class:`~lit_pfl_callbacks.protocols.HasTraffic`), and with
+    any module at all under a Trainer that has a :class:`~lit_pfl_callbacks.FederatedLoop`. Loggers get the bytes of
+    every group, and at the end the monitored metric over the bytes sent up to then.
+
+    The file has a line for both directions and every group a round, whatever the number of clients: they are added up
+    as client ``all``. With ``per_client`` it has as many for every client, about 40 bytes each.
+
+    Args:
+        groups: regular expressions by the name of a group; a tensor is of the first that is found in its name. By
+            default a client says itself (``roles()``); a tensor of which nobody says anything is of the group that
+            its name begins with, up to the first dot.
+        per_client: whether every client has lines of its own.
+        monitor: the metric to hold against bytes.
+
+    Attributes:
+        total: bytes sent so far, both ways.
+        curve: ``(bytes sent so far, metric)`` of every round that was scored.
+
+    Names, types and shapes, which are sent beside the tensors, are the group ``header``.
+    """
+
+    def __init__(
+        self, groups: dict[str, str] | None = None, per_client: bool = False, monitor: str = "val/acc"
+    ) -> None:
+        try:
+            self.groups = {name: re.compile(pattern) for name, pattern in (groups or {}).items()}
+        except re.error as error:
+            raise MisconfigurationException(
+                f"CommunicationLedger(groups={groups}): no regular expression: {error}."
+            ) from None
+        self.per_client = per_client
+        self.monitor = monitor
+        self.total = 0
+        self.curve: list[tuple[int, float]] = []
+        self._table = RoundTable("communication.csv", COLUMNS)
+        self._dashboard = Dashboard()
+        self._bytes: dict[Key, int] = {}  # of what is not written yet
+        self._roles: Mapping[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._scored = False
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen, before anything is sent."""
+        clients = pl_module.clients if isinstance(pl_module, HasClients) else {}
+        member = next(iter(clients.values()), pl_module)
+        self._roles = member.roles() if isinstance(member, HasRoles) else {}
+        self._names = {}
+        watchers = watchers_of(trainer, pl_module)
+        if self._note not in watchers:
+            watchers.append(self._note)
+
+    def _note(self, sent: Transfer) -> None:
+        client: int | str = ALL if not self.per_client else "" if sent.client is None else sent.client
+        inside = 0
+        for name, size in sent.sizes.items():
+            group = self._names.get(name) or self._named(name)
+            key = (sent.round, client, sent.direction, group)
+            self._bytes[key] = self._bytes.get(key, 0) + size
+            inside += size
+        if sent.nbytes > inside:
+            key = (sent.round, client, sent.direction, HEADER)
+            self._bytes[key] = self._bytes.get(key, 0) + sent.nbytes - inside
+        self.total += sent.nbytes
+
+    def _named(self, name: str) -> str:
+        """Return a tensor's group; ``3/body.weight`` is client 3's ``body.weight``."""
+        plain = name.partition("/")[2] or name
+        found = next((group for group, pattern in self.groups.items() if pattern.search(name)), None)
+        self._names[name] = found or self._roles.get(plain) or plain.partition(".")[0]
+        return self._names[name]
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take note that the round is scored."""
+        self._scored = not trainer.sanity_checking
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the rounds that are over: those of which anything has come up."""
+        if ends_round(trainer):
+            self._write(trainer, max((round for round, _, way, _ in self._bytes if way == "up"), default=0))
+        metric = trainer.callback_metrics.get(self.monitor)
+        if self._scored and metric is not None:
+            self.curve.append((self.total, float(metric)))
+        self._scored = False
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write what is left, such as a last reply, and show the curve."""
+        self._write(trainer, max((round for round, *_ in self._bytes), default=0))
+        if self.curve:
+            points = [{"bytes": sent, self.monitor: value} for sent, value in self.curve]
+            self._dashboard.curve(trainer, f"{self.monitor} over bytes", points)
+
+    def _write(self, trainer: L.Trainer, last: int) -> None:
+        keys = [key for key in self._bytes if key[0] <= last]
+        for round in sorted({key[0] for key in keys}):
+            sizes = {key: self._bytes.pop(key) for key in keys if key[0] == round}
+            self._table.add(trainer, [dict(zip(COLUMNS, (*key, size), strict=True)) for key, size in sizes.items()])
+            sums: dict[str, float] = {}
+            for (_, _, way, group), size in sizes.items():
+                sums[f"comm/{way}/{group}"] = sums.get(f"comm/{way}/{group}", 0) + size
+            self._dashboard.scalars(trainer, round, sums)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Listen no more."""
+        self._leave(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Listen no more; of a round that is broken off nothing is written."""
+        self._leave(trainer, pl_module)
+
+    def _leave(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        watchers = watchers_of(trainer, pl_module)
+        if self._note in watchers:
+            watchers.remove(self._note)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {
+            "total": self.total,
+            "curve": list(self.curve),
+            "bytes": [[*key, size] for key, size in self._bytes.items()],
+            "table": self._table.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over counts."""
+        self.total = state_dict["total"]
+        self.curve = [(sent, value) for sent, value in state_dict["curve"]]
+        self._bytes = {(round, client, way, group): size for round, client, way, group, size in state_dict["bytes"]}
+        self._table.load_state_dict(state_dict["table"])

@@ -1,0 +1,198 @@
+"""What a module may tell the callbacks of this package: public attributes, each of them optional.
+
+A callback looks for the protocol that it names, and does without where a module does not have it. So any
+LightningModule takes part by having the attribute; ``lit_pfl.Federation`` and its clients have them all.
+
+=======================  ===============================  =========================================================
+protocol                 attribute                        who looks for it
+=======================  ===============================  =========================================================
+:class:`HasClients`      ``clients``                      ``Similarity``, ``SparsityMonitor``, ``FeatureAlignment``
+:class:`HasScores`       ``rows``, ``higher_is_better``   ``ClientsTable``, ``PersonalizedModels``
+:class:`HasTraffic`      ``traffic``                      ``CommunicationLedger``, ``Similarity``, ``EmbeddingMap``
+:class:`HasSeconds`      ``seconds``                      ``RoundTimer``
+:class:`HasMixing`       ``mixing()``                     ``Similarity``
+:class:`HasRanks`        ``from_all_ranks(tensors)``      ``Similarity``
+:class:`HasModels`       ``standalone(client)``           ``PersonalizedModels``
+:class:`HasRoles`        ``roles()``, of a client         ``CommunicationLedger``
+:class:`HasWeightParts`  ``weight_parts()``, of a client  ``SparsityMonitor``
+=======================  ===============================  =========================================================
+
+A Trainer with a :class:`~lit_pfl_callbacks.FederatedLoop` is one site of a federation: there the loop has ``watchers``
+and ``seconds``, whatever the module.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+Direction = Literal["up", "down"]
+
+
+class Transfer(NamedTuple):
+    """Something that has just been sent.
+
+    Args:
+        round: the round that it is of, from 1.
+        client: whose it is; None at a site, which is one client itself.
+        direction: ``up``, to the server, or ``down``.
+        tensors: what was sent, by name: the sender's own memory, which changes later.
+        sizes: bytes of every tensor, as encoded.
+        nbytes: bytes in all, with names and shapes.
+    """
+
+    round: int
+    client: int | None
+    direction: Direction
+    tensors: Mapping[str, Tensor]
+    sizes: Mapping[str, int]
+    nbytes: int
+
+
+Watcher = Callable[[Transfer], None]
+
+
+class WeightParts(NamedTuple):
+    """What a layer's weight is the sum of.
+
+    Args:
+        sparse: a part whose zeros count, such as mu or p; None without one.
+        factors: a part whose rank counts: one matrix, or two, (rows, r) and (columns, r), of which it is the product.
+    """
+
+    sparse: Tensor | None
+    factors: tuple[Tensor] | tuple[Tensor, Tensor]
+
+
+class Row(Protocol):
+    """One client's scores."""
+
+    @property
+    def client(self) -> int:
+        """Its id."""
+
+    @property
+    def round(self) -> int:
+        """The round after which it was scored."""
+
+    @property
+    def split(self) -> str:
+        """The data: ``val`` or ``test``."""
+
+    @property
+    def model(self) -> str:
+        """The model: ``personalized:before``; with ``:joining``, of a client that has never trained."""
+
+    @property
+    def n(self) -> int:
+        """Number of samples."""
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """The metrics, by name."""
+
+
+class Traffic(Protocol):
+    """Bytes sent so far.
+
+    Attributes:
+        total: both ways.
+        clients: by client id, up and down.
+        watchers: functions that are called with everything that is sent.
+    """
+
+    total: int
+    clients: Any  # Mapping[int, Sequence[int]], which no dict of lists would be
+    watchers: list[Watcher]
+
+
+@runtime_checkable
+class HasClients(Protocol):
+    """``clients``: the clients' modules, by id."""
+
+    @property
+    def clients(self) -> Mapping[int, nn.Module]: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasScores(Protocol):
+    """``rows``: the scores of the latest evaluation; ``higher_is_better``: by metric, which end is the good one."""
+
+    @property
+    def rows(self) -> Sequence[Row]: ...  # noqa: D102
+
+    @property
+    def higher_is_better(self) -> Mapping[str, bool]: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasTraffic(Protocol):
+    """``traffic``: what has been sent, and who is told of it."""
+
+    @property
+    def traffic(self) -> Traffic: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasSeconds(Protocol):
+    """``seconds``: what this process has spent so far, by phase: ``aggregate``, ``link``."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasMixing(Protocol):
+    """``mixing()``: clients' ids, and (J, J) weights, row i being everybody's in what client i is sent next.
+
+    None before the first round, and where clients are not told apart.
+    """
+
+    def mixing(self) -> tuple[Sequence[int], Tensor] | None: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasRanks(Protocol):
+    """``from_all_ranks(tensors)``: tensors by client, at process 0 those of all processes' clients; all must call it."""
+
+    def from_all_ranks(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasRoles(Protocol):
+    """``roles()``: which group every tensor that is sent belongs to, by name."""
+
+    def roles(self) -> Mapping[str, str]: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasWeightParts(Protocol):
+    """``weight_parts()``: what the weights are made of, by the layer's name."""
+
+    def weight_parts(self) -> Mapping[str, WeightParts]: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasModels(HasClients, Protocol):
+    """``standalone(client)``: a copy of a client's own model, a network by itself."""
+
+    def standalone(self, client: int) -> nn.Module: ...  # noqa: D102
+
+
+@runtime_checkable
+class Encoded(Protocol):
+    """Named tensors that know how they will be sent: ``sizes``, by name, and ``nbytes`` in all."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...  # noqa: D102
+
+    @property
+    def nbytes(self) -> int: ...  # noqa: D102
+
+
+def transfer(round: int, client: int | None, direction: Direction, tensors: Mapping[str, Tensor]) -> Transfer:
+    """Return what is told of tensors that are sent; those that are not :class:`Encoded` count as they are."""
+    if isinstance(tensors, Encoded):
+        return Transfer(round, client, direction, tensors, tensors.sizes, tensors.nbytes)
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    return Transfer(round, client, direction, tensors, sizes, sum(sizes.values()))

@@ -1,0 +1,114 @@
+"""Write the personalized model of one client of a run, with preprocessing, label names and a model card, into a folder
+that needs nothing of this library: as safetensors, as a program of torch.export and as ONNX."""
+
+import argparse
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_pfl.cli.options import by_name
+from lit_pfl.data import FederatedDataModule, ImageSet, labels_of
+from lit_pfl.deployment import CARD, SCRIPT, Deployment, Pixels, check_packages, pixels_about
+from lit_pfl.errors import ConfigError
+from lit_pfl.federation import Federation
+from lit_pfl_callbacks.clients import COLUMNS
+from lit_pfl_callbacks.run_folder import read_rows
+
+EXAMPLES = 64
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("run_folder", metavar="RUN", type=Path, help="the run folder")
+    parser.add_argument("--client", type=int, required=True, help="whose model")
+    parser.add_argument("--to", type=Path, help="the folder to write; by default RUN/export/client_N")
+    parser.add_argument("--onnx", action=argparse.BooleanOptionalAction, default=True, help="write ONNX too")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Export."""
+    check_packages(options.onnx)
+    from lit_pfl.cli.loading import loaded  # takes seconds
+
+    cli = loaded(options.run_folder)
+    scores = _scores(options.run_folder, options.client)
+    model = deployment(cli.model, cli.datamodule, options.client, {**_facts(by_name(cli.given)), **scores})
+    folder = options.to or options.run_folder / "export" / f"client_{options.client}"
+    differences = model.save(folder, options.onnx)
+    print(f"Client {options.client}'s model: {folder}")
+    for file, difference in differences.items():
+        print(f"  {file}: outputs differ from the client's by {difference:.1e} at most")
+    if (folder / SCRIPT).exists():
+        print(f"See {CARD} there; to classify an image: cd {folder} && python {SCRIPT} IMAGE")
+
+
+def deployment(
+    federation: Federation, data: FederatedDataModule, client: int, facts: dict[str, Any] | None = None
+) -> Deployment:
+    """Return a client's personalized model in the state in which it is scored, ready to be written.
+
+    Args:
+        federation: it has been set up.
+        data: its data.
+        client: the client's id.
+        facts: lines of the model card.
+
+    Raises:
+        ConfigError: when there is no such client, or its inputs are no tensors.
+    """
+    network = federation.standalone(client)
+    own, labels = data.client(client), data.label_names(client)
+    facts = {
+        "Client": client, "Trained on": f"{own.num_samples} samples", **(_classes(own, labels) if labels else {}),
+        **(facts or {}),
+    }  # fmt: skip
+    samples: Any = getattr(data, "data", None)
+    if isinstance(samples, ImageSet):
+        images = _images(samples, own)
+        pixels = Pixels(network, samples.mean.cpu(), samples.std.cpu())
+        return Deployment(pixels.cpu(), images, labels, pixels_about(images.shape[1:]), facts)
+    inputs = own.example[0] if isinstance(own.example, tuple | list) else own.example
+    if not isinstance(inputs, torch.Tensor):
+        raise ConfigError(f"Client {client}: its model takes {type(inputs).__name__}; a tensor can be exported.")
+    batch = inputs.cpu().expand(2, *inputs.shape[1:]) if len(inputs) < 2 else inputs.cpu()
+    return Deployment(network.cpu(), batch.contiguous(), labels, facts=facts)
+
+
+def _images(samples: ImageSet, own: Any) -> torch.Tensor:
+    """Return some of a client's own images as they are, uint8."""
+    part = own.test if len(own.test) else own.train
+    places = part.in_order().samples_of()[:EXAMPLES]
+    places = places.repeat(2)[: max(2, len(places))]
+    images = samples.images[places].cpu()
+    return images.expand(-1, samples.channels, -1, -1).contiguous()
+
+
+def _classes(own: Any, labels: list[str]) -> dict[str, str]:
+    counts = torch.bincount(labels_of(own.train).cpu(), minlength=len(labels)).tolist()
+    there = [f"{label} ({count})" for label, count in zip(labels, counts, strict=True) if count]
+    return {"Classes in its training data": ", ".join(there)}
+
+
+def _facts(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "Method": str(options["model"]).rpartition(".")[2],
+        "Data": str(options["data"]).rpartition(".")[2],
+        "Seed": options.get("seed_everything"),
+        "Written by": f"lit-pfl {version('lit-pfl')}, PyTorch {torch.__version__}",
+        "Good for": "inputs like this client's own; what it is worth elsewhere has not been measured",
+    }
+
+
+def _scores(folder: Path, client: int) -> dict[str, str]:
+    """Return the last scores of a client's own model, by split, as the run has written them."""
+    rows = [row for row in read_rows(folder / "clients.csv") if row["client"] == str(client)]
+    latest = {row["split"]: row for row in reversed(rows) if row["round"] == rows[-1]["round"]}
+    return {
+        f"Scores on its {split} data": ", ".join(
+            [f"{name} {float(value):.4f}" for name, value in row.items() if name not in COLUMNS and value != ""]
+        )
+        + f" ({row['n']} samples, {row['model']}, after round {row['round']})"
+        for split, row in latest.items()
+    }
