@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Step, silenced, single_optimizer
-from lit_pfl.low_rank import LowRank
+from lit_pfl.low_rank import LowRank, as_matrix
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl.nn import Memory
 from lit_pfl.payload import Payload
