@@ -153,7 +153,7 @@ class HasMixing(Protocol):
 
 @runtime_checkable
 class HasRanks(Protocol):
-    """``from_all_ranks(tensors)``: tensors by client, at process 0 those of all processes; all have to call it."""
+    """``from_all_ranks(tensors)``: tensors by client, at process 0 those of all processes, each of which calls it."""
 
     def from_all_ranks(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]: ...  # noqa: D102
 

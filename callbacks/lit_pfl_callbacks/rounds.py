@@ -19,6 +19,11 @@ def loop_of(trainer: L.Trainer) -> FederatedLoop | None:
     return next((callback for callback in callbacks if isinstance(callback, FederatedLoop)), None)
 
 
+def keeps(trainer: L.Trainer) -> bool:
+    """Say whether this process writes into a run folder: not without a logger, nor in a run that only tries the code."""
+    return bool(trainer.loggers) and not trainer.fast_dev_run and trainer.is_global_zero  # type: ignore[attr-defined]
+
+
 def epochs_a_round(trainer: L.Trainer) -> int:
     """Return how many of a Trainer's epochs are a round: one, but at a site as many as lie between two exchanges."""
     loop = loop_of(trainer)
@@ -86,7 +91,7 @@ class RoundTable:
 
     def add(self, trainer: L.Trainer, rows: list[dict[str, Any]]) -> None:
         """Write rows, of one round or of some that follow each other, unless the Trainer keeps nothing."""
-        if not rows or not trainer.loggers or not trainer.is_global_zero:
+        if not rows or not keeps(trainer):
             return
         path = run_folder(trainer) / self.name
         if path == self._path:

@@ -30,7 +30,7 @@ class Similarity(L.Callback):
     what they had been sent, of the tensors in both. One that tells its ``mixing()`` gets ``matching.csv``: how often,
     of the rounds so far, a client was given something of another one. Loggers get every matrix as a heat map.
 
-    Of a module in several processes, each of which has some of the clients, uploads and updates are compared among
+    Of a module in several processes, each of which has some of the clients, uploads, updates and mixtures are those of
     those of process 0, and parameters among all (:class:`~lit_pfl_callbacks.protocols.HasRanks`).
 
     The files have a line a pair of clients. Among more than ``most`` clients those of so many are compared, evenly

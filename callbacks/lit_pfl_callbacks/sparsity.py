@@ -55,7 +55,7 @@ class SparsityMonitor(L.Callback):
         latest: what was measured last, by layer; the mean over clients.
     """
 
-    def __init__(self, every_n_rounds: int = 10, per_client: bool = False, most: int | None = 16) -> None:
+    def __init__(self, every_n_rounds: int = 10, per_client: bool = False, most: int | None = 8) -> None:
         if every_n_rounds < 1 or (most is not None and most < 1):
             raise MisconfigurationException(
                 f"SparsityMonitor(every_n_rounds={every_n_rounds}, most={most}): give 1 or more."

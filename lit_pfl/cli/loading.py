@@ -1,6 +1,5 @@
 """A run that is over, loaded again to be looked at."""
 
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,8 +28,7 @@ def loaded(folder: Path) -> FederatedCLI:
             )
     # Predicting nothing is what loads a checkpoint and does no more.
     options = {"limit_predict_batches": "0", "logger": "false", "callbacks": "null", "accelerator": "cpu",
-               "enable_progress_bar": "false", "devices": "1"}  # fmt: skip
+               "enable_progress_bar": "false", "devices": "1", "strategy": "auto"}  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--trainer.{name}", value)]
-    with ExitStack() as held, undisturbed(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+    with ExitStack() as held, undisturbed():
         return command(held, ["predict", "--config", str(config), "--ckpt_path", str(checkpoint), *words])

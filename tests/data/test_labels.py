@@ -3,8 +3,10 @@
 import random
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
-from lit_pfl.data import label_permutation
+from lit_pfl.data import CIFAR10, Digits, Domains, FromDataset, Table, label_permutation
 
 # Factorized-FL, Table 2: the new label of each of the 10 classes, at clients 0 to 19.
 TABLE_2 = [
@@ -58,3 +60,29 @@ def test_the_generators_of_the_process_are_left_alone():
     before = random.getstate()
     label_permutation(3, 10)
     assert random.getstate() == before
+
+
+def names(data, client=1):
+    data.setup()
+    return data.label_names(client)
+
+
+def test_labels_are_called_what_their_classes_are():
+    """In a client's own order, and only those of its domain."""
+    assert names(Digits(2)) == [str(c) for c in range(10)]
+    own = names(Digits(2, permute_labels=True))
+    assert [own[label] for label in TABLE_2[1]] == [str(c) for c in range(10)]
+    domains = Domains([[4, 2, 0, 8, 6], [1, 3, 5, 7, 9]])
+    assert names(Digits(2, partition=domains)) == ["1", "3", "5", "7", "9"]
+    permuted = names(Digits(2, partition=domains, permute_labels=True))
+    assert sorted(permuted) == ["1", "3", "5", "7", "9"]
+    assert [permuted[label] for label in label_permutation(1, 5)] == ["1", "3", "5", "7", "9"]
+    assert names(Table("iris", num_clients=2)) == ["setosa", "versicolor", "virginica"]
+    assert names(Table("diabetes", num_clients=2)) is None
+
+
+def test_names_of_a_dataset_of_ones_own_and_of_torchvisions(real_data):
+    kinds = ["cat", "ape", "dog", "ape"] * 25
+    own = TensorDataset(torch.arange(100).float(), torch.zeros(100))
+    assert names(FromDataset(own, num_clients=2, labels=kinds)) == ["ape", "cat", "dog"]
+    assert names(CIFAR10(root=str(real_data), verify=False, num_clients=2))[:2] == ["airplane", "automobile"]

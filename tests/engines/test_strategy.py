@@ -103,6 +103,23 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_in_one(tmp_path):
     assert_equal(federation_in(RUN), federation_in(RUN.with_name("version_1")))
 
 
+def test_the_tables_of_two_processes_are_those_of_one():
+    """What is sent by kind of tensor, also from the other process; whose parameters are how alike; who stands where."""
+    tiny = str(HERE.parent / "conf/tiny.yaml")
+    for version, words in {"one": [], "two": ["--trainer.devices", "2", "--trainer.strategy", "federated"]}.items():
+        words += ["--config", tiny, "--trainer.logger.version", version, "--trainer.max_epochs", "1"]
+        assert lit_pfl("fit", *words).returncode == 0
+    one, two = (Path("runs/SimFed-Digits") / version for version in ("one", "two"))
+    for name in ("communication.csv", "embeddings.csv", "clients.csv", "metrics.csv"):
+        assert (one / name).read_text() == (two / name).read_text(), name
+    of_parameters = [
+        [line for line in (run / "similarity.csv").read_text().splitlines() if line.split(",")[1] in ("u", "v")]
+        for run in (one, two)
+    ]
+    assert of_parameters[0] == of_parameters[1]
+    assert len(of_parameters[0]) == 2 * 3
+
+
 @pytest.mark.slow
 def test_the_files_of_a_run_are_those_of_one_process():
     """What loggers, tables and callbacks write, and predictions."""
