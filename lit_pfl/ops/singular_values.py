@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 #: the largest error that the shorter ways may add, as a share of the matrix (Frobenius norms)
-TOLERANCE = 5e-6
+TOLERANCE = 8e-6
 #: within which shares of the threshold lies what singular values outside a subspace are taken to stay below
 LOWEST, HIGHEST = 0.4, 0.9
 #: how wide a subspace is worth while, as a share of the shorter side
@@ -137,7 +137,8 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
 
     With orthonormal Q, ``B = Q^T A = W S V^T`` and the rest ``R = A - Q B``, the error of taking Q B for A is, to first
     order, ``(s - t) sqrt(s^2 + o^2) / (s^2 - o^2)`` times ``R v`` of every kept s, with t the threshold and o the
-    largest singular value of what is outside; to second order it is added the square of ``R v`` over ``s - o``.
+    largest singular value of what is outside; to second order it is added the square of ``R v`` over ``s - o``. Of an s
+    that is not kept it is what ``sqrt(s^2 + |R v|^2)`` exceeds the threshold by.
     """
     small, extra = min(matrix.shape), len(near) // 16 + 16
     if matrix.dtype != torch.float32 or threshold <= 0:
@@ -165,8 +166,9 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
             continue
         apart = (matrix @ basis - u * s32).norm(dim=0).double()
         weight = (s - threshold) * (s**2 + outside**2).sqrt() / (s**2 - outside**2)
-        second = apart.square() / (s - outside).clamp(min=threshold - outside)
-        errors.append(float((weight * apart)[kept].norm() + second[near_enough].sum()))
+        second = (apart.square() / (s - outside))[kept].sum()
+        lifted = ((s.square() + apart.square()).sqrt() - threshold)[near_enough & ~kept].clamp(min=0).sum()
+        errors.append(float((weight * apart)[kept].norm() + second + lifted))
         if errors[-1] <= enough:
             inner = u[:, near_enough] * s32[near_enough], basis[:, near_enough]
             if not _all_below(matrix, *inner, outside, threshold):
