@@ -107,13 +107,13 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_in_one(tmp_path):
 def test_the_files_of_a_run_are_those_of_one_process():
     """What loggers, tables and callbacks write, and predictions."""
     tiny = ["--config", str(HERE.parent / "conf/tiny.yaml"), "--federation.threads", "1", "--seed_everything", "1"]
-    one, two = (Path("runs") / number for number in ("1", "2"))
-    for folder in (one, two):
+    one, two = Path("runs/one"), Path("runs/two")
+    for folder, devices in ((one, "1"), (two, "2")):
         run = ["--trainer.logger.name", "", "--trainer.logger.version", folder.name]
-        last = ["--ckpt_path", f"{folder}/checkpoints/last.ckpt", "--trainer.devices", folder.name]
+        last = ["--ckpt_path", f"{folder}/checkpoints/last.ckpt", "--trainer.devices", devices]
         callbacks = ["--trainer.callbacks+=Similarity", "--federation.evaluate", "after"]
         for words in (
-            ["fit", *tiny, *run, *callbacks, "--trainer.devices", folder.name],
+            ["fit", *tiny, *run, *callbacks, "--trainer.devices", devices],
             ["predict", "--config", f"{folder}/config.yaml", *last],
         ):
             came = lit_pfl(*words)
