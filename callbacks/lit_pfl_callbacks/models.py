@@ -36,6 +36,8 @@ class PersonalizedModels(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """See that these clients are there, before they are trained."""
+        if trainer.world_size > 1 and isinstance(pl_module, HasModels):
+            raise MisconfigurationException("PersonalizedModels writes those of one process: trainer.devices=1.")
         there = list(pl_module.clients) if isinstance(pl_module, HasModels) else []
         for client in self.clients or ():
             if client not in there:

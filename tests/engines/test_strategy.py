@@ -1,5 +1,6 @@
 """Federations in two processes: the same numbers, and a clean end whatever happens to one of them."""
 
+import csv
 import os
 import signal
 import subprocess
@@ -78,6 +79,11 @@ FEW = [
 ]  # fmt: skip
 
 
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def federation_in(folder: Path) -> dict:
     return torch.load(folder / "checkpoints/last.ckpt")["federation"]
 
@@ -118,8 +124,12 @@ def test_the_files_of_a_run_are_those_of_one_process():
         ):
             came = lit_pfl(*words)
             assert came.returncode == 0, came.stderr
-    for name in ("metrics.csv", "clients.csv", "similarity.csv", "predictions.csv"):
+    for name in ("metrics.csv", "clients.csv", "predictions.csv"):
         assert (one / name).read_text() == (two / name).read_text(), name
+    # uploads are compared among the clients of a process
+    alike = [[row for row in rows(run / "similarity.csv") if row["group"] in "uv"] for run in (one, two)]
+    assert len(alike[0]) == 2 * 3
+    assert alike[0] == alike[1]
     assert_equal(federation_in(one), federation_in(two))
 
 
