@@ -65,11 +65,6 @@ class SparsityMonitor(L.Callback):
         self._table = RoundTable("sparsity.csv", COLUMNS)
         self._dashboard = Dashboard()
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See that all clients are here."""
-        if trainer.world_size > 1 and isinstance(pl_module, HasClients):
-            raise MisconfigurationException("SparsityMonitor measures clients of one process: trainer.devices=1.")
-
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure, as the weights are after training and before a reply is loaded."""
         round = round_of(trainer)

@@ -117,7 +117,7 @@ def test_the_files_of_a_run_are_those_of_one_process():
     for folder, devices in ((one, "1"), (two, "2")):
         run = ["--trainer.logger.name", "", "--trainer.logger.version", folder.name]
         last = ["--ckpt_path", f"{folder}/checkpoints/last.ckpt", "--trainer.devices", devices]
-        callbacks = ["--trainer.callbacks+=Similarity", "--federation.evaluate", "after"]
+        callbacks = ["--trainer.callbacks+=PersonalizedModels", "--federation.evaluate", "after"]
         for words in (
             ["fit", *tiny, *run, *callbacks, "--trainer.devices", devices],
             ["predict", "--config", f"{folder}/config.yaml", *last],
@@ -126,6 +126,9 @@ def test_the_files_of_a_run_are_those_of_one_process():
             assert came.returncode == 0, came.stderr
     for name in ("metrics.csv", "clients.csv", "predictions.csv"):
         assert (one / name).read_text() == (two / name).read_text(), name
+    models = [{path.name: path.read_bytes() for path in (run / "models").iterdir()} for run in (one, two)]
+    assert sorted(models[0]) == [f"client_{k}.safetensors" for k in range(3)]
+    assert models[0] == models[1]
     # uploads are compared among the clients of a process
     alike = [[row for row in rows(run / "similarity.csv") if row["group"] in "uv"] for run in (one, two)]
     assert len(alike[0]) == 2 * 3
