@@ -154,10 +154,10 @@ def test_the_first_process_killed_ends_the_other():
 
 @pytest.mark.slow
 def test_a_process_that_does_not_answer_is_waited_for_no_longer_than_said():
-    strategy = ["--trainer.strategy", "lit_pfl.engines.strategy.FederatedStrategy", "--trainer.strategy.timeout", "45"]
+    strategy = ["--trainer.strategy", "lit_pfl.engines.strategy.FederatedStrategy", "--trainer.strategy.timeout", "120"]
     came = lit_pfl("fit", *FEW, "--trainer.devices", "2", *strategy, DIES="SIGSTOP", DIES_WITH_CLIENT="1")
     assert came.returncode == 2
-    assert "has not answered for 45 seconds" in came.stderr
+    assert "has not answered for 120 seconds" in came.stderr
     assert federation_in(RUN)["coordinator"]["round"] == 2
 
 
