@@ -160,16 +160,21 @@ class Coordinator:
 
     def end_round(self) -> None:
         """End the round with what has been uploaded; see :meth:`collect`. Without any upload it did not take place."""
+        if self.ranks.size > 1:
+            self._end_together()
+        elif self._uploads:
+            self.collect(self._uploads)
+        self._uploads = {}
+
+    def _end_together(self) -> None:
         # Each looks at what its own clients upload: that is half of a server's step where the other half is a mean.
         own = {client: self._checked(client, upload) for client, upload in self._uploads.items()}
         uploads = of_all_ranks(self.ranks, own)
-        if self.ranks.size > 1:
-            for client, size in self.ranks.merged(self._replies).items():
-                if client not in self._replies:
-                    self.ledger.sent_down(client, Size(*size))
+        for client, size in self.ranks.merged(self._replies).items():
+            if client not in self._replies:
+                self.ledger.sent_down(client, Size(*size))
         if uploads:
             self._use(uploads)
-            self._uploads = {}
 
     def reply(self, client: int) -> Payload:
         """Return what a participant loads, and count it as sent."""

@@ -1,17 +1,17 @@
 """The models that a run ends with, as files."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save
 from torch import nn
 
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.files import replacing
-from lit_pfl_callbacks.protocols import HasModels, HasScores
+from lit_pfl_callbacks.protocols import HasModels, HasRanks, HasScores
 from lit_pfl_callbacks.rounds import keeps, spread
 from lit_pfl_callbacks.run_folder import run_folder
 
@@ -37,6 +37,10 @@ class PersonalizedModels(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """See that these clients are there, before they are trained."""
         there = list(pl_module.clients) if isinstance(pl_module, HasModels) else []
+        if trainer.world_size > 1 and isinstance(pl_module, HasRanks):
+            there = list(pl_module.from_all_ranks({client: torch.empty(0) for client in there}))
+            if not trainer.is_global_zero:  # which knows all
+                return
         for client in self.clients or ():
             if client not in there:
                 raise MisconfigurationException(
@@ -48,22 +52,32 @@ class PersonalizedModels(L.Callback):
         """Write the models of the last round."""
         if stage != "fit" or not keeps(trainer):
             return
+        files = self._files(trainer, pl_module) if isinstance(pl_module, HasModels) else {"model": _file(pl_module)}
+        if not trainer.is_global_zero:
+            return
         folder, paths = run_folder(trainer) / "models", []
-        if isinstance(pl_module, HasModels):
-            for client in self.clients or spread(list(pl_module.clients), self.most):
-                paths.append(folder / f"client_{client}.safetensors")
-                _write(paths[-1], pl_module.standalone(client))
-        else:
-            paths.append(folder / "model.safetensors")
-            _write(paths[-1], pl_module)
+        for name, content in files.items():
+            paths.append(folder / f"{name}.safetensors")
+            with replacing(paths[-1]) as file:
+                file.write(content)
         self._dashboard.files(trainer, "models", paths, _scores(pl_module))
 
+    def _files(self, trainer: L.Trainer, pl_module: HasModels) -> dict[str, bytes]:
+        """Return the files by name; of several processes each has some of the clients."""
+        own, most = list(pl_module.clients), self.most
+        if most is not None:
+            most = -(-most // trainer.world_size)
+        chosen = spread(own, most) if self.clients is None else [client for client in self.clients if client in own]
+        files = {client: _file(pl_module.standalone(client)) for client in chosen}
+        if trainer.world_size > 1 and isinstance(pl_module, HasRanks):
+            sent = {client: torch.frombuffer(bytearray(file), dtype=torch.uint8) for client, file in files.items()}
+            files = {client: file.numpy().tobytes() for client, file in pl_module.from_all_ranks(sent).items()}
+        return {f"client_{client}": file for client, file in files.items()}
 
-def _write(path: Path, network: nn.Module) -> None:
+
+def _file(network: nn.Module) -> bytes:
     # copies, since safetensors takes neither shared memory nor strides
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
-    with replacing(path) as file:
-        file.write(save(tensors))
+    return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()})
 
 
 def _scores(pl_module: Any) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ protocol                 attribute                        who looks for it
 :class:`HasTraffic`      ``traffic``                      ``CommunicationLedger``, ``Similarity``, ``EmbeddingMap``
 :class:`HasSeconds`      ``seconds``                      ``RoundTimer``
 :class:`HasMixing`       ``mixing()``                     ``Similarity``
-:class:`HasRanks`        ``from_all_ranks(tensors)``      ``Similarity``
+:class:`HasRanks`        ``from_all_ranks(tensors)``      ``Similarity``, ``PersonalizedModels``
 :class:`HasModels`       ``standalone(client)``           ``PersonalizedModels``
 :class:`HasRoles`        ``roles()``, of a client         ``CommunicationLedger``
 :class:`HasWeightParts`  ``weight_parts()``, of a client  ``SparsityMonitor``
