@@ -144,6 +144,8 @@ def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | Non
             if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
                 raise MisconfigurationException("FeatureAlignment needs batches of inputs and labels.")
             inputs, labels = move_data_to_device(list(batch[:2]), device)
+            if isinstance(inputs, Tensor) and inputs.is_floating_point():
+                inputs = inputs.detach().requires_grad_().clone()  # so that layers that do not train are measured too
             with _watching(module) as outputs:
                 logits = module(inputs)
             if not isinstance(logits, Tensor) or logits.dim() != 2 or labels.shape != logits.shape[:1]:

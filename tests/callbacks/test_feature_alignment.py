@@ -69,6 +69,15 @@ def test_preferences_are_those_of_one_sample_after_another():
         torch.testing.assert_close(found[name], preferences.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_layers_that_do_not_train_are_measured_too():
+    module, batches = Classifier(), DataLoader(samples(10), batch_size=4)
+    expected = measure_features(module, batches)
+    module.requires_grad_(False)
+    assert measure_features(module, batches).keys() == expected.keys()
+    for name, preferences in measure_features(module, batches).items():
+        torch.testing.assert_close(preferences, expected[name])
+
+
 def test_a_plain_project_gets_a_file(tmp_path):
     callback = FeatureAlignment(every_n_epochs=2)
     fit(tmp_path, 3, callback)
