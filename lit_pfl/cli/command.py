@@ -73,6 +73,9 @@ class FederatedCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of the federation, and the key by which configuration files build on others."""
         parser.add_argument("--fragments", type=list[str] | None, help="In a configuration file: files to read before.")
+        parser.add_argument(
+            "--folder", type=str | None, help="The folder of a new run; by default one of its own in runs/."
+        )
         parser.add_class_arguments(Federation, "federation", skip={"client"}, instantiate=False)
         parser.set_defaults({"data": {"class_path": "lit_pfl.data.Digits"}})
 
@@ -139,8 +142,9 @@ class FederatedCLI(LightningCLI):
                     continue
                 options = one.init_args
                 options.add_only = self.scoring
-                if self.folder is not None:
-                    options.save_dir, options.name, options.version = str(self.folder.parent), "", self.folder.name
+                folder = self.folder or (self.own.folder and Path(self.own.folder))
+                if folder:
+                    options.save_dir, options.name, options.version = str(folder.parent), "", folder.name
                 elif options.name is None:
                     method, data = (self.own[key].class_path.rpartition(".")[2] for key in ("model", "data"))
                     options.name = f"{method}-{data}"

@@ -23,7 +23,7 @@ MUST_STAY = (
     "trainer.gradient_clip_*",
 )
 #: arguments of one command, not of a run
-OF_A_COMMAND = ("config", "fragments", "ckpt_path", "weights_only", "verbose", "return_predictions")
+OF_A_COMMAND = ("config", "folder", "fragments", "ckpt_path", "weights_only", "verbose", "return_predictions")
 
 
 def of_a_run(config: dict[str, Any]) -> dict[str, Any]:

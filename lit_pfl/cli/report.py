@@ -37,7 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Write a report, and say where it is."""
     require_charts()
-    folders = list(dict.fromkeys(folder for given in options.runs for folder in run_folders(given)))
+    found = [folder for given in options.runs for folder in run_folders(given)]
+    folders = list({folder.resolve(): folder for folder in found}.values())
     output = options.output or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "report.html"
     print(write_report([read(folder) for folder in folders], output, pictures=not options.no_pictures))
 

@@ -137,8 +137,7 @@ def _begin(job: Job, environment: dict[str, str]) -> _Running | None:
     else:
         if _record(job):
             _clear(job.folder)
-        place = {"save_dir": job.folder.absolute().parent, "name": "", "version": job.folder.name}
-        where = [f"--trainer.logger.{option}={value}" for option, value in place.items()]
+        where = [f"--folder={job.folder}"]
     _write_record(job, done=False, seconds=_record(job).get("seconds", 0.0))
     process = subprocess.Popen(
         [*FIT, *job.arguments, *where],

@@ -1,5 +1,6 @@
 """Runs as they lie in their folders, and which of them differ in nothing but the seed."""
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,7 @@ class Run:
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
         """The metrics of every round, by name, those that it has."""
-        rows = read_rows(self.folder / "metrics.csv")
+        rows = self.table("metrics.csv")
         try:
             return [{name: float(value) for name, value in row.items() if value} for row in rows]
         except ValueError as error:
@@ -54,9 +55,12 @@ class Run:
         """Return the rows of one of its CSV files, none where there is no such file.
 
         Raises:
-            ConfigError: when it has not these columns.
+            ConfigError: when it is none, or has not these columns.
         """
-        rows = read_rows(self.folder / name)
+        try:
+            rows = read_rows(self.folder / name)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"runs: {self.folder / name} is no CSV file: {error}.") from None
         for column in columns:
             if rows and column not in rows[0]:
                 raise ConfigError(f"runs: {self.folder / name} has no column {column!r}; take the file away.")

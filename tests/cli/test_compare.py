@@ -25,7 +25,7 @@ with open("log", "a") as log:
     log.write(f"{method} {words['seed_everything']}\\n")
 if method == "FactorizedFL":
     sys.exit("lit-pfl: error: no such thing.")
-folder = Path(words["trainer.logger.save_dir"]) / words["trainer.logger.version"]
+folder = Path(words["folder"])
 make_run(folder, method, int(words["seed_everything"]), clients=3, rounds=2)
 """
 

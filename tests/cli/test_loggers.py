@@ -154,3 +154,13 @@ def test_other_callbacks_of_a_configuration_stay_and_replace_the_defaults(capsys
     assert (folder / "models" / "client_1.safetensors").is_file()
     tables = {"communication.csv", "times.csv", "sparsity.csv", "similarity.csv", "matching.csv", "embeddings.csv"}
     assert tables <= {path.name for path in folder.iterdir()}
+
+
+def test_the_run_folder_is_the_one_that_is_asked_for(capsys):
+    loggers = ["--config", str(ROOT / "configs/logger/wandb.yaml"), "--trainer.max_epochs=1"]
+    assert typed(capsys, "fit", *TINY, *loggers, "--folder=here/mine").code == 0
+    assert [row["round"] for row in rows(Path("here/mine/metrics.csv"))] == ["1"]
+    assert "folder" not in yaml.safe_load(Path("here/mine/config.yaml").read_text())
+    again = typed(capsys, "fit", *TINY, *loggers, "--folder=here/mine")
+    assert "there is a run in here/mine" in again.errors[0]
+    finish()

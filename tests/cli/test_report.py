@@ -18,7 +18,7 @@ def test_a_single_run_has_its_report_in_its_folder(capsys):
 
 def test_several_have_it_where_they_all_lie(capsys):
     make_runs(Path("runs"), ["SimFed", "FedAvg"], [1, 2], clients=3, rounds=2)
-    typed(capsys, "report", "runs/SimFed", "runs/FedAvg/seed_1", "runs/FedAvg/seed_2", "--no_pictures")
+    typed(capsys, "report", "runs/SimFed", "runs/FedAvg/seed_1", "./runs/FedAvg/", "--no_pictures")
     page = Path("runs/report.html").read_text()
     assert "<h1>SimFed and FedAvg</h1>" in page
     assert "4 runs" in page

@@ -24,7 +24,7 @@ words = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv[1:
 if "--ckpt_path" in sys.argv:
     folder = Path(sys.argv[sys.argv.index("--ckpt_path") + 1]).parent.parent
 else:
-    folder = Path(words["trainer.logger.save_dir"]) / words["trainer.logger.version"]
+    folder = Path(words["folder"])
     if (folder / "config.yaml").exists():
         sys.exit("there is a run")
 (folder / "config.yaml").touch()

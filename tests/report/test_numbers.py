@@ -171,6 +171,12 @@ def test_what_is_no_number_is_named(tmp_path):
         check([read(tmp_path)])
 
 
+def test_what_is_no_table_is_named(tmp_path):
+    (tmp_path / "metrics.csv").write_bytes(b"round,val/acc\n1,\xff\xfe\n")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/metrics.csv is no CSV file"):
+        check([read(tmp_path)])
+
+
 def test_a_file_without_its_columns_is_named(tmp_path):
     make_run(tmp_path, "FedAvg", 1)
     write(tmp_path / "clients.csv", "who acc", [[1, 0.5]])
