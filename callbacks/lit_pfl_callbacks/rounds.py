@@ -20,8 +20,8 @@ def loop_of(trainer: L.Trainer) -> FederatedLoop | None:
 
 
 def keeps(trainer: L.Trainer) -> bool:
-    """Say whether this process writes into a run folder: not without a logger, nor in a run that only tries the code."""
-    return bool(trainer.loggers) and not trainer.fast_dev_run and trainer.is_global_zero  # type: ignore[attr-defined]
+    """Say whether a run has a folder that is written into: not without a logger, nor where code is only tried out."""
+    return bool(trainer.loggers) and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 
 def epochs_a_round(trainer: L.Trainer) -> int:
@@ -91,7 +91,7 @@ class RoundTable:
 
     def add(self, trainer: L.Trainer, rows: list[dict[str, Any]]) -> None:
         """Write rows, of one round or of some that follow each other, unless the Trainer keeps nothing."""
-        if not rows or not keeps(trainer):
+        if not rows or not keeps(trainer) or not trainer.is_global_zero:
             return
         path = run_folder(trainer) / self.name
         if path == self._path:

@@ -99,3 +99,10 @@ def test_phases_of_ones_own(tmp_path):
     plain_trainer(tmp_path, 2, [timer]).fit(Own(), batches())
     assert seconds(tmp_path, 2)["upload"] == 0.001
     assert timer.seconds["upload"] == pytest.approx(0.002)
+
+
+def test_where_code_is_only_tried_out_nothing_is_written(tmp_path):
+    timer = RoundTimer()
+    plain_trainer(tmp_path, 1, [timer], fast_dev_run=True).fit(SlowLine(), batches(), batches())
+    assert not list(tmp_path.rglob("times.csv"))
+    assert timer.seconds["train"] > 0
