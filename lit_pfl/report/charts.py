@@ -63,8 +63,8 @@ def losses(groups: Sequence[Group]) -> Picture | None:
     return Picture("loss", "Mean over the samples that were trained on in the round; band as above.", chart)
 
 
-def _score(column: str, title: str) -> alt.Y:
-    return alt.Y(f"{column}:Q", title=title, scale=alt.Scale(zero=False))
+def _score(column: str, title: str, zero: bool = False) -> alt.Y:
+    return alt.Y(f"{column}:Q", title=title, scale=alt.Scale(zero=zero))
 
 
 def _methods(groups: Sequence[Group]) -> Palette:
@@ -72,7 +72,12 @@ def _methods(groups: Sequence[Group]) -> Palette:
 
 
 def _curves(
-    rows: Sequence[Row], groups: Sequence[Group], x: alt.X, title: str, among: Collection[str] | None = None
+    rows: Sequence[Row],
+    groups: Sequence[Group],
+    x: alt.X,
+    title: str,
+    among: Collection[str] | None = None,
+    zero: bool = False,
 ) -> Any:
     """Return lines of ``mean``, bands from ``low`` to ``high``, and a legend of those drawn, or of those given."""
     palette, shown = _methods(groups), {row["method"] for row in rows} if among is None else among
@@ -80,14 +85,14 @@ def _curves(
     base = alt.Chart(inline(rows)).encode(x=x)
     points = {"size": 30} if len({row["round"] for row in rows}) <= 30 else False
     lines = base.mark_line(strokeWidth=2.2, point=points).encode(
-        y=_score("mean", title),
+        y=_score("mean", title, zero),
         color=palette.colour(shown, lines=True),
         strokeDash=palette.dash(shown),
         opacity=alt.condition(chosen, alt.value(1), alt.value(0.15)),
         tooltip=["method:N", "round:Q", alt.Tooltip("mean:Q", title=title)],
     )  # fmt: skip
     bands = base.mark_area(clip=True).encode(
-        y=_score("low", title),
+        y=_score("low", title, zero),
         y2="high:Q",
         color=palette.colour(shown, lines=True),
         opacity=alt.condition(chosen, alt.value(0.2), alt.value(0.03)),
@@ -240,7 +245,8 @@ def densities(groups: Sequence[Group]) -> Picture | None:
     if not rows:
         return None
     x = alt.X("round:Q", title="round", axis=alt.Axis(tickMinStep=1), scale=alt.Scale(nice=False))
-    chart = _curves(rows, groups, x, "entries that are not zero (%)").properties(title="Sparsity over rounds")
+    chart = _curves(rows, groups, x, "entries that are not zero (%)", zero=True)
+    chart = chart.properties(title="Sparsity over rounds")
     return Picture("sparsity", "Of all layers that are measured, mean over clients and seeds.", chart)
 
 
