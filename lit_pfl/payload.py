@@ -7,7 +7,7 @@ that is smaller, one that is given in factors as these factors.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
@@ -101,12 +101,36 @@ class Payload(Mapping[str, Tensor]):
 
     def clone(self) -> "Payload":
         """Return a payload with copies of the tensors."""
+        return self._changed(lambda tensor: tensor.detach().clone())
 
-        def copy(tensor: Tensor) -> Tensor:
-            return tensor.detach().clone()
+    def to(self, device: torch.device) -> "Payload":
+        """Return a payload with the tensors on a device."""
+        return self._changed(lambda tensor: tensor.to(device))
 
-        plain = {name: copy(tensor) for name, tensor in self.items() if name not in self.low_rank}
-        return Payload(plain, self.sparse, {name: factors.map(copy) for name, factors in self.low_rank.items()})
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "Payload":
+        plain = {name: change(tensor) for name, tensor in self.items() if name not in self.low_rank}
+        payload = Payload(plain, self.sparse, {name: factors.map(change) for name, factors in self.low_rank.items()})
+        payload._tensors = {name: payload[name] for name in self}  # in the same order
+        return payload
+
+    def laid_out(self, names: Iterable[str], sparse: Iterable[str]) -> "Payload":
+        """Return the same tensors in another order, and with others known as sparse.
+
+        The encoding keeps neither: it sorts by type and name, and a tensor that travelled dense is not known as sparse.
+
+        Args:
+            names: all names, in order.
+            sparse: those of sparse tensors.
+
+        Raises:
+            ValueError: when these are not all names.
+        """
+        names = list(names)
+        if sorted(names) != sorted(self):
+            raise ValueError(f"The payload holds {sorted(self)}, not {sorted(names)}.")
+        payload = Payload({}, sparse)
+        payload.low_rank, payload._tensors = self.low_rank, {name: self[name] for name in names}
+        return payload
 
     @cached_property
     def _nonzeros(self) -> dict[str, int]:

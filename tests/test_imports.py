@@ -12,7 +12,7 @@ FLOORS = [
     {"lit_pfl.cli"},
     {"lit_pfl.testing", "lit_pfl.report"},
     {"lit_pfl"},
-    {"lit_pfl.federation"},
+    {"lit_pfl.federation", "lit_pfl.links.flower"},
     {"lit_pfl.global_model", "lit_pfl.round_log"},
     {"lit_pfl.methods"},
     {"lit_pfl.methods.two_models"},

@@ -289,3 +289,19 @@ def test_factors_that_do_not_fit_are_refused():
         Payload({"w": torch.ones(3)}, low_rank={"w": factors(1)})
     with pytest.raises(ValueError, match="'w' is given in factors, so 'w#left' and 'w#right' are taken"):
         Payload({"w#left": torch.ones(3)}, low_rank={"w": factors(1)})
+
+
+def test_order_and_sparsity_can_be_told_again():
+    """An encoding keeps neither the order nor what is known as sparse but travelled dense."""
+    factors = LowRank(random((9, 1)), random((1, 9)), (9, 9))
+    payload = Payload({"z": random((3,)), "mu": random((4,)), "a": random((2,), torch.int64)}, ["mu"], {"f": factors})
+    order = ["f", "z", "mu", "a"]
+    arrived = Payload.from_bytes(payload.to_bytes()).laid_out(order, ["mu"])
+    assert list(arrived) == list(arrived.clone()) == list(arrived.to(torch.device("meta"))) == order
+    assert (arrived.sparse, set(arrived.low_rank)) == ({"mu"}, {"f"})
+    assert (arrived.nbytes, arrived.elements) == (payload.nbytes, payload.elements)
+    assert_same_bits(arrived["f"], payload["f"])
+    assert all(tensor.is_meta for tensor in arrived.to(torch.device("meta")).values())
+    for names in (["f", "z", "mu"], [*order, "b"], [*order, "a"]):
+        with pytest.raises(ValueError, match="The payload holds"):
+            arrived.laid_out(names, [])

@@ -6,6 +6,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
     LastCheckpoint,
     MemoryCheckpointIO,
     read_checkpoint,
+    read_whole,
 )
 from lit_pfl.lightning_internals.hooks import hand_down_trainer, in_hook, lent_trainer, name_metrics, optimizers_in
 from lit_pfl.lightning_internals.launcher import ScriptLauncher
@@ -27,5 +28,6 @@ __all__ = [
     "optimizers_in",
     "own_copy",
     "read_checkpoint",
+    "read_whole",
     "undisturbed",
 ]

@@ -71,6 +71,20 @@ def read_checkpoint(path: Path, weights_only: bool = True, mmap: bool = False) -
     if not path.is_file():
         what = "is a folder; give its checkpoints/last.ckpt" if path.is_dir() else "is not there"
         raise ConfigError(f"Checkpoint file not found: {path} {what}.")
+    checkpoint = read_whole(path, weights_only, mmap)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("federation"), dict):
+        raise ConfigError(f"{path} is not a federation's checkpoint.")
+    if "loops" not in checkpoint:  # without them a Trainer would begin to count anew
+        raise ConfigError(f"{path} is no whole checkpoint: it lacks the rounds done so far.")
+    return checkpoint
+
+
+def read_whole(path: Path, weights_only: bool = True, mmap: bool = False) -> Any:
+    """Read what ``torch.save`` wrote, on the CPU; see :func:`read_checkpoint`.
+
+    Raises:
+        ConfigError: when the file is damaged.
+    """
     try:
         # PyTorch does not look at the checksums: a flipped bit in a tensor would be loaded.
         with zipfile.ZipFile(path) as file:
@@ -80,10 +94,6 @@ def read_checkpoint(path: Path, weights_only: bool = True, mmap: bool = False) -
         raise ConfigError(f"{path} is no whole checkpoint: {_first_line(error)}.") from error
     if damaged:
         raise ConfigError(f"{path} is damaged: the checksum of {damaged} does not fit.")
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("federation"), dict):
-        raise ConfigError(f"{path} is not a federation's checkpoint.")
-    if "loops" not in checkpoint:  # without them a Trainer would begin to count anew
-        raise ConfigError(f"{path} is no whole checkpoint: it lacks the rounds done so far.")
     return checkpoint
 
 

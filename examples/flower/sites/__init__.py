@@ -1,0 +1,1 @@
+"""A project of Flower: what server and clients run."""

@@ -1,0 +1,188 @@
+"""The clients of a SuperNode."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict, UserConfig
+from flwr.clientapp import ClientApp
+
+from lit_pfl.client import Client, ClientSpec
+from lit_pfl.data import ClientData
+from lit_pfl.draws import Draws
+from lit_pfl.engines.local import LocalEngine
+from lit_pfl.engines.threads import choose_threads, computing
+from lit_pfl.engines.trainers import check_client_options, client_trainer
+from lit_pfl.errors import UploadError
+from lit_pfl.links.flower.messages import clients_in, pack, unpack
+from lit_pfl.links.flower.plan import Plan
+from lit_pfl.links.flower.states import States
+from lit_pfl.payload import Payload
+
+MakeMethod = Callable[[UserConfig], Client]
+MakeData = Callable[[Context], Mapping[int, ClientData]]
+
+
+def quiet_trainer() -> L.Trainer:
+    """Return a Trainer for whatever device there is, in 32 bits."""
+    return L.Trainer(
+        devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False
+    )
+
+
+def client_app(
+    method: MakeMethod,
+    data: MakeData,
+    trainer: Callable[[], L.Trainer] = quiet_trainer,
+    client_options: Mapping[str, Any] | None = None,
+) -> ClientApp:
+    """Return a ClientApp: what a SuperNode does with the server's messages.
+
+    A SuperNode starts a process for every message, and the clients' state waits in files meanwhile: network, optimizer,
+    schedules, random stream. They lie in the folder that the node's configuration gives as ``folder``, by default
+    ``lit-pfl-clients`` where the SuperNode was started, and never leave the machine.
+
+    Args:
+        method: makes the method, a prototype of all clients, from the run's configuration; the same as the server's.
+        data: returns the data of this node's clients, by client id; ``context.node_config`` says which node it is.
+        trainer: makes a Trainer on whose device, and in whose precision, clients train.
+        client_options: further options of every client's own Trainer, as ``client_trainer`` of a
+            :class:`~lit_pfl.Federation`.
+
+    Example::
+
+        def data(context):
+            module = PerClient([HospitalData(context.node_config["data"])])
+            module.setup()
+            return {context.node_config["client"]: module.client(0)}
+
+        app = client_app(lambda config: Ditto(learner=MyModule()), data)
+    """
+    options = dict(client_options or {})
+    check_client_options(options)
+    app = ClientApp()
+
+    def node(context: Context) -> "Node":
+        plan = Plan.of(context.run_config)
+        prototype = same_everywhere(method, context.run_config, plan)
+        return Node(prototype, data(context), plan, context, trainer(), options)
+
+    @app.query()
+    def join(message: Message, context: Context) -> Message:
+        return Message(node(context).join(), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return Message(node(context).train(message.content), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return Message(node(context).evaluate(message.content), reply_to=message)
+
+    return app
+
+
+def same_everywhere(method: MakeMethod, config: UserConfig, plan: Plan) -> Client:
+    """Return the method; weights that are drawn while it is made are the same at every node, at every message."""
+    with Draws(plan.seed).torch("weights"):
+        return method(config)
+
+
+class Node:
+    """The clients of a SuperNode, for as long as one message takes.
+
+    Args:
+        prototype: the method.
+        data: the clients' data, by id.
+        plan: the run's options.
+        context: Flower's, with the node's configuration.
+        trainer: whose device and precision clients have.
+        options: further options of the clients' Trainers.
+    """
+
+    def __init__(
+        self,
+        prototype: Client,
+        data: Mapping[int, ClientData],
+        plan: Plan,
+        context: Context,
+        trainer: L.Trainer,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.prototype, self.data, self.plan, self.trainer = prototype, data, plan, trainer
+        self.folder = Path(str(context.node_config.get("folder", "lit-pfl-clients")))
+        self.draws = Draws(plan.seed)
+        self.local_epochs = plan.local_epochs or prototype.fewest_epochs
+        self._make_trainer = partial(client_trainer, trainer, options)
+
+    def _build(self, client: int) -> Client:
+        data = self.data[client]
+        spec = ClientSpec(client, data.example, data.num_classes, data.labels_agree, self.local_epochs)
+        with self.draws.torch("weights"):  # the same stream for all: common initial weights
+            module = self.prototype.build(spec)
+        module.data = data
+        module.place_on(self.trainer.strategy.root_device)
+        return module
+
+    def join(self) -> RecordDict:
+        """Return who lives here: numbers of samples, and what is shared before training."""
+        records = pack({client: self._build(client).initial() for client in self.data})
+        records["samples"] = MetricRecord({str(client): data.num_samples for client, data in self.data.items()})
+        return records
+
+    def train(self, records: RecordDict) -> RecordDict:
+        """Let clients load their replies and train a round; keep what they have become."""
+        order = records.config_records["round"]
+        completed, run = int(order["completed"]), str(order["run"])
+        uploads: dict[int, Payload] = {}
+        troubles, losses = ConfigRecord(), MetricRecord()
+        for client in clients_in(records):
+            reply, states = self._reply(records, client), States(self.folder, run, client)
+            engine, answered = self._engine(client), int(records.config_records["answered"][str(client)])
+            states.take_up(engine, answered)
+            try:
+                with self._computing(client, engine):
+                    upload = engine.train({client: reply}, completed)[client]
+                    if isinstance(upload, UploadError):
+                        troubles[str(client)] = str(upload)
+                    else:
+                        uploads[client] = upload if isinstance(upload, Payload) else Payload(upload)
+                        losses[str(client)] = [float(x) for x in engine.losses[client]]
+                states.keep(engine, completed + 1, answered)
+            finally:
+                engine.abort()
+        answer = pack(uploads)
+        answer["troubles"], answer["losses"] = troubles, losses
+        return answer
+
+    def evaluate(self, records: RecordDict) -> RecordDict:
+        """Score clients' models on their test data, as trained; of those that never were, as they would join now."""
+        answer, directions = RecordDict(), ConfigRecord()
+        for client, round in records.config_records["answered"].items():
+            engine = self._engine(int(client))
+            States(self.folder, str(records.config_records["round"]["run"]), int(client)).take_up(engine, int(round))
+            reply = None if round else self._reply(records, int(client))
+            with self._computing(int(client), engine):
+                for model in engine.clients[int(client)].evaluated:
+                    score = engine.evaluate(int(client), model, "test", reply, self.trainer)
+                    answer[f"{client}/{model}"] = MetricRecord({"n": score.n, **score.values})
+                    directions.update(score.higher_is_better)
+        answer["higher_is_better"] = directions
+        return answer
+
+    def _reply(self, records: RecordDict, client: int) -> Payload:
+        return unpack(records, client).to(self.trainer.strategy.root_device)
+
+    def _engine(self, client: int) -> LocalEngine:
+        if client not in self.data:
+            raise UploadError(f"Client {client} is not at this node; its clients are {sorted(self.data)}.")
+        module = self._build(client)
+        module.initial()  # as when it joined, which may change shapes
+        return LocalEngine({client: module}, self.plan.seed, self.local_epochs, self._make_trainer)
+
+    def _computing(self, client: int, engine: LocalEngine) -> Any:
+        data, learner = self.data[client], engine.clients[client].learner
+        threads = self.plan.threads or choose_threads(learner, data.example, getattr(data.train, "batch_size", None))
+        return computing(threads)

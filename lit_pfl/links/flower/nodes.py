@@ -1,0 +1,166 @@
+"""The SuperNodes as the server sees them: where clients train."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lit_pfl.engines import Upload
+from lit_pfl.errors import UploadError
+from lit_pfl.links.flower.messages import clients_in, pack, unpack
+from lit_pfl.payload import Payload
+from lit_pfl.server import ClientInfo
+
+#: client, model, number of samples, metrics
+Scored = tuple[int, str, int, dict[str, Any]]
+#: seconds between two looks for nodes that have come
+LOOK = 2.0
+
+
+class Nodes:
+    """Lets clients train in their SuperNodes. Nodes may come, go and come again: each is asked once who lives there.
+
+    Args:
+        grid: Flower's way to the nodes.
+        timeout: seconds to wait for answers; who has not answered by then is missing in that round.
+
+    Attributes:
+        run: the run's name, under which clients keep their states.
+        answered: of every client, the last round of which there is an answer; 0 for none.
+        losses: sum of the training loss over samples, and number of samples, of every client since it was last emptied.
+    """
+
+    def __init__(self, grid: Grid, timeout: float) -> None:
+        self.grid, self.timeout = grid, timeout
+        self.run = ""
+        self.answered: dict[int, int] = {}
+        self.losses: dict[int, tuple[float, int]] = {}
+        self._homes: dict[int, int] = {}
+        self._known: set[int] = set()
+
+    def begin(self, run: str, clients: Iterable[int], answered: Mapping[int, int] | None = None) -> None:
+        """Take note of the run and of its clients, and of what they have answered if they go on."""
+        self.run, self.answered = run, dict(answered or dict.fromkeys(sorted(clients), 0))
+
+    def gather(self, clients: int) -> dict[int, ClientInfo]:
+        """Wait until so many clients have joined, or time is over; return who has, by id."""
+        infos: dict[int, ClientInfo] = {}
+        until = time.monotonic() + self.timeout
+        while True:
+            infos |= self._meet()
+            if len(self._homes) >= clients or time.monotonic() > until:
+                return dict(sorted(infos.items()))
+            time.sleep(LOOK)
+
+    def _meet(self) -> dict[int, ClientInfo]:
+        """Ask nodes that have come who lives there; forget those that have gone."""
+        nodes = set(self.grid.get_node_ids())
+        self._known &= nodes
+        self._homes = {client: node for client, node in self._homes.items() if node in nodes}
+        new = nodes - self._known
+        infos: dict[int, ClientInfo] = {}
+        for node, answer in self._ask({node: self._message(node, MessageType.QUERY, RecordDict()) for node in new}):
+            try:
+                here = _joined(answer)
+            except (KeyError, TypeError, ValueError) as error:
+                rank_zero_warn(f"Node {node} cannot say who lives there: {error}")
+                continue
+            self._known.add(node)
+            self._homes |= dict.fromkeys(here, node)  # a node that was started again may have two ids for a while
+            infos |= here
+            rank_zero_info(f"Node {node} has joined with {', '.join(f'client {client}' for client in here)}.")
+        return infos
+
+    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Upload]:
+        """Let clients load their replies and train a round, all nodes at once."""
+        self._meet()
+        messages = {}
+        for node in self._nodes_of(replies):
+            records = pack({client: reply for client, reply in replies.items() if self._homes.get(client) == node})
+            records["round"] = ConfigRecord({"run": self.run, "completed": completed})
+            messages[node] = self._message(node, MessageType.TRAIN, records, clients_in(records), str(completed + 1))
+        answers = dict(self._ask(messages))
+        return {client: self._upload(client, answers, completed + 1) for client in replies}
+
+    def _upload(self, client: int, answers: Mapping[int, RecordDict | str], round: int) -> Upload:
+        if client not in self._homes:
+            return UploadError(f"Client {client}: no node has it.")
+        answer = answers.get(self._homes[client])
+        if answer is None:
+            return UploadError(f"Client {client}: its node has not answered within {self.timeout:g} s.")
+        if isinstance(answer, str):
+            return UploadError(f"Client {client}: its node could not train it. {answer}")
+        try:
+            if trouble := answer.config_records["troubles"].get(str(client)):
+                self.answered[client] = round
+                return UploadError(str(trouble))
+            upload = unpack(answer, client)
+            loss: Any = answer.metric_records["losses"][str(client)]
+            total, n = loss
+        except UploadError as error:
+            return error
+        except (KeyError, TypeError, ValueError) as error:
+            return UploadError(f"Client {client}: its node's answer is not whole ({error!r}).")
+        self.answered[client] = round
+        self.losses[client] = float(total), int(n)
+        return upload
+
+    def evaluate(self, fresh: Mapping[int, Payload]) -> tuple[list[Scored], dict[str, bool]]:
+        """Let all clients score their models on their test data.
+
+        Args:
+            fresh: of clients that have never trained, what they load first.
+
+        Returns:
+            The scores, by client; and of metrics that say so, whether higher is better.
+        """
+        self._meet()
+        messages = {}
+        for node in self._nodes_of(self.answered):
+            here = [client for client in self.answered if self._homes.get(client) == node]
+            records = pack({client: fresh[client] for client in here if client in fresh})
+            records["round"] = ConfigRecord({"run": self.run})
+            messages[node] = self._message(node, MessageType.EVALUATE, records, here)
+        scores: list[Scored] = []
+        higher_is_better: dict[str, bool] = {}
+        for node, answer in self._ask(messages):
+            if isinstance(answer, str):
+                rank_zero_warn(f"Node {node} cannot score its clients: {answer}")
+                continue
+            higher_is_better |= dict(answer.config_records["higher_is_better"])
+            for name, record in answer.metric_records.items():
+                client, model = name.split("/")
+                values = dict(record)
+                scores.append((int(client), model, int(values.pop("n")), values))
+        return sorted(scores, key=lambda score: score[0]), higher_is_better
+
+    def _nodes_of(self, clients: Iterable[int]) -> list[int]:
+        return sorted({self._homes[client] for client in clients if client in self._homes})
+
+    def _message(
+        self, node: int, kind: str, records: RecordDict, clients: Iterable[int] = (), round: str = ""
+    ) -> Message:
+        records["answered"] = ConfigRecord({str(client): self.answered[client] for client in clients})
+        # Nobody needs it later: a node that comes back does not train a round of the past.
+        return Message(records, node, kind, ttl=self.timeout, group_id=round)
+
+    def _ask(self, messages: Mapping[int, Message]) -> Iterator[tuple[int, RecordDict | str]]:
+        """Send messages, wait; yield what nodes have answered, or what was wrong, in the order of their ids."""
+        if not messages:
+            return
+        replies = self.grid.send_and_receive(list(messages.values()), timeout=self.timeout)
+        answers = {reply.metadata.reply_to_message_id: reply for reply in replies}
+        for node, message in sorted(messages.items()):
+            if (answer := answers.get(message.metadata.message_id)) is not None:
+                yield node, answer.content if answer.has_content() else answer.error.reason.strip()
+
+
+def _joined(answer: RecordDict | str) -> dict[int, ClientInfo]:
+    """Return the clients of a node, as it introduces them."""
+    if isinstance(answer, str):
+        raise ValueError(answer)
+    samples = answer.metric_records["samples"]
+    return {client: ClientInfo(int(samples[str(client)]), unpack(answer, client)) for client in clients_in(answer)}

@@ -1,0 +1,372 @@
+"""Federations of Flower whose nodes are in this process: the apps, the messages and the files, without the network."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import Array, Context, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from foreign import Loaders, Regression, diabetes
+from links.grids import DirectGrid, assert_same, states
+from lit_pfl import Client, Federation, Payload
+from lit_pfl.client import ClientSpec
+from lit_pfl.data import Dirichlet, PerClient
+from lit_pfl.draws import Draws
+from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.links.flower import client_app, server_app
+from lit_pfl.links.flower.messages import pack, unpack
+from lit_pfl.links.flower.plan import Plan
+from lit_pfl.links.flower.server import FlowerServer
+from lit_pfl.links.flower.states import States
+from lit_pfl.methods import Ditto, FactorizedFL, FedAvg, FedSLR, PsiNet, Scaffold, SimFed
+from lit_pfl.models import VGG9
+from lit_pfl_callbacks.run_folder import read_rows
+from tiny import assert_equal, digits, trainer
+from tiny import client as tiny_client
+
+METHODS = {
+    "SimFed": lambda: tiny_client(SimFed),
+    "FactorizedFL": lambda: tiny_client(FactorizedFL),
+    "Scaffold": lambda: tiny_client(Scaffold, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
+    "Ditto": lambda: tiny_client(Ditto),
+    "FedSLR": lambda: tiny_client(FedSLR),
+    "PsiNet": lambda: PsiNet(backbone=lambda channels, classes: VGG9(channels, classes, width=2, norm="batch")),
+    "FedAvg": lambda: tiny_client(FedAvg),
+}
+CONFIG = {"clients": 6, "rounds": 4, "participation": 0.5, "seed": 3, "threads": 1, "timeout": 1.0, "folder": "server"}
+NODES = {10: [0, 1], 20: [2, 3], 30: [4, 5]}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_run(monkeypatch):
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+@cache
+def data():
+    module = digits(6, image_size=16, partition=Dirichlet(alpha=0.5))
+    module.setup()
+    return module
+
+
+def spec(config=None):
+    return ClientSpec(example=(torch.zeros(1, 1, 16, 16), torch.zeros(1, dtype=torch.int64)), num_classes=10)
+
+
+def sites(context: Context):
+    everybody = data()
+    return {int(client): everybody.client(int(client)) for client in context.node_config["clients"].split(",")}
+
+
+def grid(name="FedAvg", make=None, **config) -> DirectGrid:
+    nodes = {node: {"clients": ",".join(map(str, clients)), "folder": f"node{node}"} for node, clients in NODES.items()}
+    make = make or METHODS[name]
+    return DirectGrid(client_app(lambda config: make(), sites), nodes, {**CONFIG, **config})
+
+
+def server(grid: DirectGrid, name="FedAvg", **config) -> FlowerServer:
+    return FlowerServer(grid, METHODS[name](), spec(), Plan.of({**grid.config, **config}))
+
+
+def federation(method: Client, rounds=4, **options) -> Federation:
+    federation = Federation(method, **{"participation": 0.5, "seed": 3, "threads": 1, **options})
+    trainer(rounds).fit(federation, datamodule=data())
+    return federation
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_run_as_in_one_process(name):
+    here = grid(name)
+    flower = server(here, name)
+    flower.run()
+    whole = federation(METHODS[name]())
+    assert_same(Path(), flower.folder, whole)
+    ledger = flower.coordinator.ledger
+    assert sum(up for up, _ in ledger.clients.values()) == here.payload_bytes["train"][0]
+    assert sum(down for _, down in ledger.clients.values()) == here.payload_bytes["train"][1]
+
+
+def test_scores_are_those_of_one_process():
+    flower = server(grid("FedSLR"), "FedSLR")
+    flower.run()
+    whole = federation(METHODS["FedSLR"]())
+    rows = read_rows(Path("server/clients.csv"))
+    expected = [row for row in whole.rows if row.split == "test"]
+    assert len(rows) == len(expected) == 12  # two models each
+    for row, reference in zip(rows, expected, strict=True):
+        assert (int(row["client"]), row["model"], int(row["n"])) == (reference.client, reference.model, reference.n)
+        for name, value in reference.scores.items():
+            assert float(row[name]) == value
+
+
+def test_every_round_is_logged():
+    flower = server(grid())
+    flower.run()
+    whole = federation(METHODS["FedAvg"](), rounds=1)
+    rows = read_rows(Path("server/metrics.csv"))
+    assert [int(row["round"]) for row in rows] == [1, 2, 3, 4]
+    assert int(rows[0]["comm/up_bytes"]) == whole.traffic.up
+    assert float(rows[0]["train/loss"]) == float(whole.trainer.callback_metrics["train/loss"])
+
+
+@pytest.mark.parametrize("name", ["Ditto", "Scaffold"])
+@pytest.mark.parametrize("when", ["before its checkpoint", "after its checkpoint"])
+def test_a_server_that_is_restarted_goes_on(name, when):
+    """Killed once clients have trained round 3, with that round's checkpoint or only the one before."""
+    here = grid(name)
+    first = server(here, name)
+    save, saved = first._save, []
+
+    def stop() -> None:
+        if first.coordinator.round == 3 and when == "before its checkpoint":
+            raise KeyboardInterrupt
+        save()
+        saved.append(first.coordinator.round)
+        if first.coordinator.round == 3:
+            raise KeyboardInterrupt
+
+    first._save = stop
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    assert saved[-1] == (2 if "before" in when else 3)
+    second = server(here, name)
+    second.run()
+    assert_same(Path(), second.folder, federation(METHODS[name]()))
+    assert [row["round"] for row in second.metrics] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["Ditto", "Scaffold"])
+def test_a_client_whose_answer_is_lost_goes_back(name):
+    """It has trained, the server does not know: both go on as if it had not."""
+    here = grid(name, participation=1.0)
+
+    def lose(message, answer):
+        return None if (message.metadata.group_id, message.metadata.dst_node_id) == ("2", 20) else answer
+
+    here.change = lose
+    with pytest.warns(UserWarning, match="Client 2: its node has not answered"):
+        server(here, name).run()
+    lost = states(Path(), Path("server"))
+
+    here = grid(name, participation=1.0)
+    here.nodes = {node: {**config, "folder": f"again/{node}"} for node, config in here.nodes.items()}
+    here.down_in = {"2": {20}}
+    with pytest.warns(UserWarning, match="Client 2: its node has not answered"):
+        server(here, name, folder="other").run()
+    assert_equal(lost, states(Path("again"), Path("other")))
+    for folder in ("server", "other"):
+        assert [int(row["uploads"]) for row in read_rows(Path(folder, "metrics.csv"))] == [6, 4, 6, 6]
+
+
+def test_a_node_that_is_down_is_named_and_the_quorum_decides():
+    here = grid(participation=1.0, quorum=0.6)
+    flower = server(here)
+    flower._begin()
+    here.down = {30}
+    with pytest.warns(UserWarning, match="Client 4: its node has not answered within 1 s"):
+        flower._round()
+    here.down = set()
+    flower.run()
+    assert [row["uploads"] for row in flower.metrics] == [4, 6, 6, 6]
+
+
+def test_too_few_nodes_for_the_quorum():
+    here = grid(participation=1.0)
+    server(here, rounds=1).run()
+    here.down = {20, 30}
+    with pytest.raises(UploadError, match=r"2 of 6 uploads are usable.*Client 2: no node has it"):
+        server(here).run()
+    here.down = set()
+    again = server(here)
+    again.run()
+    assert again.coordinator.round == 4
+
+
+def test_a_node_that_comes_back_under_another_id():
+    here = grid(participation=1.0)
+    flower = server(here)
+    move = flower._round
+
+    def moved() -> None:
+        if flower.coordinator.round == 2:
+            here.nodes[31] = here.nodes.pop(30)
+        move()
+
+    flower._round = moved
+    flower.run()
+    assert [row["uploads"] for row in flower.metrics] == [6] * 4
+    assert here.asked.count((31, "query")) == here.asked.count((30, "query")) == 1
+    assert_same(Path(), flower.folder, federation(METHODS["FedAvg"](), participation=1.0))
+
+
+def test_clients_that_do_not_join_are_counted():
+    here = grid()
+    del here.nodes[20]
+    with pytest.raises(ConfigError, match=r"clients=6: 4 have joined within 0.1 s \(0, 1, 4, 5\)"):
+        server(here, timeout=0.1).run()
+    assert not Path("server/checkpoint.ckpt").exists()
+
+
+def test_an_existing_project():
+    """Its own module, its own data modules, one at each node: the same as all of them in one process."""
+    sites = [Loaders(samples) for samples in diabetes()[:3]]
+
+    def own(context):
+        client = context.node_config["client"]
+        module = PerClient([sites[client]])
+        module.setup()
+        return {client: module.client(0)}
+
+    def make(config):
+        return Ditto(learner=Regression(), head=r"^net\.3\.")
+
+    config = {**CONFIG, "clients": len(sites), "participation": 1.0}
+    nodes = {client: {"client": client, "folder": f"nodes/{client}"} for client in range(len(sites))}
+    here = DirectGrid(client_app(make, own, client_options={"gradient_clip_val": 1.0}), nodes, config)
+    server_app(make)(here, Context(1, 1, {}, RecordDict(), config))
+    with Draws(3).torch("weights"):
+        method = make(config)
+    whole = Federation(method, seed=3, threads=1, client_trainer={"gradient_clip_val": 1.0})
+    trainer(4).fit(whole, datamodule=PerClient(sites))
+    assert_same(Path("nodes"), Path("server"), whole)
+    rows = read_rows(Path("server/clients.csv"))
+    assert len(rows) == len(whole.rows) == 3
+    for row, reference in zip(rows, whole.rows, strict=True):
+        assert {name: float(row[name]) for name in reference.scores} == reference.scores
+
+
+def test_a_run_s_name_does_not_lead_out_of_the_folder():
+    for name in ("..", "a/b", ""):
+        with pytest.raises(ConfigError, match="must be letters and digits"):
+            States(Path("here"), name, 0)
+
+
+def test_another_run_is_refused():
+    here = grid()
+    server(here, rounds=1).run()
+    for option, value in (("participation", 1.0), ("seed", 4), ("local-epochs", 2)):
+        with pytest.raises(ConfigError, match=f"run-config {option}={value}: the run in server has"):
+            server(here, **{option: value}).run()
+    with pytest.raises(ConfigError, match="run-config method=Ditto: the run in server has FedAvg"):
+        server(here, "Ditto").run()
+    server(here, rounds=2).run()
+    assert len(read_rows(Path("server/metrics.csv"))) == 2
+
+
+def test_a_client_that_has_lost_its_state_says_so():
+    here = grid(participation=1.0)
+    server(here, rounds=1).run()
+    for path in Path("node20").rglob("*.ckpt"):
+        path.unlink()
+    flower = server(here, rounds=2)
+    with pytest.warns(UserWarning, match=r"Client 2: .*its state after round 1 is not in node20"):
+        flower.run()
+    assert flower.metrics[-1]["uploads"] == 4
+
+
+def test_training_that_runs_away_is_refused_by_name():
+    class RunsAway(FedAvg):
+        def objective(self, batch, batch_idx):
+            loss = super().objective(batch, batch_idx)
+            return loss * float("nan") if self.spec.client_id == 3 and self.completed_rounds == 1 else loss
+
+    def make():
+        return tiny_client(RunsAway)
+
+    here = grid(make=make, participation=1.0)
+    flower = FlowerServer(here, make(), spec(), Plan.of(here.config))
+    with pytest.warns(UserWarning, match="Client 3: tensor .* holds NaN"):
+        flower.run()
+    assert [row["uploads"] for row in flower.metrics] == [6, 5, 6, 6]
+    with pytest.warns(UserWarning, match="Client 3: tensor .* holds NaN"):
+        assert_same(Path(), flower.folder, federation(make(), participation=1.0))
+
+
+def spoil(change):
+    def spoiled(message, answer):
+        if message.metadata.group_id == "1" and message.metadata.dst_node_id == 20:
+            change(answer.content)
+        return answer
+
+    return spoiled
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: c["payloads"].__setitem__("2", Array(np.zeros(9, dtype=np.uint8))), "cannot be decoded"),
+        (lambda c: c["payloads"].__setitem__("2", Array(np.array([128, 4, 46], np.uint8))), "cannot be decoded"),
+        (lambda c: c["payloads"].pop("2"), "cannot be decoded"),
+        (lambda c: c["layout"].__setitem__("2", "nonsense"), "cannot be decoded"),
+        (lambda c: c["layout"].__setitem__("2", '{"names": ["a"], "sparse": []}'), "cannot be decoded"),
+        (lambda c: c.pop("payloads"), "cannot be decoded"),
+        (lambda c: c.pop("losses"), "is not whole"),
+        (lambda c: c["losses"].__setitem__("2", [1.0]), "is not whole"),
+        (lambda c: c.pop("troubles"), "is not whole"),
+        (lambda c: c.update(pack({2: Payload({"a": torch.ones(1)})})), "lacks tensor"),
+    ],
+)
+def test_an_answer_that_is_not_right(change, says):
+    here = grid(participation=1.0)
+    here.change = spoil(change)
+    flower = server(here, rounds=1)
+    with pytest.warns(UserWarning, match=f"Round 1 goes on without one upload. Client 2: .*{says}"):
+        flower.run()
+    assert flower.metrics[-1]["uploads"] < 6
+
+
+def test_a_node_answers_for_its_own_clients_only():
+    here = grid(participation=1.0)
+    here.change = spoil(lambda content: content.update(pack({0: Payload({"a": torch.ones(1)})})))
+    flower = server(here, rounds=1)
+    with pytest.warns(UserWarning, match="Client 2"):
+        flower.run()
+    assert flower.metrics[0]["uploads"] == 4  # of its own there is nothing left; client 0 is as it was
+
+
+def test_payloads_arrive_as_they_were():
+    names = {
+        "z": torch.randn(3),
+        "a": torch.arange(4),
+        "b": torch.zeros(2, 2),
+        "c": torch.zeros(()),
+        "e": torch.ones(0),
+    }
+    names["h"] = torch.randn(5).bfloat16()
+    names["s"] = torch.zeros(100).index_fill(0, torch.tensor([7]), 2.0)
+    for payload in (Payload(names, ["s", "z"]), Payload({})):
+        records = RecordDict({**pack({3: payload})})
+        arrived = unpack(records, 3)
+        assert list(arrived) == list(payload)
+        assert arrived.sparse == payload.sparse
+        assert (arrived.nbytes, arrived.elements) == (payload.nbytes, payload.elements)
+        assert_equal(dict(arrived), dict(payload))
+        assert records["payloads"]["3"].numpy().nbytes == payload.nbytes
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"rounds": 3}, "run-config clients is not given"),
+        ({"clients": 0, "rounds": 3}, "run-config clients=0: must be 1 or more"),
+        ({"clients": 2, "rounds": "3"}, "run-config rounds='3': give a value of type int"),
+        ({"clients": 2, "rounds": 3, "participation": 3}, "run-config participation=3 is more than the 2 clients"),
+        ({"clients": 2, "rounds": 3, "quorum": 1.5}, "run-config quorum=1.5"),
+        ({"clients": 2, "rounds": 3, "timeout": 0}, "run-config timeout=0"),
+        ({"clients": 2, "rounds": 3, "local-epochs": -1}, "run-config local-epochs=-1"),
+    ],
+)
+def test_options_that_are_not_right(config, says):
+    with pytest.raises(ConfigError, match=says):
+        Plan.of(config)
+
+
+def test_options_of_a_project_are_its_own():
+    assert Plan.of({"clients": 2, "rounds": 3, "method": "Ditto", "local-epochs": 5}).local_epochs == 5
