@@ -68,6 +68,8 @@ class ImageClassifier(QuickModule):
             torch.manual_seed(torch.initial_seed() + 1)
             with torch.no_grad():  # gives lazy layers their shapes
                 backbone(torch.zeros_like(images[:1]))
+        except ConfigError:
+            raise
         except (RuntimeError, ValueError, ZeroDivisionError) as error:
             raise ConfigError(
                 f"model.backbone: this network has no output for an image of shape {tuple(images.shape[1:])} and "
