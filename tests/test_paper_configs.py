@@ -408,7 +408,7 @@ def test_variants_of_fedslr_differ_from_it_as_their_names_say(made):
 @pytest.mark.parametrize("data", ["cifar10", "cifar100"])
 @pytest.mark.parametrize(
     "row",
-    ["rows/fedavg", "rows/ditto", "rows/fedrep", "rows/apfl", "rows/lg_fedavg", "fedspa", "fedslr", "lpgd", "gpgd"],
+    ["fedavg", "ditto", "fedrep", "apfl", "lg_fedavg", "fedspa", "fedslr", "lpgd", "gpgd"],
 )
 def test_fedslr_s_reduced_setting_is_the_papers_on_less(cells, row, data):
     """Its own rows differ from the paper's in what depends on the number of rounds."""
