@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 #: the largest error that the shorter ways may add, as a share of the matrix (Frobenius norms)
-TOLERANCE = 8e-6
+TOLERANCE = 6e-6
 #: within which shares of the threshold lies what singular values outside a subspace are taken to stay below
-LOWEST, HIGHEST = 0.4, 0.9
+LOWEST, HIGHEST = 0.4, 0.8
 #: how wide a subspace is worth while, as a share of the shorter side
 WIDEST = 0.5
 #: from which ratio of its sides on a matrix is decomposed by way of ``A^T A``, in twice the precision
@@ -85,7 +85,11 @@ def threshold_singular_values(
                 results[i] = Factors(matrix[:, :0], matrix[:0])
                 continue
             start = None if near is None else near[i]
-            found = None if start is None else _in_a_subspace(matrix / scale, threshold / scale, start.to(matrix))
+            found = (
+                None
+                if start is None
+                else _in_a_subspace(matrix / scale, threshold / scale, start.to(matrix) / scale**0.5)
+            )
             if found is None:
                 rest.append((i, matrix / scale, threshold / scale, scale))
             else:
@@ -132,15 +136,18 @@ def _shrunk(u: Tensor, s: Tensor, v: Tensor, threshold: float) -> Factors:
 def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | None:
     """Look in a subspace about the rows of (r, n) ``near``; None if that would take long or does not lead far enough.
 
-    The subspace is somewhat wider, in random directions, and widened where it is seen to be too narrow. It is
-    multiplied by A and A^T in turns, and made orthonormal each time: the largest values would soon swamp all else.
+    The subspace is somewhat wider, in random directions, the more so the more of ``near`` has singular values, the
+    squares of its rows' norms, that are small beside the threshold: as many may be just below it. It is widened where
+    it is seen to be too narrow. It is multiplied by A and A^T in turns, and made orthonormal each time: the largest
+    values would soon swamp all else.
 
     With orthonormal Q, ``B = Q^T A = W S V^T`` and the rest ``R = A - Q B``, the error of taking Q B for A is, to first
     order, ``(s - t) sqrt(s^2 + o^2) / (s^2 - o^2)`` times ``R v`` of every kept s, with t the threshold and o the
     largest singular value of what is outside; to second order it is added the square of ``R v`` over ``s - o``. Of an s
     that is not kept it is what ``sqrt(s^2 + |R v|^2)`` exceeds the threshold by.
     """
-    small, extra = min(matrix.shape), len(near) // 16 + 16
+    small = min(matrix.shape)
+    extra = len(near) // 16 + 16 + 2 * int((near.square().sum(1) < threshold / 2).sum())
     if matrix.dtype != torch.float32 or threshold <= 0:
         return None
     generator = torch.Generator().manual_seed(0)
