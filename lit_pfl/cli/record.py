@@ -53,7 +53,8 @@ class RunRecord(L.Callback):
             self._write(folder / "config.yaml", [])
             self._written = True
         if _keeps(trainer) and not (folder / "partition.csv").exists():
-            _write_partition(folder / "partition.csv", trainer.datamodule)  # type: ignore[attr-defined]
+            with suppress(OSError):  # a full disk is told of by what the run cannot do without
+                _write_partition(folder / "partition.csv", trainer.datamodule)  # type: ignore[attr-defined]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record a resume, once it has run."""

@@ -1,29 +1,13 @@
-"""The workspace and the sweep of the examples fit what runs log and what can be typed."""
+"""The sweep of the examples fits what can be typed."""
 
-import runpy
 from pathlib import Path
 
-import pytest
 import yaml
 
 from cli.typed import ROOT, rows, typed
 from wandb_files import finish
 
 EXAMPLES = ROOT / "examples/wandb"
-
-
-def test_the_workspace_is_over_rounds_and_has_a_panel_for_all(capsys):
-    pytest.importorskip("wandb_workspaces")
-    made = runpy.run_path(str(EXAMPLES / "workspace.py"))
-    workspace = made["workspace"]("somebody", "lit-pfl")
-    assert workspace.settings.x_axis == "round"
-    assert [section.name for section in workspace.sections] == [*made["LINES"], *made["MEDIA"]]
-    axes = {panel.x.name if hasattr(panel.x, "name") else panel.x for s in workspace.sections[:3] for panel in s.panels}
-    assert axes == {"round", "comm/total_bytes"}
-    shown = {name for panels in made["LINES"].values() for _, x, y in panels for name in (x, *y)}
-    shown |= {name for names in made["MEDIA"].values() for name in names}
-    known = {"round", "val", "train", "comm", "time", "sparsity", "clients", "similarity", "matching"}
-    assert {name.partition("/")[0] for name in shown} == known
 
 
 def test_the_sweep_types_what_the_command_line_takes(capsys):
