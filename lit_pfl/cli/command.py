@@ -1,5 +1,6 @@
 """``lit-pfl fit|validate|test|predict``: LightningCLI over every method and data set."""
 
+import errno
 import importlib.util
 import logging
 import sys
@@ -318,7 +319,8 @@ def run(args: ArgsType) -> None:
         with ExitStack() as held:
             command(held, args)
     except (ConfigError, UploadError, RankError, OSError, MisconfigurationException) as error:
-        fail(str(error))
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        fail(f"The disk is full: a file of the run cannot be written ({error})." if full else str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except ValueError as error:
