@@ -8,15 +8,16 @@ import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_pfl_callbacks.dashboard import Dashboard
+from lit_pfl_callbacks.listening import Listening
 from lit_pfl_callbacks.protocols import HasClients, HasRoles, Transfer
-from lit_pfl_callbacks.rounds import RoundTable, ends_round, watchers_of
+from lit_pfl_callbacks.rounds import RoundTable, ends_round
 
 COLUMNS = ["round", "client", "direction", "group", "bytes"]
 ALL, HEADER = "all", "header"
 Key = tuple[int, int | str, str, str]
 
 
-class CommunicationLedger(L.Callback):
+class CommunicationLedger(Listening):
     """Writes the bytes of every round, client, direction and group of tensors into ``communication.csv``.
 
     It works with every module that tells its ``traffic`` (:class:`~lit_pfl_callbacks.protocols.HasTraffic`), and with
@@ -66,9 +67,7 @@ class CommunicationLedger(L.Callback):
         member = next(iter(clients.values()), pl_module)
         self._roles = member.roles() if isinstance(member, HasRoles) else {}
         self._names = {}
-        watchers = watchers_of(trainer, pl_module)
-        if self._note not in watchers:
-            watchers.append(self._note)
+        super().on_fit_start(trainer, pl_module)
 
     def _note(self, sent: Transfer) -> None:
         client: int | str = ALL if not self.per_client else "" if sent.client is None else sent.client
@@ -119,19 +118,6 @@ class CommunicationLedger(L.Callback):
             for (_, _, way, group), size in sizes.items():
                 sums[f"comm/{way}/{group}"] = sums.get(f"comm/{way}/{group}", 0) + size
             self._dashboard.scalars(trainer, round, sums)
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Listen no more."""
-        self._leave(trainer, pl_module)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Listen no more; of a round that is broken off nothing is written."""
-        self._leave(trainer, pl_module)
-
-    def _leave(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        watchers = watchers_of(trainer, pl_module)
-        if self._note in watchers:
-            watchers.remove(self._note)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""

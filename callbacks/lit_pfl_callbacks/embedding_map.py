@@ -9,13 +9,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lit_pfl_callbacks.dashboard import Dashboard
+from lit_pfl_callbacks.listening import Listening
 from lit_pfl_callbacks.protocols import Transfer
-from lit_pfl_callbacks.rounds import RoundTable, due, round_of, watchers_of
+from lit_pfl_callbacks.rounds import RoundTable, due, round_of
 
 COLUMNS = ["round", "client", "x", "y"]
 
 
-class EmbeddingMap(L.Callback):
+class EmbeddingMap(Listening):
     """Writes a place on a map for every client into ``embeddings.csv``, by what it uploads, such as SimFed's embedding.
 
     The map is the plane in which the clients' latest embeddings differ most (their two first principal components),
@@ -42,9 +43,7 @@ class EmbeddingMap(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen."""
-        watchers = watchers_of(trainer, pl_module)
-        if self._note not in watchers:
-            watchers.append(self._note)
+        super().on_fit_start(trainer, pl_module)
 
     def _note(self, sent: Transfer) -> None:
         if sent.direction == "up" and sent.client is not None:
@@ -69,19 +68,6 @@ class EmbeddingMap(L.Callback):
         ]
         self._table.add(trainer, rows)
         self._dashboard.map(trainer, round, "embeddings", rows)
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Listen no more."""
-        self._leave(trainer, pl_module)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Listen no more."""
-        self._leave(trainer, pl_module)
-
-    def _leave(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        watchers = watchers_of(trainer, pl_module)
-        if self._note in watchers:
-            watchers.remove(self._note)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the latest embeddings and their map."""

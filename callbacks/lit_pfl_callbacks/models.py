@@ -12,7 +12,7 @@ from torch import nn
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.files import replacing
 from lit_pfl_callbacks.protocols import HasModels, HasRanks, HasScores
-from lit_pfl_callbacks.rounds import spread
+from lit_pfl_callbacks.rounds import keeps, spread
 from lit_pfl_callbacks.run_folder import run_folder
 
 
@@ -50,7 +50,7 @@ class PersonalizedModels(L.Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write the models of the last round."""
-        if stage != "fit" or trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
+        if stage != "fit" or not keeps(trainer):
             return
         files = self._files(trainer, pl_module) if isinstance(pl_module, HasModels) else {"model": _file(pl_module)}
         if not trainer.is_global_zero:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import lightning as L
 
 from lit_pfl_callbacks.federated_loop import FederatedLoop
-from lit_pfl_callbacks.protocols import HasSeconds, HasTraffic, Watcher
+from lit_pfl_callbacks.protocols import HasSeconds
 from lit_pfl_callbacks.run_folder import append_rows, read_rows_before, run_folder, write_rows
 
 T = TypeVar("T")
@@ -43,14 +43,6 @@ def ends_round(trainer: L.Trainer) -> bool:
 def due(round: int, every_n_rounds: int) -> bool:
     """Say whether a round is one to measure: the first, and then every so many."""
     return round == 1 or round % every_n_rounds == 0
-
-
-def watchers_of(trainer: L.Trainer, pl_module: L.LightningModule) -> list[Watcher]:
-    """Return the list to join to be told of what is sent; one that nobody reads where nothing is."""
-    if isinstance(pl_module, HasTraffic):
-        return pl_module.traffic.watchers
-    loop = loop_of(trainer)
-    return [] if loop is None else loop.watchers
 
 
 def seconds_of(trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:

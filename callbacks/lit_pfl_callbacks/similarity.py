@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.federated_loop import NOT_RUNNING_STATISTICS
+from lit_pfl_callbacks.listening import Listening
 from lit_pfl_callbacks.protocols import HasClients, HasMixing, HasRanks, Transfer
-from lit_pfl_callbacks.rounds import RoundTable, due, round_of, spread, watchers_of
+from lit_pfl_callbacks.rounds import RoundTable, due, round_of, spread
 
 COLUMNS = ["round", "group", "client", "other", "cosine"]
 MATCHING_COLUMNS = ["round", "client", "other", "frequency"]
@@ -22,7 +23,7 @@ UPDATE, MATCHING = "update", "matching"
 CHUNK = 2**14  # columns that are multiplied at once, so that long vectors need little memory and lose no digits
 
 
-class Similarity(L.Callback):
+class Similarity(Listening):
     """Writes the cosine similarity of every two clients into ``similarity.csv``, and who is mixed with whom.
 
     The module tells its ``clients`` (:class:`~lit_pfl_callbacks.protocols.HasClients`). One that tells its ``traffic``
@@ -83,9 +84,8 @@ class Similarity(L.Callback):
                 f"Similarity compares clients, and {type(pl_module).__name__} does not tell its `clients`."
             )
         self._ids = spread(list(pl_module.clients), self._share(trainer))
-        watchers = watchers_of(trainer, pl_module)
-        if (self.uploads or self.updates) and self._note not in watchers:
-            watchers.append(self._note)
+        if self.uploads or self.updates:
+            super().on_fit_start(trainer, pl_module)
 
     def _share(self, trainer: L.Trainer) -> int | None:
         """Return how many of its clients every process compares."""
@@ -192,19 +192,9 @@ class Similarity(L.Callback):
         ])  # fmt: skip
         self._dashboard.heat_map(trainer, round, MATCHING, matrix)
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Listen no more."""
-        self._leave(trainer, pl_module)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Listen no more."""
-        self._leave(trainer, pl_module)
-
     def _leave(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._up, self._down = {}, {}
-        watchers = watchers_of(trainer, pl_module)
-        if self._note in watchers:
-            watchers.remove(self._note)
+        super()._leave(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of who was mixed with whom."""

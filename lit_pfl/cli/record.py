@@ -17,6 +17,7 @@ from lit_pfl.data import FederatedDataModule
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks import run_folder
 from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.rounds import keeps
 from lit_pfl_callbacks.run_folder import write_rows
 
 PARTS: tuple[Literal["train", "val", "test"], ...] = ("train", "val", "test")
@@ -104,7 +105,7 @@ def _write_partition(path: Path, data: FederatedDataModule) -> None:
 
 
 def _keeps(trainer: L.Trainer) -> bool:
-    return bool(trainer.loggers) and not trainer.fast_dev_run and trainer.is_global_zero  # type: ignore[attr-defined]
+    return keeps(trainer) and trainer.is_global_zero
 
 
 @contextmanager

@@ -11,5 +11,4 @@ def keep_freed_memory() -> None:
     freed, and blocks up to 32 MB count; so one is taken here and freed, without ever being touched. Where another
     library is in use this does nothing.
     """
-    del_soon = torch.empty(2**25 - 2**14, dtype=torch.uint8)
-    del del_soon
+    torch.empty(2**25 - 2**14, dtype=torch.uint8)
