@@ -111,7 +111,8 @@ def quadratic(
     **options: Any,
 ) -> Client:
     """Return a client of a method whose loss is a quadratic, in double precision."""
-    kind: Any = type(method.__name__, (method, QuadraticClient), {})
+    # by another name: the command line would no longer know which of two methods is meant
+    kind: Any = type(f"_Quadratic{method.__name__}", (method, QuadraticClient), {"__module__": __name__})
     return kind(learner=QuadraticLearner(problem, optimizer or sgd(lr), scheduler), **options)
 
 
