@@ -1,5 +1,6 @@
 """Processes that tell each other things, over torch.distributed's gloo, and notice when one of them is gone."""
 
+import atexit
 import copy
 import os
 import time
@@ -19,6 +20,8 @@ from lit_pfl.errors import RankError
 HEAD = 4096
 #: seconds between two looks at what one waits for: at first, and at most
 NAPS = 2e-4, 5e-3
+#: seconds for which a process that ends waits for what it has given up
+GIVEN_UP = 5.0
 
 
 class Processes:
@@ -117,7 +120,11 @@ class Processes:
 
     def _finish(self, work: "Work | _InBackground", timeout: float | None = None) -> None:
         # Not work.wait() alone, in which no signal would be heard and nobody's end be noticed.
-        self._wait(work.is_completed, timeout or self.timeout)
+        try:
+            self._wait(work.is_completed, timeout or self.timeout)
+        except BaseException:
+            atexit.register(_let_end, work)
+            raise
         try:
             work.wait()
         except RuntimeError as error:
@@ -155,6 +162,13 @@ class _InBackground:
     def wait(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _let_end(work: "Work | _InBackground") -> None:
+    """Wait a little for what was given up: a thread that comes out of gloo when Python is about to end aborts it."""
+    end = time.monotonic() + GIVEN_UP
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(NAPS[1])
 
 
 @cache  # for as long as this process lives: another group may meet there later

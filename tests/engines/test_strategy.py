@@ -3,6 +3,7 @@
 import csv
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,15 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_in_one(tmp_path):
     assert_equal(federation_in(RUN), federation_in(RUN.with_name("version_1")))
 
 
+def test_a_process_that_gives_up_ends_in_good_order():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    came = started("giving_up.py", port)
+    assert (came.returncode, came.stderr) == (2, "")
+
+
+@pytest.mark.slow
 def test_the_tables_of_two_processes_are_those_of_one():
     """What is sent by kind of tensor, also from the other process; whose parameters are how alike; who stands where."""
     tiny = str(HERE.parent / "conf/tiny.yaml")
@@ -198,6 +208,7 @@ def test_one_process_under_the_strategy_is_one_process():
     assert len(federation.clients) == 4
 
 
+@pytest.mark.slow
 def test_what_processes_tell_each_other_arrives_as_it_was_on_one_machine_and_on_several():
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
     came = started("some_ranks.py", launcher=torchrun)
