@@ -294,6 +294,7 @@ def test_options_that_would_make_another_run_are_refused(reproduce, tiny, capsys
     assert "-- --trainer.max_epochs would make it another run; of these there are data" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_cell_is_run_once_and_an_estimate_leaves_nothing(reproduce, tiny, capsys):
     def said(*options: str) -> str:
         only = ("--columns", "Few", "--rows", "Stand-Alone", "--seeds", "1", "--scale", "middle")

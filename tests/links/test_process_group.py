@@ -60,6 +60,7 @@ def averaged_by_hand(sites: int, rounds: int, epochs: int) -> dict[str, Tensor]:
     return models[0].state_dict()
 
 
+@pytest.mark.slow
 def test_a_module_that_knows_nothing_of_it_is_averaged_over_two_processes(tmp_path):
     """Only the callback is added. Bytes are those of three uploads and of four replies: at first, and after each."""
     torchrun(2, HERE / "third_party.py", tmp_path, "none", 6)

@@ -116,6 +116,7 @@ def test_what_is_forgotten_is_named():
         resumed_equals_uninterrupted(MethodTester(Forgets))
 
 
+@pytest.mark.slow
 def test_no_test_runner_is_needed():
     code = "import sys, lit_pfl.testing; sys.exit('pytest' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
