@@ -20,13 +20,20 @@ sys.path.append(str(Path(__file__).parent.parent.parent / "examples" / "torchrun
 from project import MyModule, my_data
 
 
+class Stepping(MyModule):
+    """The same by plain SGD, which Scaffold needs."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
 def main(folder: Path, method: str, epochs: int, resumes: bool) -> None:
     site = int(os.environ["RANK"])
     L.seed_everything(1, verbose=False)
     shuffled, _ = my_data(site)
     module, server, data = MyModule(), None, shuffled
     if method != "none":
-        module = getattr(lit_pfl.methods, method)(learner=module)
+        module = getattr(lit_pfl.methods, method)(learner=Stepping())
         server, data = module.configure_server(), DataLoader(shuffled.dataset, 16)
     link = ProcessGroupLink(server, timeout=120)
     saves = ModelCheckpoint(folder / str(site), filename="last", enable_version_counter=False)
