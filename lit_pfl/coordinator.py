@@ -14,7 +14,6 @@ from lit_pfl.engines import Trains, Upload
 from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.ranks import Ranks
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.ops.finite import all_finite
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl_callbacks.protocols import Direction, Transfer, Watcher
@@ -259,10 +258,9 @@ class Coordinator:
                     f"Client {client}: tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
                     f"it must be {dtype} {tuple(shape)}."
                 )
-        if not all_finite(upload.values()):
-            broken = next((name for name, tensor in upload.items() if not tensor.isfinite().all()), None)
-            if broken is not None:
-                raise UploadError(f"Client {client}: tensor {broken!r} holds NaN or infinity.")
+        if not upload.is_finite:
+            broken = next(name for name, tensor in upload.items() if not tensor.isfinite().all())
+            raise UploadError(f"Client {client}: tensor {broken!r} holds NaN or infinity.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed federation needs of the server's side."""

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from lit_pfl.finite import all_finite
 from lit_pfl.low_rank import LowRank
 
 _MASK, _VALUES = "#mask", "#values"
@@ -135,6 +136,11 @@ class Payload(Mapping[str, Tensor]):
     @cached_property
     def _nonzeros(self) -> dict[str, int]:
         return {name: int(torch.count_nonzero(self[name])) for name in self if name in self.sparse}
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """Whether no tensor holds NaN or infinity, when this is first asked."""
+        return all_finite(self._tensors.values()) or all(bool(tensor.isfinite().all()) for tensor in self.values())
 
     @cached_property
     def counts(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ import torch
 
 from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.methods import FactorizedFL, FedAvg, FedPer, FedSpa, PFedPara, Scaffold, SimFed, StandAlone
+from lit_pfl.payload import Payload
 from tiny import assert_equal, client, digits, run, weights
 
 
@@ -89,10 +90,10 @@ def test_what_was_not_finite_before_is_no_trouble():
     module = torch.nn.Linear(2, 2)
     module.register_buffer("smallest", torch.tensor(float("inf")))
     state = LastGoodState(module, [])
-    assert state.trouble(0, {}) is None
+    assert state.trouble(0, Payload({})) is None
     module.weight.data.fill_(3e38)  # finite, though their sum is not
-    assert state.trouble(0, {}) is None
+    assert state.trouble(0, Payload({})) is None
     module.weight.data[0, 0] = float("nan")
-    assert "'weight'" in str(state.trouble(0, {}))
+    assert "'weight'" in str(state.trouble(0, Payload({})))
     state.restore()
-    assert state.trouble(0, {}) is None
+    assert state.trouble(0, Payload({})) is None

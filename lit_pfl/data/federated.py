@@ -115,12 +115,17 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     predict_dataloader = test_dataloader
 
 
+#: lists of clients a round: a Trainer's hooks at each take as long as checking what a small client uploads
+LISTS = 32
+
+
 class ClientSets:
     """What a federation's Trainer iterates over: lists of client ids.
 
     Args:
         choose: returns the clients of a round, by the number of rounds before it. Their number is always the same.
-        all_at_once: whether there is one list of all of them, or one client a list.
+        all_at_once: whether there is one list of all of them, or as many lists as a Trainer's hooks are worth: one a
+            client, but at most ``LISTS``.
     """
 
     def __init__(self, choose: Callable[[int], list[int]], all_at_once: bool = False) -> None:
@@ -134,9 +139,14 @@ class ClientSets:
         self.clients = self.choose(epoch)
 
     def __len__(self) -> int:
-        return 1 if self.all_at_once else len(self.clients)
+        return -(-len(self.clients) // self._each())
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, so that the clients are looked up at the first step: a resumed Trainer asks for the iterator
         # before it tells the epoch.
-        yield from [self.clients] if self.all_at_once else ([client] for client in self.clients)
+        each = self._each()
+        yield from (self.clients[i : i + each] for i in range(0, len(self.clients), each))
+
+    def _each(self) -> int:
+        """Return how many clients are in a list."""
+        return max(1, len(self.clients) if self.all_at_once else -(-len(self.clients) // LISTS))

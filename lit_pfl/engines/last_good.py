@@ -1,12 +1,13 @@
 """Back to the last good state, for a client whose training ran away."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_pfl.errors import UploadError
-from lit_pfl.ops.finite import all_finite
+from lit_pfl.finite import all_finite
+from lit_pfl.payload import Payload
 
 BACK = " The client begins its next round from where it began this one."
 
@@ -34,14 +35,16 @@ class LastGoodState:
             for optimizer in optimizers
         ]
 
-    def trouble(self, client: int, upload: Mapping[str, Tensor]) -> UploadError | None:
+    def trouble(self, client: int, upload: Payload) -> UploadError | None:
         """Return what the round left that is not finite, of what is uploaded or of what never travels; None if nothing.
 
         Args:
             client: the client's id.
             upload: what it uploads.
         """
-        if all_finite([*upload.values(), *self.module.state_dict().values(), *self._momenta()]):
+        sent = {_place(tensor) for tensor in upload.values()}  # mostly the module's own memory
+        own = [tensor for tensor in self.module.state_dict().values() if _place(tensor) not in sent]
+        if upload.is_finite and all_finite([*own, *self._momenta()]):
             return None
         for name, tensor in upload.items():
             if not tensor.isfinite().all():
@@ -65,3 +68,8 @@ class LastGoodState:
         for optimizer, states in zip(self.optimizers, self._optimizers, strict=True):
             optimizer.state.clear()
             optimizer.state.update(states)
+
+
+def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return what two tensors have in common that are the same memory."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -72,6 +72,7 @@ class LocalEngine:
                 "method nor a callback of federation.client_trainer."
             )
         loss, n = module.fall_asleep()
+        upload = upload if isinstance(upload, Payload) else Payload(upload)
         if trouble := before.trouble(client, upload):
             before.restore()
             return trouble

@@ -28,6 +28,7 @@ from lit_pfl.data import (
     Uniform,
     label_permutation,
 )
+from lit_pfl.data.federated import ClientSets
 from lit_pfl.errors import ConfigError
 from tiny import digits
 
@@ -543,3 +544,13 @@ def test_an_empty_part_has_no_batches():
     data.setup()
     val = data.client(0).val
     assert (len(val), list(val)) == (0, [])
+
+
+@pytest.mark.parametrize(("clients", "lists", "longest"), [(1, 1, 1), (32, 32, 1), (33, 17, 2), (100, 25, 4)])
+def test_a_round_of_many_clients_is_a_few_lists(clients, lists, longest):
+    """A Trainer's hooks at every list would take as long as small clients do."""
+    sets = ClientSets(lambda completed: list(range(clients)))
+    found = list(sets)
+    assert (len(found), len(sets), max(map(len, found))) == (lists, lists, longest)
+    assert [client for each in found for client in each] == list(range(clients))
+    assert list(ClientSets(lambda completed: list(range(clients)), all_at_once=True)) == [list(range(clients))]
