@@ -17,6 +17,8 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE  # noqa: F401 - i
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
 torch.set_num_threads(1)  # the tests' networks are tiny, and more threads only wait for each other
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
