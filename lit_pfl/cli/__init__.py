@@ -24,6 +24,6 @@ def main(args: "ArgsType" = None) -> None:
     if isinstance(words, list) and words[0] in TOOLS:
         run_tool(words[0], words[1:])
         return
-    from lit_pfl.cli.command import run  # Lightning takes seconds to import, and an answer does without
+    from lit_pfl.cli.run import run  # Lightning takes seconds to import, and an answer does without
 
     run(args)

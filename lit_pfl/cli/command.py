@@ -1,10 +1,7 @@
 """``lit-pfl fit|validate|test|predict``: LightningCLI over every method and data set."""
 
-import errno
 import importlib.util
-import logging
 import sys
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,19 +11,18 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lit_pfl.methods  # noqa: F401 - imported, like data and models, so that classes go by their short names
-from lit_pfl.cli.messages import fail, refuse_abstract, say
+from lit_pfl.cli.messages import refuse_abstract, say
 from lit_pfl.cli.options import by_name, of_a_run
-from lit_pfl.cli.parser import Parser
 from lit_pfl.cli.record import RunRecord, alone_in
 from lit_pfl.cli.resuming import folder_of, saved_record, taken
 from lit_pfl.cli.stopping import Stopped, Stops
 from lit_pfl.client import Client
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.engines.strategy import FederatedStrategy
-from lit_pfl.errors import ConfigError, RankError, UploadError
+from lit_pfl.errors import ConfigError, RankError
 from lit_pfl.federation import Federation
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl_callbacks import (
@@ -45,7 +41,6 @@ from lit_pfl_callbacks import (
 
 #: what writes a run's tables and fills its loggers, as the defaults have it; a configuration may give its own in place
 WATCHING = (CommunicationLedger, RoundTimer, SparsityMonitor, Similarity, EmbeddingMap, ClientsTable)
-DESCRIPTION = "Personalized federated learning: a round is an epoch, max_epochs the number of rounds."
 
 
 class FederatedCLI(LightningCLI):
@@ -268,66 +263,3 @@ def _try_optimizer(model: Client) -> None:
             model.make_scheduler(optimizer)
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"model.scheduler: {error}") from None
-
-
-def command(held: ExitStack, args: ArgsType) -> FederatedCLI:
-    """Do what is typed, and return what did it.
-
-    Args:
-        held: what is to be let go of in the end, such as the run folder's lock.
-        args: the arguments; None for those of the process.
-    """
-    # So that class paths may name modules of the current folder; by its name, since a configuration file is read in its
-    # own folder.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
-    warnings.filterwarnings("ignore", message=r".*LeafSpec.*", category=FutureWarning)  # Lightning's, of PyTorch's
-    warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")  # a resumed run's own
-    # a command beside Lightning's makes its own arguments of those of the process
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: "Tip:" not in record.getMessage()
-    )
-    return FederatedCLI(
-        held,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        save_config_callback=None,
-        seed_everything_default=1,
-        trainer_defaults={
-            "max_epochs": 10,
-            "logger": {"class_path": "lit_pfl_callbacks.RunLogger"},
-            "devices": 1,
-            "num_sanity_val_steps": 0,
-            "enable_model_summary": False,
-            "log_every_n_steps": 1,
-        },
-        auto_configure_optimizers=False,
-        parser_class=Parser,
-        parser_kwargs={"description": DESCRIPTION},
-        args=args,
-    )
-
-
-def run(args: ArgsType) -> None:
-    """Run the command line, and say in one line what is wrong.
-
-    Args:
-        args: the arguments; None for those of the process.
-    """
-    try:
-        with ExitStack() as held:
-            command(held, args)
-    except (ConfigError, UploadError, RankError, OSError, MisconfigurationException) as error:
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        fail(f"The disk is full: a file of the run cannot be written ({error})." if full else str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except ValueError as error:
-        # jsonargparse's, around one of a class within a class
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, ConfigError):
-            cause = cause.__cause__
-        if cause is None:
-            raise
-        fail(str(cause))

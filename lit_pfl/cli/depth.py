@@ -10,7 +10,7 @@ import argparse
 
 from jsonargparse.typing import PositiveInt
 
-from lit_pfl.cli.command import run as run_command
+from lit_pfl.cli.run import run as run_command
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

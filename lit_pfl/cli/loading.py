@@ -3,7 +3,8 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from lit_pfl.cli.command import FederatedCLI, command
+from lit_pfl.cli.command import FederatedCLI
+from lit_pfl.cli.run import command
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import undisturbed
 from lit_pfl_callbacks import latest_config

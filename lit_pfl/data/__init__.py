@@ -1,10 +1,11 @@
 """Data sets, split among clients."""
 
 from lit_pfl.data.augment import Augment, CropFlip, ResizedCropJitter
-from lit_pfl.data.datamodule import ImageDataModule, PartitionedDataModule
+from lit_pfl.data.datamodule import PartitionedDataModule
 from lit_pfl.data.domains import GROUPS, Domains
 from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.from_dataset import FromDataset
+from lit_pfl.data.images import ImageDataModule
 from lit_pfl.data.labels import label_permutation
 from lit_pfl.data.loader import BatchLoader, ImageSet, ResidentLoader
 from lit_pfl.data.loaders import (
