@@ -95,7 +95,7 @@ def test_all_processes_resume_from_their_checkpoints(tmp_path):
 @pytest.mark.slow
 def test_the_example_before_and_after():
     def scores(script: str) -> dict[str, float]:
-        found = re.findall(r"site (\d): R2 (\S+)", torchrun(4, EXAMPLES / script).stdout)
+        found = re.findall(r"site (\d): R2 (-?\d+\.\d+)", torchrun(4, EXAMPLES / script).stdout)
         return {site: float(r2) for site, r2 in sorted(found)}
 
     before, after, personalized = (scores(name) for name in ("before.py", "after.py", "personalized.py"))
