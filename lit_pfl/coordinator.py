@@ -57,6 +57,10 @@ class Ledger:
         self.up = self.down = 0
         self._round = round
 
+    def of_round(self) -> dict[str, int]:
+        """Return the bytes of this round, and the sum of all, by the names under which they are logged."""
+        return {"comm/up_bytes": self.up, "comm/down_bytes": self.down, "comm/total_bytes": self.total}
+
     def sent_up(self, client: int, upload: Payload) -> None:
         """Note an upload."""
         self.up += upload.nbytes
@@ -258,9 +262,8 @@ class Coordinator:
                     f"Client {client}: tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
                     f"it must be {dtype} {tuple(shape)}."
                 )
-        if not upload.is_finite:
-            broken = next(name for name, tensor in upload.items() if not tensor.isfinite().all())
-            raise UploadError(f"Client {client}: tensor {broken!r} holds NaN or infinity.")
+        if upload.not_finite is not None:
+            raise UploadError(f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed federation needs of the server's side."""

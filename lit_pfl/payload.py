@@ -138,9 +138,11 @@ class Payload(Mapping[str, Tensor]):
         return {name: int(torch.count_nonzero(self[name])) for name in self if name in self.sparse}
 
     @cached_property
-    def is_finite(self) -> bool:
-        """Whether no tensor holds NaN or infinity, when this is first asked."""
-        return all_finite(self._tensors.values()) or all(bool(tensor.isfinite().all()) for tensor in self.values())
+    def not_finite(self) -> str | None:
+        """Name of a tensor that holds NaN or infinity, as it is when this is first asked; None if none does."""
+        if all_finite(self.values()):
+            return None
+        return next((name for name, tensor in self.items() if not tensor.isfinite().all()), None)
 
     @cached_property
     def counts(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """What loggers are told of a round."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
@@ -25,3 +25,11 @@ class RoundLog:
             if isinstance(logger, WandbLogger):
                 for name in sorted(new):
                     logger.experiment.define_metric(name, step_metric="round")
+
+
+def mean_over_samples(losses: Iterable[tuple[float, int]]) -> float:
+    """Return the mean of losses that clients have added up over their samples, each with the number of these."""
+    total, n = 0.0, 0
+    for loss, samples in losses:
+        total, n = total + loss, n + samples
+    return total / n if n else float("nan")

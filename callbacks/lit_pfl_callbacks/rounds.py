@@ -24,6 +24,11 @@ def keeps(trainer: L.Trainer) -> bool:
     return bool(trainer.loggers) and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 
+def writes(trainer: L.Trainer) -> bool:
+    """Say whether it is this process that writes into the run's folder, if there is one."""
+    return keeps(trainer) and trainer.is_global_zero
+
+
 def epochs_a_round(trainer: L.Trainer) -> int:
     """Return how many of a Trainer's epochs are a round: one, but at a site as many as lie between two exchanges."""
     loop = loop_of(trainer)
@@ -83,7 +88,7 @@ class RoundTable:
 
     def add(self, trainer: L.Trainer, rows: list[dict[str, Any]]) -> None:
         """Write rows, of one round or of some that follow each other, unless the Trainer keeps nothing."""
-        if not rows or not keeps(trainer) or not trainer.is_global_zero:
+        if not rows or not writes(trainer):
             return
         path = run_folder(trainer) / self.name
         if path == self._path:

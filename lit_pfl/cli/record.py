@@ -17,7 +17,7 @@ from lit_pfl.data import FederatedDataModule
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks import run_folder
 from lit_pfl_callbacks.files import replacing
-from lit_pfl_callbacks.rounds import keeps
+from lit_pfl_callbacks.rounds import writes
 from lit_pfl_callbacks.run_folder import write_rows
 
 PARTS: tuple[Literal["train", "val", "test"], ...] = ("train", "val", "test")
@@ -50,16 +50,16 @@ class RunRecord(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record a run that is new."""
         folder = run_folder(trainer)
-        if _keeps(trainer) and not (folder / "config.yaml").exists():
+        if writes(trainer) and not (folder / "config.yaml").exists():
             self._write(folder / "config.yaml", [])
             self._written = True
-        if _keeps(trainer) and not (folder / "partition.csv").exists():
+        if writes(trainer) and not (folder / "partition.csv").exists():
             with suppress(OSError):  # a full disk is told of by what the run cannot do without
                 _write_partition(folder / "partition.csv", trainer.datamodule)  # type: ignore[attr-defined]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record a resume, once it has run."""
-        if self._written or not self.changed or not _keeps(trainer):
+        if self._written or not self.changed or not writes(trainer):
             return
         folder, number = run_folder(trainer), 1
         while (path := folder / f"config.resumed_{number}.yaml").exists():
@@ -102,10 +102,6 @@ def _write_partition(path: Path, data: FederatedDataModule) -> None:
     ]
     if rows:
         write_rows(path, rows)
-
-
-def _keeps(trainer: L.Trainer) -> bool:
-    return keeps(trainer) and trainer.is_global_zero
 
 
 @contextmanager

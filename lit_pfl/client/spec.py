@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from lit_pfl.data import ClientData
+
 
 @dataclass(frozen=True)
 class ClientSpec:
@@ -21,3 +23,8 @@ class ClientSpec:
     num_classes: int | None = None
     labels_agree: bool = True
     local_epochs: int | None = None
+
+    @classmethod
+    def of(cls, client_id: int, data: ClientData, local_epochs: int) -> "ClientSpec":
+        """Return what a client with some data is to learn."""
+        return cls(client_id, data.example, data.num_classes, data.labels_agree, local_epochs)

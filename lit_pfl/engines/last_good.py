@@ -42,13 +42,12 @@ class LastGoodState:
             client: the client's id.
             upload: what it uploads.
         """
+        if upload.not_finite is not None:
+            return UploadError(f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.{BACK}")
         sent = {_place(tensor) for tensor in upload.values()}  # mostly the module's own memory
         own = [tensor for tensor in self.module.state_dict().values() if _place(tensor) not in sent]
-        if upload.is_finite and all_finite([*own, *self._momenta()]):
+        if all_finite([*own, *self._momenta()]):
             return None
-        for name, tensor in upload.items():
-            if not tensor.isfinite().all():
-                return UploadError(f"Client {client}: tensor {name!r} holds NaN or infinity.{BACK}")
         for name, tensor in self.module.state_dict().items():
             before = self._module.get(name)
             if not tensor.isfinite().all() and (before is None or before.isfinite().all()):

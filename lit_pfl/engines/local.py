@@ -12,9 +12,8 @@ from torch import nn
 
 from lit_pfl.client import Client
 from lit_pfl.data import LateLoader
-from lit_pfl.engines import Upload
 from lit_pfl.engines.last_good import LastGoodState
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.evaluation import Score, Split, score
 from lit_pfl.learners import call_step, evaluating
 from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean
@@ -54,25 +53,25 @@ class LocalEngine:
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Upload]:
+    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Payload | UploadError]:
         """Let clients load their replies and train a round, one after another; return their uploads."""
         return {client: self._train(client, reply, completed) for client, reply in replies.items()}
 
-    def _train(self, client: int, reply: Payload, completed: int) -> Upload:
+    def _train(self, client: int, reply: Payload, completed: int) -> Payload | UploadError:
         module = self.clients[client]
         if client not in self.hub:
             self._add_fit(client)
             self.hub.start(client)
         module.completed_rounds = completed
         before = LastGoodState(module, module.trainer.optimizers)
-        upload = self.hub.resume(client, reply)
-        if upload is None:
+        sent = self.hub.resume(client, reply)
+        if sent is None:
             raise ConfigError(
                 f"Client {client}: its fit ended before round {completed + 1} did. Nothing may end it, neither the "
                 "method nor a callback of federation.client_trainer."
             )
         loss, n = module.fall_asleep()
-        upload = upload if isinstance(upload, Payload) else Payload(upload)
+        upload = sent if isinstance(sent, Payload) else Payload(sent)
         if trouble := before.trouble(client, upload):
             before.restore()
             return trouble

@@ -23,6 +23,7 @@ from lit_pfl.federation.checkpointing import Checkpointing
 from lit_pfl.federation.scoring import Scoring
 from lit_pfl.global_model import GlobalModel
 from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO
+from lit_pfl.round_log import mean_over_samples
 from lit_pfl.server import ClientInfo
 from lit_pfl_callbacks import FederatedLoop
 
@@ -183,8 +184,7 @@ class Federation(Scoring, Checkpointing):
         return module
 
     def _fresh(self, client: int) -> Client:
-        data = self.data.client(client)
-        spec = ClientSpec(client, data.example, data.num_classes, data.labels_agree, self.local_epochs)
+        spec = ClientSpec.of(client, self.data.client(client), self.local_epochs)
         with self.draws.torch("weights"):  # the same stream for all: common initial weights
             return self.prototype.build(spec)
 
@@ -255,12 +255,8 @@ class Federation(Scoring, Checkpointing):
             self.trainer.should_stop, self._asked_to_stop = True, False
         # A callback may have stopped one of several processes only; they end together.
         self.trainer.should_stop = any(told.words for told in self.ranks.exchange(self.trainer.should_stop))
-        traffic = self.traffic
         losses = self.ranks.merged(self.engine.losses).values()
-        n = sum(n for _, n in losses)
-        metrics: dict[str, float] = {"train/loss": sum(loss for loss, _ in losses) / n if n else float("nan")}
-        metrics |= self._validated
-        metrics |= {"comm/up_bytes": traffic.up, "comm/down_bytes": traffic.down, "comm/total_bytes": traffic.total}
+        metrics = {"train/loss": mean_over_samples(losses), **self._validated, **self.traffic.of_round()}
         self._log(metrics)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
 

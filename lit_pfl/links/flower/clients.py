@@ -119,7 +119,7 @@ class Node:
 
     def _build(self, client: int) -> Client:
         data = self.data[client]
-        spec = ClientSpec(client, data.example, data.num_classes, data.labels_agree, self.local_epochs)
+        spec = ClientSpec.of(client, data, self.local_epochs)
         with self.draws.torch("weights"):  # the same stream for all: common initial weights
             module = self.prototype.build(spec)
         module.data = data
@@ -148,7 +148,7 @@ class Node:
                     if isinstance(upload, UploadError):
                         troubles[str(client)] = str(upload)
                     else:
-                        uploads[client] = upload if isinstance(upload, Payload) else Payload(upload)
+                        uploads[client] = upload
                         losses[str(client)] = [float(x) for x in engine.losses[client]]
                 states.keep(engine, completed + 1, answered)
             finally:

@@ -20,6 +20,7 @@ from lit_pfl.links.flower.clients import MakeMethod, same_everywhere
 from lit_pfl.links.flower.nodes import Nodes
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.payload import Payload
+from lit_pfl.round_log import mean_over_samples
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl_callbacks.clients import COLUMNS
 from lit_pfl_callbacks.run_folder import write_rows
@@ -152,11 +153,8 @@ class FlowerServer:
         self.coordinator.begin_round()
         self.coordinator.train(self.nodes, clients)
         self.coordinator.end_round()
-        traffic, losses = self.coordinator.ledger, self.nodes.losses.values()
-        loss, n = sum(loss for loss, _ in losses), sum(n for _, n in losses)
-        row = {"round": self.coordinator.round, "train/loss": loss / n if n else float("nan")}
-        row |= {"uploads": len(clients) - len(self.coordinator.refused)}
-        row |= {"comm/up_bytes": traffic.up, "comm/down_bytes": traffic.down, "comm/total_bytes": traffic.total}
+        row = {"round": self.coordinator.round, "train/loss": mean_over_samples(self.nodes.losses.values())}
+        row |= {"uploads": len(clients) - len(self.coordinator.refused), **self.coordinator.ledger.of_round()}
         self.metrics.append(row)
         self._save()
         write_rows(self.folder / "metrics.csv", self.metrics)
