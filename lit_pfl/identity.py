@@ -47,9 +47,9 @@ def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: 
 
 
 def refuse_another_network(
-    client: int, saved: Mapping[str, Tensor], own: Mapping[str, Tensor], resizes: bool = False
+    client: int, saved: Mapping[str, Any], own: Mapping[str, Any], resizes: bool = False
 ) -> None:
-    """Compare the tensors of a client in a checkpoint and in a run.
+    """Compare the state of a client in a checkpoint and in a run.
 
     Args:
         client: its id.
@@ -61,8 +61,10 @@ def refuse_another_network(
         ConfigError: at the first that has another shape, or is in one of them only.
     """
 
-    def shape(tensor: Tensor) -> object:
-        return f"of {tensor.dim()} dimensions" if resizes else tuple(tensor.shape)
+    def shape(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return "no tensor"
+        return f"of {value.dim()} dimensions" if resizes else tuple(value.shape)
 
     for name in {**own, **saved}:
         before, now = (shape(tensors[name]) if name in tensors else "not there" for tensors in (saved, own))

@@ -22,7 +22,7 @@ TRAIN, VAL, TEST, BATCH = 40, 8, 8, 4  # all of whole batches, also of four fift
 
 
 class Regression(L.LightningModule):
-    """Foretells a number; metrics are objects, in training too; its schedule counts steps."""
+    """Foretells a number; metrics are objects, in training too; its schedule counts steps; not all state is tensors."""
 
     def __init__(self, optimizer: str = "AdamW", dropout: float = 0.1) -> None:
         super().__init__()
@@ -30,6 +30,13 @@ class Regression(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
         self.train_mse = MeanSquaredError()
         self.val_r2, self.val_mse = R2Score(), MeanSquaredError()
+        self.unit = {"name": "points"}
+
+    def get_extra_state(self) -> dict[str, str]:
+        return self.unit
+
+    def set_extra_state(self, state: dict[str, str]) -> None:
+        self.unit = state
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch

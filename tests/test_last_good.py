@@ -60,6 +60,16 @@ def test_the_state_is_the_one_that_the_round_began_with(optimizer):
     assert not torch.equal(weights(two)[1]["backbone.head.weight"], weights(one)[1]["backbone.head.weight"])
 
 
+def test_what_a_reply_overwrites_is_the_replys_again():
+    with pytest.warns(UserWarning, match="Client 2"):
+        federation = run(spoilt(FedPer, own="backbone.body.0.weight"), rounds=2)
+    now, first = weights(federation)[2], weights(run(client(FedPer), rounds=1))
+    common = run(client(FedPer), rounds=1).coordinator.server.model
+    for name, tensor in now.items():
+        inner = name.removeprefix("learner.")
+        assert torch.equal(tensor, common[inner] if inner in common else first[2][name]), name
+
+
 def test_what_never_travels_is_looked_at_too():
     with pytest.warns(
         UserWarning, match=r"Client 2: its own tensor 'learner\.backbone\.head\.weight' holds NaN or infinity"
@@ -89,7 +99,7 @@ def test_control_variates_go_back_too():
 def test_what_was_not_finite_before_is_no_trouble():
     module = torch.nn.Linear(2, 2)
     module.register_buffer("smallest", torch.tensor(float("inf")))
-    state = LastGoodState(module, [])
+    state = LastGoodState(module, [], {})
     assert state.trouble(0, Payload({})) is None
     module.weight.data.fill_(3e38)  # finite, though their sum is not
     assert state.trouble(0, Payload({})) is None

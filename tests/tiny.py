@@ -11,6 +11,7 @@ from lit_pfl.client import ClientSpec
 from lit_pfl.data import BatchLoader, Digits
 from lit_pfl.models import Backbone
 from lit_pfl.testing import assert_equal as assert_equal
+from lit_pfl_callbacks.tensors import tensors_of
 
 
 class TinyNet(Backbone):
@@ -98,7 +99,7 @@ def short(name: str) -> str:
 
 def weights(federation: Federation) -> dict[int, dict[str, Tensor]]:
     """Return copies of all clients' states, by the names that they travel under."""
-    return {k: {short(name): t.clone() for name, t in c.state_dict().items()} for k, c in federation.clients.items()}
+    return {k: {short(name): t.clone() for name, t in tensors_of(c).items()} for k, c in federation.clients.items()}
 
 
 class Backwards(Digits):

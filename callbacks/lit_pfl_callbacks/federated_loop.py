@@ -9,11 +9,11 @@ from functools import cache
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
+from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
 # Running statistics of normalisation layers describe one client's data, so they stay with the client.
 NOT_RUNNING_STATISTICS = r"^(?!.*(running_mean|running_var|num_batches_tracked)$)"
@@ -166,7 +166,7 @@ class FederatedLoop(L.Callback):
         self.seconds["link"] += time.perf_counter() - began
 
     def _shared(self, pl_module: L.LightningModule) -> Mapping[str, Tensor]:
-        tensors = {name: tensor.detach() for name, tensor in pl_module.state_dict().items() if self.share(name)}
+        tensors = {name: tensor for name, tensor in tensors_of(pl_module).items() if self.share(name)}
         if not tensors:
             raise MisconfigurationException(
                 f"FederatedLoop(share=...) picks no tensor of {type(pl_module).__name__}; its state_dict has "
@@ -206,26 +206,3 @@ def _decides(module: L.LightningModule) -> TypeGuard[Any]:
 @cache  # looking a protocol up takes as long as some layers
 def _has_shares(kind: type) -> bool:
     return issubclass(kind, Shares)
-
-
-@torch.no_grad()
-def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy named tensors into a module's parameters and buffers of the same names, in place.
-
-    Raises:
-        MisconfigurationException: when the module has no such tensor, or one of another shape.
-    """
-    for name, tensor in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        try:
-            own = getattr(module.get_submodule(path), leaf)
-        except AttributeError:
-            own = None
-        if not isinstance(own, Tensor):
-            raise MisconfigurationException(f"The reply holds {name!r}, which {type(module).__name__} does not have.")
-        if own.shape != tensor.shape:
-            raise MisconfigurationException(
-                f"The reply's {name!r} has shape {tuple(tensor.shape)}; "
-                f"{type(module).__name__} needs {tuple(own.shape)}."
-            )
-        own.copy_(tensor)

@@ -14,6 +14,7 @@ from lit_pfl_callbacks.files import replacing
 from lit_pfl_callbacks.protocols import HasModels, HasRanks, HasScores
 from lit_pfl_callbacks.rounds import keeps, spread
 from lit_pfl_callbacks.run_folder import run_folder
+from lit_pfl_callbacks.tensors import tensors_of
 
 
 class PersonalizedModels(L.Callback):
@@ -77,7 +78,7 @@ class PersonalizedModels(L.Callback):
 
 def _file(network: nn.Module) -> bytes:
     # copies, since safetensors takes neither shared memory nor strides
-    return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()})
+    return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors_of(network).items()})
 
 
 def _scores(pl_module: Any) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from lit_pfl_callbacks.federated_loop import NOT_RUNNING_STATISTICS
 from lit_pfl_callbacks.listening import Listening
 from lit_pfl_callbacks.protocols import HasClients, HasMixing, HasRanks, Transfer
 from lit_pfl_callbacks.rounds import RoundTable, due, round_of, spread
+from lit_pfl_callbacks.tensors import tensors_of
 
 COLUMNS = ["round", "group", "client", "other", "cosine"]
 MATCHING_COLUMNS = ["round", "client", "other", "frequency"]
@@ -128,7 +129,7 @@ class Similarity(Listening):
 
     def _of_states(self, clients: Mapping[int, nn.Module]) -> dict[str, dict[int, list[Tensor]]]:
         """Return, by group of parameters, every client's vector in parts."""
-        states = {client: dict(module.state_dict()) for client, module in clients.items()}
+        states = {client: tensors_of(module) for client, module in clients.items()}
         found = {group: _parts(states, pattern) for group, pattern in (self.groups or FACTORS).items()}
         if self.groups is None:
             found = {group: own for group, own in found.items() if own} or {

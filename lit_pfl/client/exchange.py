@@ -11,7 +11,7 @@ from lit_pfl.client.spec import ClientSpec
 from lit_pfl.factorization import Factorization
 from lit_pfl.payload import Payload
 from lit_pfl.sharing import Role, encoder_of, names_of_head, roles_of, travelling
-from lit_pfl_callbacks.federated_loop import load_tensors
+from lit_pfl_callbacks.tensors import load_tensors
 
 
 class Exchange(ABC):
@@ -80,6 +80,12 @@ class Exchange(ABC):
         load_tensors(self.learner, reply)
         for name, rest in unsent.items():
             self.learner.get_parameter(name).add_(rest)
+
+    def overwritten(self, reply: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what :meth:`download` makes equal to the reply whatever it was, by name in ``state_dict()``."""
+        if type(self).download is not Exchange.download or self.factorization is not None:
+            return {}
+        return {f"learner.{name}": tensor for name, tensor in reply.items()}
 
     def load_global(self, model: Mapping[str, Tensor]) -> None:
         """Become the one model of all, see :meth:`~lit_pfl.Server.global_model`."""

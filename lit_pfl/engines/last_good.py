@@ -1,6 +1,6 @@
 """Back to the last good state, for a client whose training ran away."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from lit_pfl.errors import UploadError
 from lit_pfl.finite import all_finite
 from lit_pfl.payload import Payload
+from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
 BACK = " The client begins its next round from where it began this one."
 
@@ -15,18 +16,18 @@ BACK = " The client begins its next round from where it began this one."
 class LastGoodState:
     """A client's network, memory and optimizer as they are before a round, to be taken up again should it go wrong.
 
-    It is held only while that client trains: one client's state more in memory, whatever their number. To make it and
-    to look at what came of the round takes, once a round, about two and a half times as long as SGD's own step (0.2 ms
-    for a network of 10 tensors, 0.7 ms for a ResNet-9 on a CPU).
+    It is held only while that client trains: one client's state more in memory, whatever their number. What a reply
+    overwrites is not copied but taken from the reply again, which for a large network is most of the work.
 
     Args:
         module: the client.
         optimizers: its optimizers.
+        reply: what it is about to load, by name in its ``state_dict()``, of what is then the same whatever it was.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self.module, self.optimizers = module, optimizers
-        self._module = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], reply: Mapping[str, Tensor]) -> None:
+        self.module, self.optimizers, self._reply = module, optimizers, reply
+        self._module = {name: tensor.clone() for name, tensor in tensors_of(module).items() if name not in reply}
         self._optimizers = [
             {
                 parameter: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
@@ -45,10 +46,10 @@ class LastGoodState:
         if upload.not_finite is not None:
             return UploadError(f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.{BACK}")
         sent = {_place(tensor) for tensor in upload.values()}  # mostly the module's own memory
-        own = [tensor for tensor in self.module.state_dict().values() if _place(tensor) not in sent]
+        own = [tensor for tensor in tensors_of(self.module).values() if _place(tensor) not in sent]
         if all_finite([*own, *self._momenta()]):
             return None
-        for name, tensor in self.module.state_dict().items():
+        for name, tensor in tensors_of(self.module).items():
             before = self._module.get(name)
             if not tensor.isfinite().all() and (before is None or before.isfinite().all()):
                 return UploadError(f"Client {client}: its own tensor {name!r} holds NaN or infinity.{BACK}")
@@ -63,7 +64,8 @@ class LastGoodState:
 
     def restore(self) -> None:
         """Take up the state again. Schedules go on."""
-        self.module.load_state_dict(self._module)
+        self.module.load_state_dict(self._module, strict=False)
+        load_tensors(self.module, self._reply)
         for optimizer, states in zip(self.optimizers, self._optimizers, strict=True):
             optimizer.state.clear()
             optimizer.state.update(states)

@@ -20,6 +20,7 @@ from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_l
 from lit_pfl.links import LocalHub
 from lit_pfl.payload import Payload
 from lit_pfl_callbacks import FederatedLoop
+from lit_pfl_callbacks.tensors import tensors_of
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
@@ -63,7 +64,7 @@ class LocalEngine:
             self._add_fit(client)
             self.hub.start(client)
         module.completed_rounds = completed
-        before = LastGoodState(module, module.trainer.optimizers)
+        before = LastGoodState(module, module.trainer.optimizers, module.overwritten(reply))
         sent = self.hub.resume(client, reply)
         if sent is None:
             raise ConfigError(
@@ -149,12 +150,12 @@ class LocalEngine:
             if reply is None:
                 yield module
                 return
-            before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+            before = {name: tensor.clone() for name, tensor in tensors_of(module).items()}
             module.download(reply)
             try:
                 yield module
             finally:
-                module.load_state_dict(before)
+                module.load_state_dict(before, strict=False)
 
     # ----------------------------------------------------------------------------------------------------------- state
 

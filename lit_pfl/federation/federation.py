@@ -26,6 +26,7 @@ from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO
 from lit_pfl.round_log import mean_over_samples
 from lit_pfl.server import ClientInfo
 from lit_pfl_callbacks import FederatedLoop
+from lit_pfl_callbacks.tensors import tensors_of
 
 
 class Federation(Scoring, Checkpointing):
@@ -200,7 +201,7 @@ class Federation(Scoring, Checkpointing):
         learner = self.prototype.learner
         if self.ranks.size > 1 and learner is not None:
             lazy = UninitializedParameter | UninitializedBuffer
-            tensors = [tensor for tensor in learner.state_dict().values() if not isinstance(tensor, lazy)]
+            tensors = [tensor for tensor in tensors_of(learner).values() if not isinstance(tensor, lazy)]
             first = self.ranks.exchange(tensors=tensors)[0].tensors
             with torch.no_grad():
                 for tensor, value in zip(tensors, first, strict=True):

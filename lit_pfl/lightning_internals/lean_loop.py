@@ -38,15 +38,17 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on a batch."""
         trainer = self.trainer
-        kinds = [type(optimizer) for optimizer in trainer.optimizers]
-        if len(kinds) != 1 or kinds[0] not in STEP_ONCE or not trainer.lightning_module.automatic_optimization:
+        strategy = trainer.strategy
+        module, optimizers = strategy.lightning_module, strategy.optimizers
+        assert module is not None
+        if len(optimizers) != 1 or type(optimizers[0]) not in STEP_ONCE or not module.automatic_optimization:
             super().advance(data_fetcher)
             return
         batch, _, _ = next(data_fetcher)
-        device = trainer.strategy.root_device
+        device = strategy.root_device
         if device.type != "cpu":  # where the batches of anybody's own DataLoader are
             batch = move_data_to_device(batch, device)
-        [optimizer], module = trainer.optimizers, trainer.lightning_module
+        optimizer = optimizers[0]
         step = self.automatic_optimization.optim_progress.optimizer.step
         self.batch_progress.is_last_batch = data_fetcher.done
         self.batch_progress.increment_ready()
@@ -78,3 +80,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         """Count the batch."""
         self.update_lr_schedulers("step", update_plateau_schedulers=True)
         self._batches_that_stepped += 1
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Let schedules go on, where there are any."""
+        if self.trainer.strategy.lr_scheduler_configs:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)

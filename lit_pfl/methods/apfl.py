@@ -13,7 +13,7 @@ from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Mixture, Step, evaluating, network_of, silenced
 from lit_pfl.methods.two_models import TwoModels
-from lit_pfl_callbacks.federated_loop import load_tensors
+from lit_pfl_callbacks.tensors import load_tensors
 
 
 class APFL(TwoModels):

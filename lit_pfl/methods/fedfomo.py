@@ -16,7 +16,7 @@ from lit_pfl.ops import weighted_mean
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl.sharing import EVERYTHING
-from lit_pfl_callbacks.federated_loop import load_tensors
+from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
 AFFINITY = "affinity"
 
@@ -74,7 +74,7 @@ class FedFOMO(Client):
         self.register_buffer(AFFINITY, torch.zeros(self.num_models))
 
     def _network(self) -> dict[str, Tensor]:
-        return dict(self.learner.state_dict())
+        return tensors_of(self.learner)
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """Return which samples are trained on and which are held back: the same at any time, and in a resumed run."""

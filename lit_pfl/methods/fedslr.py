@@ -20,8 +20,8 @@ from lit_pfl.nn import Memory
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl.structures import STRUCTURES, Structure, StructureName
-from lit_pfl_callbacks.federated_loop import load_tensors
 from lit_pfl_callbacks.protocols import WeightParts
+from lit_pfl_callbacks.tensors import load_tensors
 
 MIXED, GKR = "mixed", "GKR"
 

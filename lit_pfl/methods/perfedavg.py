@@ -18,7 +18,7 @@ from lit_pfl.learners import Step, evaluating, recorded, size_of, split_batch, u
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
 from lit_pfl.sharing import EVERYTHING
-from lit_pfl_callbacks.federated_loop import load_tensors
+from lit_pfl_callbacks.tensors import load_tensors
 
 Weights = Mapping[str, Tensor]
 

@@ -14,6 +14,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.models import Backbone
+from lit_pfl_callbacks.tensors import tensors_of
 
 #: 90 images to train on, 90 to validate with; the rest is for testing
 FEW: dict[str, Any] = {
@@ -78,7 +79,7 @@ def digits(num_clients: int = 3, **options: Any) -> Digits:
 
 def weights(federation: Federation) -> dict[int, dict[str, Tensor]]:
     """Return copies of all clients' states."""
-    return {k: {name: t.clone() for name, t in c.state_dict().items()} for k, c in federation.clients.items()}
+    return {k: {name: t.clone() for name, t in tensors_of(c).items()} for k, c in federation.clients.items()}
 
 
 class MethodTester:

@@ -12,6 +12,7 @@ from lit_pfl import Client, Federation
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.testing.method_tester import BackToFront
+from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, trainer, weights
 
 METHODS = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__}
@@ -75,9 +76,9 @@ def test_a_method_and_somebody_s_module(method, project, tmp_path):
     sizes = {"parameters"} if method == "FedSLR" else set()
     assert {frozenset(row.scores) for row in straight.rows} == {there.metrics | sizes}
     assert not straight.coordinator.refused
-    first = there.method(METHODS[method]).learner.state_dict()
+    first = tensors_of(there.method(METHODS[method]).learner)
     for client in straight.clients.values():
-        own = client.learner.state_dict()
+        own = tensors_of(client.learner)
         assert all(tensor.isfinite().all() for tensor in own.values())
         assert not all(torch.equal(own[name], tensor) for name, tensor in first.items() if name in own)
 

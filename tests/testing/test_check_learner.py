@@ -5,7 +5,6 @@ from functools import partial
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.demos import BoringModel, LightningLSTM, LightningTransformer
 from torch.utils.data import DataLoader
 
@@ -13,7 +12,8 @@ import lit_pfl.methods
 from foreign import VOCABULARY, Loaders, Regression, diabetes, texts, vectors
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import Ditto, FedAvg, FedRep, Scaffold
-from lit_pfl.testing import check_learner
+from lit_pfl.testing import assert_equal, check_learner
+from lit_pfl_callbacks.tensors import tensors_of
 
 
 def batches():
@@ -22,13 +22,13 @@ def batches():
 
 def test_every_method_is_tried_and_the_module_stays_as_it_is():
     module = Regression()
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in tensors_of(module).items()}
     report = check_learner(module, batches(), head=r"^net\.3\.", encoder="net.0")
     assert list(report) == lit_pfl.methods.__all__
     assert {name for name, reason in report.items() if reason} == {"FedMA", "PsiNet", "Scaffold"}
     assert "use torch.optim.SGD" in report["Scaffold"]
     assert report.works == [name for name in lit_pfl.methods.__all__ if name not in ("FedMA", "PsiNet", "Scaffold")]
-    assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items())
+    assert_equal(tensors_of(module), before)
 
 
 def test_the_report_is_a_table():

@@ -1,0 +1,35 @@
+"""A module's tensors by name."""
+
+from collections.abc import Mapping
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a module's ``state_dict()``: what else it holds (``get_extra_state``) is left out."""
+    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+@torch.no_grad()
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy named tensors into a module's parameters and buffers of the same names, in place.
+
+    Raises:
+        MisconfigurationException: when the module has no such tensor, or one of another shape.
+    """
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        try:
+            own = getattr(module.get_submodule(path), leaf)
+        except AttributeError:
+            own = None
+        if not isinstance(own, Tensor):
+            raise MisconfigurationException(f"The reply holds {name!r}, which {type(module).__name__} does not have.")
+        if own.shape != tensor.shape:
+            raise MisconfigurationException(
+                f"The reply's {name!r} has shape {tuple(tensor.shape)}; "
+                f"{type(module).__name__} needs {tuple(own.shape)}."
+            )
+        own.copy_(tensor)
