@@ -1,5 +1,6 @@
 """Whether tensors hold NaN or infinity."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -12,10 +13,14 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     Args:
         tensors: of any shapes, on any devices. Those of whole numbers are finite.
     """
-    sums: dict[torch.device, list[Tensor]] = {}
+    elsewhere: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_floating_point():
             # in 32 bits at least, so that they can be stacked, and half precision adds up to less often
             wide = torch.promote_types(tensor.dtype, torch.float32)
-            sums.setdefault(tensor.device, []).append(tensor.detach().sum(dtype=wide).float())
-    return all(bool(torch.stack(parts).isfinite().all()) for parts in sums.values())
+            total = tensor.detach().sum(dtype=wide)
+            if tensor.device.type != "cpu":  # to be waited for once
+                elsewhere.setdefault(tensor.device, []).append(total.float())
+            elif not math.isfinite(total.item()):
+                return False
+    return all(bool(torch.stack(totals).isfinite().all()) for totals in elsewhere.values())

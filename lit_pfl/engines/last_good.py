@@ -45,9 +45,7 @@ class LastGoodState:
         """
         if upload.not_finite is not None:
             return UploadError(f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.{BACK}")
-        sent = {_place(tensor) for tensor in upload.values()}  # mostly the module's own memory
-        own = [tensor for tensor in tensors_of(self.module).values() if _place(tensor) not in sent]
-        if all_finite([*own, *self._momenta()]):
+        if all_finite([*self._stays(upload), *self._momenta()]):
             return None
         for name, tensor in tensors_of(self.module).items():
             before = self._module.get(name)
@@ -56,6 +54,13 @@ class LastGoodState:
         if not all(tensor.isfinite().all() for tensor in self._momenta()):
             return UploadError(f"Client {client}: its optimizer's state holds NaN or infinity.{BACK}")
         return None
+
+    def _stays(self, upload: Payload) -> list[Tensor]:
+        """Return the module's tensors that are not uploaded."""
+        if not self._module and len(upload) == len(self._reply):
+            return []  # all of it travels
+        sent = {_place(tensor) for tensor in upload.values()}  # mostly the module's own memory
+        return [tensor for tensor in tensors_of(self.module).values() if _place(tensor) not in sent]
 
     def _momenta(self) -> Iterator[Tensor]:
         for optimizer in self.optimizers:
