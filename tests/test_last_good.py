@@ -107,3 +107,24 @@ def test_what_was_not_finite_before_is_no_trouble():
     assert "'weight'" in str(state.trouble(0, Payload({})))
     state.restore()
     assert state.trouble(0, Payload({})) is None
+
+
+def test_what_is_no_tensor_goes_back_too():
+    class Counting(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.seen = [0]
+
+        def get_extra_state(self):
+            return self.seen
+
+        def set_extra_state(self, state):
+            self.seen = state
+
+    module = Counting()
+    state = LastGoodState(module, [], {"weight": torch.ones(2, 2)})
+    module.seen.append(float("nan"))
+    module.weight.data.fill_(float("nan"))
+    state.restore()
+    assert module.seen == [0]
+    assert torch.equal(module.weight, torch.ones(2, 2))

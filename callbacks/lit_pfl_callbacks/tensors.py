@@ -1,6 +1,8 @@
 """A module's tensors by name."""
 
+import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -10,6 +12,11 @@ from torch import Tensor, nn
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module's ``state_dict()``: what else it holds (``get_extra_state``) is left out."""
     return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a ``state_dict()``, whatever it holds, that what is trained on does not change."""
+    return {name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in state.items()}
 
 
 @torch.no_grad()

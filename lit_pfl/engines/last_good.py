@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from lit_pfl.errors import UploadError
 from lit_pfl.finite import all_finite
 from lit_pfl.payload import Payload
-from lit_pfl_callbacks.tensors import load_tensors, tensors_of
+from lit_pfl_callbacks.tensors import copied, tensors_of
 
 BACK = " The client begins its next round from where it began this one."
 
@@ -27,13 +27,9 @@ class LastGoodState:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], reply: Mapping[str, Tensor]) -> None:
         self.module, self.optimizers, self._reply = module, optimizers, reply
-        self._module = {name: tensor.clone() for name, tensor in tensors_of(module).items() if name not in reply}
+        self._module = copied({name: value for name, value in module.state_dict().items() if name not in reply})
         self._optimizers = [
-            {
-                parameter: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-                for parameter, state in optimizer.state.items()
-            }
-            for optimizer in optimizers
+            {parameter: copied(state) for parameter, state in optimizer.state.items()} for optimizer in optimizers
         ]
 
     def trouble(self, client: int, upload: Payload) -> UploadError | None:
@@ -69,8 +65,7 @@ class LastGoodState:
 
     def restore(self) -> None:
         """Take up the state again. Schedules go on."""
-        self.module.load_state_dict(self._module, strict=False)
-        load_tensors(self.module, self._reply)
+        self.module.load_state_dict({**self._module, **self._reply})
         for optimizer, states in zip(self.optimizers, self._optimizers, strict=True):
             optimizer.state.clear()
             optimizer.state.update(states)

@@ -20,7 +20,7 @@ from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_l
 from lit_pfl.links import LocalHub
 from lit_pfl.payload import Payload
 from lit_pfl_callbacks import FederatedLoop
-from lit_pfl_callbacks.tensors import tensors_of
+from lit_pfl_callbacks.tensors import copied
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
@@ -150,12 +150,12 @@ class LocalEngine:
             if reply is None:
                 yield module
                 return
-            before = {name: tensor.clone() for name, tensor in tensors_of(module).items()}
+            before = copied(module.state_dict())
             module.download(reply)
             try:
                 yield module
             finally:
-                module.load_state_dict(before, strict=False)
+                module.load_state_dict(before)
 
     # ----------------------------------------------------------------------------------------------------------- state
 

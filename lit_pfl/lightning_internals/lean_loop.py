@@ -80,8 +80,3 @@ class LeanEpochLoop(_TrainingEpochLoop):
         """Count the batch."""
         self.update_lr_schedulers("step", update_plateau_schedulers=True)
         self._batches_that_stepped += 1
-
-    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Let schedules go on, where there are any."""
-        if self.trainer.strategy.lr_scheduler_configs:
-            super().update_lr_schedulers(interval, update_plateau_schedulers)

@@ -145,8 +145,8 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
     Q, which is seen; what A^T then finds outside V is at most o / s of that, with o the largest singular value of what
     is outside, and is not waited for. The error of taking ``A V V^T`` for A is, to first order,
     ``(s - t) sqrt(s^2 + o^2) / (s^2 - o^2)`` times that of every kept s, with t the threshold; to second order it is
-    added the square of ``R v`` over ``s - o``. Of an s that is not kept it is what ``sqrt(s^2 + |R v|^2)`` exceeds the
-    threshold by.
+    added the square of ``R v`` over ``s - o``. Of what is not kept, where ``|A v|`` is below the threshold, it is what
+    that and the part outside V together, as the root of the sum of squares, exceed the threshold by.
     """
     small = min(matrix.shape)
     extra = len(near) // 16 + 16 + 2 * int((near.square().sum(1) < threshold / 2).sum())
@@ -179,10 +179,11 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
         apart = (images - q @ (w * s.to(matrix.dtype))).norm(dim=0).double()
         lengths = images.norm(dim=0).double()
         kept = lengths > threshold
-        weight = (s - threshold) * (s**2 + outside**2).sqrt() / (s**2 - outside**2) * outside / s
+        further = outside / s * apart
+        weight = (s - threshold) * (s**2 + outside**2).sqrt() / (s**2 - outside**2)
         second = (apart.square() / (s - outside))[kept].sum()
-        lifted = ((s.square() + apart.square()).sqrt() - threshold)[near_enough & ~kept].clamp(min=0).sum()
-        errors.append(float((weight * apart)[kept].norm() + second + lifted))
+        lifted = ((lengths.square() + further.square()).sqrt() - threshold)[near_enough & ~kept].clamp(min=0).sum()
+        errors.append(float((weight * further)[kept].norm() + second + lifted))
         if errors[-1] <= enough:
             if not _all_below(matrix, images[:, near_enough], right[:, near_enough], outside, threshold):
                 return None
