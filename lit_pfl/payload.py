@@ -140,7 +140,7 @@ class Payload(Mapping[str, Tensor]):
     @cached_property
     def not_finite(self) -> str | None:
         """Name of a tensor that holds NaN or infinity, as it is when this is first asked; None if none does."""
-        if all_finite(self.values()):
+        if all_finite(self._tensors.values()):
             return None
         return next((name for name, tensor in self.items() if not tensor.isfinite().all()), None)
 

@@ -128,3 +128,33 @@ def test_what_is_no_tensor_goes_back_too():
     state.restore()
     assert module.seen == [0]
     assert torch.equal(module.weight, torch.ones(2, 2))
+
+
+def test_what_a_reply_leaves_is_copied_whatever_the_reply_holds():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.BatchNorm1d(2))
+    names = list(module.state_dict())
+    for left in names:
+        before = module.state_dict()[left].clone()
+        state = LastGoodState(module, [], {name: value for name, value in module.state_dict().items() if name != left})
+        module.state_dict()[left].fill_(7)
+        state.restore()
+        assert torch.equal(module.state_dict()[left], before)
+
+
+def test_states_that_modules_make_themselves_are_copied():
+    class Hidden(torch.nn.Linear):
+        memory = torch.zeros(1)
+
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "memory"] = self.memory
+
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            self.memory = state_dict.pop(prefix + "memory")
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    module = Hidden(2, 2)
+    state = LastGoodState(module, [], {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    module.memory += 1
+    state.restore()
+    assert module.memory == 0

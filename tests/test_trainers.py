@@ -141,9 +141,9 @@ def test_the_short_way_brings_batches_to_the_device():
 def another_lightning(monkeypatch):
     """The short way has not been imported yet, and the warning not been given; both are put back."""
     monkeypatch.delitem(sys.modules, "lit_pfl.lightning_internals.lean_loop")
-    batch_loop._lean_loop.cache_clear()
+    batch_loop._short_way.cache_clear()
     yield monkeypatch
-    batch_loop._lean_loop.cache_clear()
+    batch_loop._short_way.cache_clear()
 
 
 def take_the_short_way(fittings, own):
@@ -161,11 +161,11 @@ def without_the_module(monkeypatch):
 
 
 def without_a_method(monkeypatch):
-    monkeypatch.delattr("lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._num_ready_batches_reached")
+    monkeypatch.delattr("lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.update_lr_schedulers")
 
 
 def with_another_signature(monkeypatch):
-    loop = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.on_advance_end"
+    loop = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.run"
     monkeypatch.setattr(loop, lambda self, data_fetcher, kwargs: None)
 
 
@@ -182,9 +182,85 @@ def test_another_lightning_is_taken_its_own_way_with_one_warning(another_lightni
 
 def test_the_trainers_own_loop_gives_the_same_weights(another_lightning):
     lean = run(client(FedAvg))
-    batch_loop._lean_loop.cache_clear()
+    batch_loop._short_way.cache_clear()
     another_lightning.delitem(sys.modules, "lit_pfl.lightning_internals.lean_loop")
     another_lightning.delattr("lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop", raising=True)
     with pytest.warns(UserWarning, match="Clients take the Trainer's own loop"):
         own = run(client(FedAvg))
     assert_equal(weights(lean), weights(own))
+
+
+class Flat(L.LightningModule):
+    """Somebody's module for :class:`Digits`, without a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return nn.functional.cross_entropy(self.head(images.flatten(1)), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Logs(Flat):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("step", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("end", float(self.current_epoch))
+
+
+class LogsAtTheEnd(Flat):
+    def on_train_epoch_end(self):
+        self.log("end", float(self.current_epoch))
+
+
+class EndsItsEpoch(Flat):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise StopIteration
+        return super().training_step(batch, batch_idx)
+
+
+def progress(fitting):
+    loop = fitting.fit_loop
+    counts = [loop.epoch_progress.state_dict(), loop.epoch_loop.batch_progress.state_dict()]
+    return [*counts, fitting.global_step, loop.epoch_loop._batches_that_stepped]
+
+
+@pytest.mark.parametrize("learner", [Flat, Logs, LogsAtTheEnd, EndsItsEpoch])
+def test_the_short_way_counts_and_logs_what_the_trainers_own_does(learner):
+    both = [
+        run(FedAvg(learner=learner()), rounds=3, local_epochs=2, client_trainer=options)
+        for options in ({}, {"callbacks": [Listens()]})
+    ]
+    assert [type(f.clients[0].trainer.fit_loop.epoch_loop) is LeanEpochLoop for f in both] == [True, False]
+    short, own = (f.clients[1].trainer for f in both)
+    assert_equal(*map(weights, both))
+    assert progress(short) == progress(own)
+    assert short.callback_metrics == own.callback_metrics
+    assert ("end" in short.callback_metrics) == ("Logs" in learner.__name__)
+
+
+def test_callbacks_that_a_learner_brings_hear_of_batches():
+    heard = []
+
+    class Hears(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            heard.append(pl_module.spec.client_id)
+
+    class Brings(Flat):
+        def configure_callbacks(self):
+            return [Hears()]
+
+    federation = run(FedAvg(learner=Brings()), rounds=2)
+    each = [len(federation.data.client(k).train) for k in federation.clients]
+    assert [heard.count(k) for k in federation.clients] == [2 * batches for batches in each]
+    assert_equal(weights(federation), weights(run(FedAvg(learner=Flat()), rounds=2)))

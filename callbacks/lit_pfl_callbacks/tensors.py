@@ -27,11 +27,9 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         MisconfigurationException: when the module has no such tensor, or one of another shape.
     """
     for name, tensor in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        try:
-            own = getattr(module.get_submodule(path), leaf)
-        except AttributeError:
-            own = None
+        own: Any = module
+        for part in name.split("."):
+            own = getattr(own, part, None)
         if not isinstance(own, Tensor):
             raise MisconfigurationException(f"The reply holds {name!r}, which {type(module).__name__} does not have.")
         if own.shape != tensor.shape:

@@ -13,6 +13,7 @@ from torch import nn
 from lit_pfl.client import Client
 from lit_pfl.data import LateLoader
 from lit_pfl.engines.last_good import LastGoodState
+from lit_pfl.engines.streams import random_state_kept
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.evaluation import Score, Split, score
 from lit_pfl.learners import call_step, evaluating
@@ -56,7 +57,8 @@ class LocalEngine:
 
     def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Payload | UploadError]:
         """Let clients load their replies and train a round, one after another; return their uploads."""
-        return {client: self._train(client, reply, completed) for client, reply in replies.items()}
+        with random_state_kept():
+            return {client: self._train(client, reply, completed) for client, reply in replies.items()}
 
     def _train(self, client: int, reply: Payload, completed: int) -> Payload | UploadError:
         module = self.clients[client]

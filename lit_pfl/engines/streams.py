@@ -43,15 +43,23 @@ class RandomStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the process's random state; put the former one back afterwards."""
-        outside = _get_random_state()
+        """Make this the process's random state, and leave it there: see :func:`random_state_kept`."""
         _set_random_state(self._state)
         try:
             yield
         finally:
             after = _get_random_state()
             self._state = after if after.cuda is not None else after._replace(cuda=self._state.cuda)
-            _set_random_state(outside)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the process's random state back afterwards, once for all the streams that are active in between."""
+    outside = _get_random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(outside)
 
 
 class _RandomState(NamedTuple):

@@ -5,8 +5,8 @@ caches a convolution has just filled with something else, about a millisecond. W
 calls are left out, and what remains is done in the same order: forward, backward, step, counters, schedules.
 """
 
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import lightning as L
 from lightning.pytorch.plugins.precision import Precision
@@ -14,9 +14,6 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
-if TYPE_CHECKING:
-    from lit_pfl.lightning_internals.lean_loop import LeanEpochLoop
 
 #: what a module may do during a batch, and then takes the Trainer's own way
 HOOKS = (
@@ -46,21 +43,20 @@ def make_lean(trainer: L.Trainer, module: L.LightningModule, own: L.Callback) ->
         and trainer.barebones is False
         and not any(is_overridden(hook, module) for hook in HOOKS)
     )
-    lean = _lean_loop() if plain else None
-    if lean is not None:
-        loop = trainer.fit_loop.epoch_loop
-        trainer.fit_loop.epoch_loop = lean(trainer, min_steps=loop.min_steps, max_steps=loop.max_steps)
+    shorten = _short_way() if plain else None
+    if shorten is not None:
+        shorten(trainer)
 
 
 @cache  # so that there is one warning
-def _lean_loop() -> "type[LeanEpochLoop] | None":
-    """Return the short way, or None where this Lightning's own loop is not the one that it was made for."""
+def _short_way() -> Callable[[L.Trainer], None] | None:
+    """Return what gives it to a Trainer, or None where Lightning's own loops are not those that it was made for."""
     try:
-        from lit_pfl.lightning_internals.lean_loop import LeanEpochLoop
+        from lit_pfl.lightning_internals.lean_loop import replace_loops
     except (ImportError, AttributeError) as error:
         rank_zero_warn(
             f"lightning {L.__version__} trains batches in another way than the releases that lit-pfl knows ({error}). "
             "Clients take the Trainer's own loop: the same results, 0.3 ms a batch slower."
         )
         return None
-    return LeanEpochLoop
+    return replace_loops

@@ -1,17 +1,23 @@
-"""A Trainer's loop over batches, without the hooks that nobody uses.
+"""A Trainer's loops over epochs and batches, without the hooks that nobody uses.
 
 It depends on how Lightning's own is written, and says so when imported beside one that is written otherwise.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
 
 #: optimizers that need no closure; others may call the one they are given more than once
 STEP_ONCE = {
@@ -19,64 +25,123 @@ STEP_ONCE = {
 } - {torch.optim.LBFGS}
 #: what is replaced or called here, and the parameters that it is known to have
 KNOWN: dict[Callable[..., Any], tuple[str, ...]] = {
+    _FitLoop.__init__: ("self", "trainer", "min_epochs", "max_epochs"),
+    _FitLoop.on_advance_end: ("self",),
     _TrainingEpochLoop.__init__: ("self", "trainer", "min_steps", "max_steps"),
-    _TrainingEpochLoop.advance: ("self", "data_fetcher"),
-    _TrainingEpochLoop.on_advance_end: ("self", "data_fetcher"),
+    _TrainingEpochLoop.run: ("self", "data_fetcher"),
+    _TrainingEpochLoop.on_iteration_done: ("self",),
     _TrainingEpochLoop.update_lr_schedulers: ("self", "interval", "update_plateau_schedulers"),
-    _TrainingEpochLoop._num_ready_batches_reached: ("self",),
     _LoggerConnector.on_batch_start: ("self", "batch", "dataloader_idx"),
     _LoggerConnector.on_batch_end: ("self",),
+    _LoggerConnector.epoch_end_reached: ("self",),
+    _LoggerConnector.on_epoch_end: ("self",),
+    _LoggerConnector.reset_results: ("self",),
 }
 for function, parameters in KNOWN.items():
     if tuple(inspect.signature(function).parameters) != parameters:
         raise ImportError(f"{function.__qualname__} has other parameters than {', '.join(parameters)}")
 
 
+class LeanFitLoop(_FitLoop):
+    """The Trainer's loop over epochs, with less at the end of each."""
+
+    epoch_loop: "LeanEpochLoop"
+
+    def on_advance_end(self) -> None:
+        """Tell of the end of an epoch."""
+        trainer, module = self.trainer, self.trainer.strategy.lightning_module
+        assert module is not None
+        connector, results = trainer._logger_connector, self.epoch_loop._results
+        if results or trainer.lr_scheduler_configs or self.epoch_loop.somebody_listens:
+            super().on_advance_end()
+            return
+        connector.epoch_end_reached()
+        self.epoch_progress.increment_processed()
+        module._current_fx_name = "on_train_epoch_end"
+        trainer.callbacks[0].on_train_epoch_end(trainer, module)  # type: ignore[attr-defined]
+        module.on_train_epoch_end()
+        module._current_fx_name = None
+        if results:  # logged just now
+            connector.on_epoch_end()
+        connector.reset_results()
+        self.epoch_progress.increment_completed()
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+
 class LeanEpochLoop(_TrainingEpochLoop):
     """The Trainer's loop over batches without the hooks that nobody uses."""
 
-    def advance(self, data_fetcher: _DataFetcher) -> None:
-        """Train on a batch."""
-        trainer = self.trainer
-        strategy = trainer.strategy
+    @property
+    def somebody_listens(self) -> bool:
+        """Whether the module has brought callbacks of its own into the Trainer."""
+        return len(self.trainer.callbacks) > 1  # type: ignore[attr-defined]
+
+    def run(self, data_fetcher: _DataFetcher) -> None:
+        """Train an epoch."""
+        strategy, count = self.trainer.strategy, self.trainer.num_training_batches
         module, optimizers = strategy.lightning_module, strategy.optimizers
         assert module is not None
-        if len(optimizers) != 1 or type(optimizers[0]) not in STEP_ONCE or not module.automatic_optimization:
-            super().advance(data_fetcher)
+        plain = (
+            len(optimizers) == 1
+            and type(optimizers[0]) in STEP_ONCE
+            and module.automatic_optimization
+            and not self.restarting
+            and not self.somebody_listens
+        )
+        if not plain or not isinstance(count, int):
+            super().run(data_fetcher)
             return
-        batch, _, _ = next(data_fetcher)
-        device = strategy.root_device
-        if device.type != "cpu":  # where the batches of anybody's own DataLoader are
-            batch = move_data_to_device(batch, device)
-        optimizer = optimizers[0]
+        self.reset()
+        # Not from the fetcher, which takes a batch apart and puts it together again.
+        batches = islice(data_fetcher.combined_loader.iterables, count)
+        with suppress(StopIteration):  # of a training_step that ends the epoch
+            self._train(module, optimizers[0], batches, count)
+        self.on_iteration_done()
+
+    def _train(self, module: L.LightningModule, optimizer: Optimizer, batches: Iterable[Any], count: int) -> None:
+        trainer, progress = self.trainer, self.batch_progress
+        connector, results = trainer._logger_connector, self._results
         step = self.automatic_optimization.optim_progress.optimizer.step
-        self.batch_progress.is_last_batch = data_fetcher.done
-        self.batch_progress.increment_ready()
-        trainer._logger_connector.on_batch_start(batch)
-        self.batch_progress.increment_started()
+        device, scheduled = trainer.strategy.root_device, bool(trainer.lr_scheduler_configs)
+        for index, batch in enumerate(batches):
+            if device.type != "cpu":  # where the batches of anybody's own DataLoader are
+                batch = move_data_to_device(batch, device)
+            progress.is_last_batch = index + 1 == count
+            progress.increment_ready()
+            connector.on_batch_start(batch)
+            progress.increment_started()
 
-        module._current_fx_name = "training_step"
-        output: Any = module.training_step(batch, self.batch_idx)
-        module._current_fx_name = None
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if loss is not None:
-            loss.backward()
-        step.increment_ready()
-        optimizer.step()
-        step.increment_completed()
-        optimizer.zero_grad()  # at once, so that the next batch finds this memory warm
+            module._current_fx_name = "training_step"
+            output: Any = module.training_step(batch, index)
+            module._current_fx_name = None
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if loss is not None:
+                loss.backward()
+            step.increment_ready()
+            optimizer.step()
+            step.increment_completed()
+            optimizer.zero_grad()  # at once, so that the next batch finds this memory warm
 
-        self.batch_progress.increment_processed()
-        self.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if self._num_ready_batches_reached():
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if self._results:
-            trainer._logger_connector.on_batch_end()
-        else:  # nothing was logged
-            self._results.batch = None
-        self.batch_progress.increment_completed()
+            progress.increment_processed()
+            if scheduled:
+                self.update_lr_schedulers("step", update_plateau_schedulers=False)
+                if progress.is_last_batch:
+                    self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            if results:
+                connector.on_batch_end()
+            else:  # nothing was logged
+                results.batch = None
+            progress.increment_completed()
+            if scheduled:
+                self.update_lr_schedulers("step", update_plateau_schedulers=True)
+            self._batches_that_stepped += 1
+            if trainer.should_stop and self.done:
+                break
 
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        """Count the batch."""
-        self.update_lr_schedulers("step", update_plateau_schedulers=True)
-        self._batches_that_stepped += 1
+
+def replace_loops(trainer: L.Trainer) -> None:
+    """Give a Trainer these loops in place of its own, before its fit."""
+    former = trainer.fit_loop
+    trainer.fit_loop = LeanFitLoop(trainer, former.min_epochs, former.max_epochs)
+    trainer.fit_loop.epoch_loop = LeanEpochLoop(trainer, former.min_steps, former.max_steps)

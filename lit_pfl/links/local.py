@@ -7,7 +7,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from lit_pfl.coordinator import Coordinator
-from lit_pfl.engines.streams import RandomStream
+from lit_pfl.engines.streams import RandomStream, random_state_kept
 from lit_pfl.lightning_internals import undisturbed
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
@@ -79,20 +79,23 @@ class LocalHub:
         """Let a client's fit run until it joins."""
         drawn = self.stream(client).state_dict()
         try:
-            with undisturbed():
+            with undisturbed(), random_state_kept():
                 return self._switch(client)
         finally:
             # so that a fit that starts again has drawn no more than one that slept
             self.stream(client).load_state_dict(drawn)
 
     def resume(self, client: int, reply: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
-        """Give a client a reply; let it run until its next upload, or until its fit ends, which returns ``None``."""
+        """Give a client a reply; let it run until its next upload, or until its fit ends, which returns ``None``.
+
+        The process's random state is this client's afterwards.
+        """
         answer = self._switch(client, reply)
         return None if self._fits[client].dead else answer  # what a fit returns in the end is no upload
 
     def stop(self) -> None:
         """End all fits in good order."""
-        with undisturbed():
+        with undisturbed(), random_state_kept():
             for client in sorted(self._fits):
                 self.resume(client, None)
         self._fits.clear()
@@ -144,7 +147,8 @@ class LocalHub:
 
     def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Mapping[str, Tensor]]:
         """Let fits load their replies and train a round; those that end by themselves leave the hub."""
-        uploads = {client: self.resume(client, reply) for client, reply in replies.items()}
+        with random_state_kept():
+            uploads = {client: self.resume(client, reply) for client, reply in replies.items()}
         self._fits = {client: fit for client, fit in self._fits.items() if not fit.dead}
         return {client: upload for client, upload in uploads.items() if upload is not None}
 
