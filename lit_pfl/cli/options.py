@@ -11,6 +11,8 @@ MAY_CHANGE = (
     "data.verify",
     "data.eval_batch_size",
     "federation.threads",
+    "federation.engine",
+    "federation.stack_size",
     "federation.quorum",
     "federation.if_not_saved",
 )

@@ -94,9 +94,13 @@ class Training(QuickModule):
             loss = self.objective(batch, batch_idx)
         except SkipBatch:
             return None
-        # Kept here, on the device: one self.log costs as much as a small network's step.
-        self._losses.append((loss.detach(), size_of(batch)))
+        self.note_loss(loss.detach(), size_of(batch))
         return loss
+
+    def note_loss(self, loss: Tensor, size: int) -> None:
+        """Take note of the loss of a batch of so many samples."""
+        # Kept here, on the device: one self.log costs as much as a small network's step.
+        self._losses.append((loss, size))
 
     def fall_asleep(self) -> tuple[float, int]:
         """Drop what the next round does not need; the upload is handed over.

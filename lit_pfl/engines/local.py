@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities import move_data_to_device
-from torch import nn
+from torch import Tensor, nn
 
 from lit_pfl.client import Client
 from lit_pfl.data import LateLoader
@@ -61,13 +61,23 @@ class LocalEngine:
             return {client: self._train(client, reply, completed) for client, reply in replies.items()}
 
     def _train(self, client: int, reply: Payload, completed: int) -> Payload | UploadError:
+        before = self._prepare(client, reply, completed)
+        return self._conclude(client, before, self.hub.resume(client, reply), completed)
+
+    def _prepare(self, client: int, reply: Payload, completed: int) -> LastGoodState:
+        """Start a client's fit, if it has not been; return how the client is before it loads a reply."""
         module = self.clients[client]
         if client not in self.hub:
             self._add_fit(client)
             self.hub.start(client)
         module.completed_rounds = completed
-        before = LastGoodState(module, module.trainer.optimizers, module.overwritten(reply))
-        sent = self.hub.resume(client, reply)
+        return LastGoodState(module, module.trainer.optimizers, module.overwritten(reply))
+
+    def _conclude(
+        self, client: int, before: LastGoodState, sent: Mapping[str, Tensor] | None, completed: int
+    ) -> Payload | UploadError:
+        """Return what a client has uploaded, or what is wrong with it."""
+        module = self.clients[client]
         if sent is None:
             raise ConfigError(
                 f"Client {client}: its fit ended before round {completed + 1} did. Nothing may end it, neither the "
@@ -87,12 +97,15 @@ class LocalEngine:
         loop = FederatedLoop(self.hub.link, every_n_epochs=self.local_epochs, num_samples=module.data.num_samples)
         memory = MemoryCheckpointIO()
         trainer = self.make_trainer(loop, memory)
-        make_lean(trainer, module, loop)
+        self._make_lean(trainer, module, loop)
         restored = self._restored.pop(client, None)
         if restored is not None:
             memory.checkpoint = restored
         path, batches = None if restored is None else "memory", LateLoader(module.training_data())
         self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
+
+    def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:
+        make_lean(trainer, module, loop)
 
     def stop(self) -> None:
         """End all fits in good order; they can be taken up again."""

@@ -14,13 +14,14 @@ from lit_pfl.evaluation import mean_loss
 from lit_pfl.learners import size_of
 
 
-def choose_threads(learner: L.LightningModule, example: Any, batch_size: int | None) -> int:
+def choose_threads(learner: L.LightningModule, example: Any, batch_size: int | None, stacked: int = 1) -> int:
     """Count one batch's work: a further thread for every 20 million operations of a forward pass.
 
     Args:
         learner: any client's.
         example: a batch for it.
         batch_size: samples of a training batch; by default those of the example.
+        stacked: how many batches make a step.
 
     Raises:
         ConfigError: when the learner cannot do with such a batch.
@@ -33,7 +34,7 @@ def choose_threads(learner: L.LightningModule, example: Any, batch_size: int | N
             f"model.learner: {type(learner).__name__} has no training loss for a batch of this data, "
             f"{_described(example)}: {type(error).__name__}: {error}"
         ) from error
-    operations = counter.get_total_flops() / size_of(example) * (batch_size or size_of(example))
+    operations = counter.get_total_flops() / size_of(example) * (batch_size or size_of(example)) * stacked
     return max(1, min(torch.get_num_threads(), round(operations / 2e7)))
 
 

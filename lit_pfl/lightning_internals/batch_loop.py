@@ -7,6 +7,7 @@ calls are left out, and what remains is done in the same order: forward, backwar
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.plugins.precision import Precision
@@ -14,7 +15,9 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
 
+Elsewhere = Callable[[Optimizer, list[Any]], None]
 #: what a module may do during a batch, and then takes the Trainer's own way
 HOOKS = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",
@@ -24,13 +27,16 @@ HOOKS = (
 )  # fmt: skip
 
 
-def make_lean(trainer: L.Trainer, module: L.LightningModule, own: L.Callback) -> None:
+def make_lean(
+    trainer: L.Trainer, module: L.LightningModule, own: L.Callback, elsewhere: Elsewhere | None = None
+) -> None:
     """Let a Trainer take the short way, if neither it nor the module has anything that would be left out.
 
     Args:
         trainer: the Trainer, before its fit. It has no validation data.
         module: what it will train.
         own: the one callback that may be there, since it does nothing during a batch.
+        elsewhere: trains on an epoch's batches in place of the Trainer, given its optimizer and them.
     """
     plain = (
         type(trainer.precision_plugin) is Precision
@@ -45,11 +51,11 @@ def make_lean(trainer: L.Trainer, module: L.LightningModule, own: L.Callback) ->
     )
     shorten = _short_way() if plain else None
     if shorten is not None:
-        shorten(trainer)
+        shorten(trainer, elsewhere)
 
 
 @cache  # so that there is one warning
-def _short_way() -> Callable[[L.Trainer], None] | None:
+def _short_way() -> Callable[[L.Trainer, Elsewhere | None], None] | None:
     """Return what gives it to a Trainer, or None where Lightning's own loops are not those that it was made for."""
     try:
         from lit_pfl.lightning_internals.lean_loop import replace_loops

@@ -19,6 +19,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
+from lit_pfl.lightning_internals.batch_loop import Elsewhere
+
 #: optimizers that need no closure; others may call the one they are given more than once
 STEP_ONCE = {
     kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
@@ -72,6 +74,8 @@ class LeanFitLoop(_FitLoop):
 class LeanEpochLoop(_TrainingEpochLoop):
     """The Trainer's loop over batches without the hooks that nobody uses."""
 
+    elsewhere: Elsewhere | None = None
+
     @property
     def somebody_listens(self) -> bool:
         """Whether the module has brought callbacks of its own into the Trainer."""
@@ -96,7 +100,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
         # Not from the fetcher, which takes a batch apart and puts it together again.
         batches = islice(data_fetcher.combined_loader.iterables, count)
         with suppress(StopIteration):  # of a training_step that ends the epoch
-            self._train(module, optimizers[0], batches, count)
+            if self.elsewhere is None:
+                self._train(module, optimizers[0], batches, count)
+            else:
+                self._have_trained(self.elsewhere, optimizers[0], batches)
         self.on_iteration_done()
 
     def _train(self, module: L.LightningModule, optimizer: Optimizer, batches: Iterable[Any], count: int) -> None:
@@ -139,9 +146,27 @@ class LeanEpochLoop(_TrainingEpochLoop):
             if trainer.should_stop and self.done:
                 break
 
+    def _have_trained(self, elsewhere: Elsewhere, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        """Let somebody else train an epoch, and count it."""
+        own, progress = self.trainer.strategy.root_device, self.batch_progress
+        step = self.automatic_optimization.optim_progress.optimizer.step
+        everything = [batch if own.type == "cpu" else move_data_to_device(batch, own) for batch in batches]
+        elsewhere(optimizer, everything)
+        progress.is_last_batch = True
+        for count in (
+            progress.increment_ready, progress.increment_started, progress.increment_processed,
+            progress.increment_completed, step.increment_ready, step.increment_completed,
+        ):  # fmt: skip
+            for _ in everything:
+                count()
+        self._batches_that_stepped += len(everything)
+        if self.trainer.lr_scheduler_configs:
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
-def replace_loops(trainer: L.Trainer) -> None:
-    """Give a Trainer these loops in place of its own, before its fit."""
+
+def replace_loops(trainer: L.Trainer, elsewhere: Elsewhere | None) -> None:
+    """Give a Trainer these loops in place of its own, before its fit; see :func:`make_lean`."""
     former = trainer.fit_loop
     trainer.fit_loop = LeanFitLoop(trainer, former.min_epochs, former.max_epochs)
     trainer.fit_loop.epoch_loop = LeanEpochLoop(trainer, former.min_steps, former.max_steps)
+    trainer.fit_loop.epoch_loop.elsewhere = elsewhere

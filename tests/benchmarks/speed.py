@@ -1,12 +1,14 @@
 """How much time a federation takes beyond the training itself, and how much memory beyond the clients' tensors.
 
-    python tests/benchmarks/speed.py [A] [B] [C] [D] [resnet] [table] [memory] [--root FOLDER] [--rounds N]
+    python tests/benchmarks/speed.py [A] [B] [C] [D] [tiny] [resnet] [table] [memory] [--root FOLDER] [--rounds N]
+        [--engine stacked] [--accelerator gpu]
 
 Every job is FedAvg with full participation, one local epoch a round, SGD with lr 0.01 and no evaluation, 400 batches a
 round (40 for ResNet-9). The federation and a bare PyTorch loop that does the same work on the same resident images take
 turns in one process; the ratio is that of the medians of their seconds a round. FOLDER holds ``FashionMNIST`` and
 ``cifar-10-batches-py`` as torchvision lays them out; without it images are random, which takes the same time. ``table``
-is somebody's own module on DataLoaders of their own data modules; the bare loop iterates such DataLoaders too.
+is somebody's own module on DataLoaders of their own data modules; the bare loop iterates such DataLoaders too. The
+stacked engine trains all but ``table``; ``table`` and ``memory`` are for the CPU.
 """
 
 import argparse
@@ -37,12 +39,25 @@ from lit_pfl.models import CNN, MLP, Backbone, ResNet9
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")
 
+
+class Tiny(Backbone):
+    """Two convolutions of 8 and 16 channels."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        convolutions = [
+            *(nn.Conv2d(channels, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        ]
+        super().__init__(nn.Sequential(*convolutions), nn.LazyLinear(classes))
+
+
 #: data set, clients, images a client, batch size, backbone, threads
 JOBS: dict[str, tuple[str, int, int, int, Callable[[int, int], Backbone], int]] = {
     "A": ("FashionMNIST", 20, 640, 32, CNN, 2),
     "B": ("CIFAR10", 20, 640, 32, CNN, 2),
     "C": ("FashionMNIST", 100, 64, 16, CNN, 2),
     "D": ("FashionMNIST", 100, 64, 16, MLP, 1),
+    "tiny": ("FashionMNIST", 100, 64, 16, Tiny, 1),
     "resnet": ("CIFAR10", 4, 640, 64, ResNet9, 2),
 }
 
@@ -87,15 +102,15 @@ def read(name: str, root: str | None) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def bare(
-    data: Images, backbone: Callable[[int, int], Backbone], clients: Sequence[int] | None = None
+    data: Images, backbone: Callable[[int, int], Backbone], clients: Sequence[int] | None = None, device: str = "cpu"
 ) -> Callable[[], None]:
     """Return one round of FedAvg in plain PyTorch, as one would write it, of all clients or of some."""
     clients, channels = clients or range(data.num_clients), data.client(0).example[0].shape[1]
-    images, labels = data.source
-    indices = [data.client(k).train.dataset for k in clients]
+    images, labels = (tensor.to(device) for tensor in data.source)
+    indices = [data.client(k).train.dataset.to(device) for k in clients]
     models = [backbone(channels, 10) for _ in clients]
     for model in models:
-        model(images[:2].float())
+        model.to(device)(images[:2].float())
         model.load_state_dict(models[0].state_dict())
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
     average = [p.detach().clone() for p in models[0].parameters()]
@@ -105,7 +120,7 @@ def bare(
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), average, strict=True):
                     parameter.copy_(value)
-            for batch in own[torch.randperm(len(own))].split(data.batch_size):
+            for batch in own[torch.randperm(len(own)).to(device)].split(data.batch_size):
                 x = images[batch].float().div_(255).sub_(0.5).div_(0.5)
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), labels[batch]).backward()
@@ -117,6 +132,11 @@ def bare(
                     value.add_(parameter, alpha=1 / len(models))
 
     return round
+
+
+def wait_for_gpu() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class Alternate(L.Callback):
@@ -131,11 +151,13 @@ class Alternate(L.Callback):
         self.began = time.perf_counter()
 
     def on_train_epoch_end(self, *args: Any) -> None:
+        wait_for_gpu()
         self.federation.append(time.perf_counter() - self.began)
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         began = time.perf_counter()
         self.bare_round()
+        wait_for_gpu()
         self.bare.append(time.perf_counter() - began)
         torch.set_num_threads(before)
 
@@ -154,28 +176,38 @@ def federation(
 
 
 def run(
-    method: FedAvg, data: FederatedDataModule, threads: int | None, rounds: int, *callbacks: Any, **options: Any
+    method: FedAvg,
+    data: FederatedDataModule,
+    threads: int | None,
+    rounds: int,
+    *callbacks: Any,
+    engine: Any = "local",
+    stack_size: int = 32,
+    **options: Any,
 ) -> None:
     trainer = L.Trainer(
-        max_epochs=rounds, accelerator="cpu", callbacks=list(callbacks), logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, **options,
+        max_epochs=rounds, callbacks=list(callbacks), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        **{"accelerator": "cpu", **options},
     )  # fmt: skip
-    made = Federation(method, seed=1, threads=threads)
+    made = Federation(method, seed=1, threads=threads, engine=engine, stack_size=stack_size)
     made.on_fit_end = lambda: made.engine.stop()  # type: ignore[method-assign]  # without the test at the end
     trainer.fit(made, datamodule=data)
 
 
-def speed(job: str, root: str | None, rounds: int) -> None:
+def speed(job: str, root: str | None, rounds: int, accelerator: str = "cpu", **engine: Any) -> None:
     name, clients, each, batch_size, backbone, threads = JOBS[job]
     torch.set_num_threads(threads)
     data = Images(*read(name, root), clients, each, batch_size)
     data.setup()
-    times = Alternate(bare(data, backbone), threads)
-    federation(data, backbone, threads, rounds + 1, times)
+    device = {"gpu": "cuda"}.get(accelerator, accelerator)
+    times = Alternate(bare(data, backbone, device=device), threads)
+    federation(data, backbone, threads, rounds + 1, times, accelerator=accelerator, **engine)
     batches = clients * -(-each // batch_size)
     ours, theirs = median(times.federation[1:]), median(times.bare[1:])  # the first round starts the clients' Trainers
     print(
-        f"| {job} | {name}, {clients} x {each}, batch {batch_size}, {backbone.__name__}, {threads} threads | "  # type: ignore[attr-defined]
+        f"| {job} | {name}, {clients} x {each}, batch {batch_size}, {backbone.__name__}, "  # type: ignore[attr-defined]
+        f"{f'{threads} threads' if device == 'cpu' else torch.cuda.get_device_name()} | "
         f"{1e3 * theirs / batches:.2f} | {1e3 * ours / batches:.2f} | {ours / theirs:.2f} |",
         flush=True,
     )
@@ -275,6 +307,9 @@ if __name__ == "__main__":
     parser.add_argument("jobs", nargs="*", help="default: all")
     parser.add_argument("--root", help="folder with the data sets")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that are timed")
+    parser.add_argument("--engine", choices=["local", "stacked"], default="local")
+    parser.add_argument("--stack_size", type=int, default=32)
+    parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--resident", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.resident:
@@ -284,7 +319,8 @@ if __name__ == "__main__":
     print("| job | work | bare loop, ms a batch | federation, ms a batch | ratio |\n|---|---|---|---|---|")
     for job in chosen:
         if job in JOBS:
-            speed(job, options.root, options.rounds)
+            engine = {"engine": options.engine, "stack_size": options.stack_size}
+            speed(job, options.root, options.rounds, options.accelerator, **engine)
     if "table" in chosen:
         table(options.rounds)
     if "memory" in chosen:

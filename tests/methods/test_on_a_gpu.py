@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +27,12 @@ def _exact():
 
 
 def fit(
-    device: str, name: str, rounds: int, folder: Path | None = None, resume: bool = False, kind: type = Federation
-) -> Federation:
+    device: str, name: str, rounds: int, folder: Path | None = None, resume: bool = False, kind: type = Federation,
+    **more: Any,
+) -> Federation:  # fmt: skip
     """Run a method on a device; two of three clients take part where it is saved."""
     saving = {} if folder is None else {"callbacks": [LastCheckpoint(folder)], "enable_checkpointing": True}
-    options = {"seed": 3, "threads": 1, "local_epochs": LOCAL_EPOCHS, "participation": 2 if folder else 1.0}
+    options = {"seed": 3, "threads": 1, "local_epochs": LOCAL_EPOCHS, "participation": 2 if folder else 1.0, **more}
     federation = kind(MethodTester(partial(configured, name)).method(), **options)
     fitting = trainer(rounds, accelerator=device, devices=1, **saving)
     fitting.fit(federation, datamodule=digits(), ckpt_path=folder / "last.ckpt" if resume else None)
@@ -75,3 +77,8 @@ def test_weights_are_the_cpu_s(device, name):
 def test_the_order_of_clients_does_not_matter(device, name):
     backwards = fit(device, name, 3, kind=BackToFront)
     assert_alike(backwards, fit(device, name, 3), 0 if device == "cpu" else 1e-4)
+
+
+@pytest.mark.parametrize(("device", "name"), [place for place in PLACES if place.values[1] in FEW])
+def test_stacked_clients_come_to_what_they_would_one_after_another(device, name):
+    assert_alike(fit(device, name, 2, engine="stacked"), fit(device, name, 2), 1e-4 if device == "cpu" else 1e-3)

@@ -1,0 +1,198 @@
+"""The networks of many clients as one, of which a single step trains them all."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lit_pfl.client import Client
+from lit_pfl.errors import ConfigError
+from lit_pfl.learners import size_of
+
+#: optimizers that treat every number by itself, so that a stack's step is that of each client in it
+ELEMENTWISE: dict[type[Optimizer], Any] = {
+    kind: kind
+    for kind in (
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+    )
+}
+#: what their states hold that counts steps: one number for all of a parameter
+COUNTS = ("step", "mu_product")
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A local epoch that a client's fit hands over.
+
+    Args:
+        client: the client.
+        optimizer: its optimizer.
+        batches: its batches, drawn from its own random numbers.
+    """
+
+    client: Client
+    optimizer: Optimizer
+    batches: list[Any]
+
+    def shapes(self, step: int) -> tuple[torch.Size, ...] | None:
+        """Return the shapes of a batch, None where there is none any more."""
+        if step >= len(self.batches):
+            return None
+        return tuple(tensor.shape for tensor in tree_leaves(self.batches[step]))
+
+    def kind(self) -> Hashable:
+        """Return what clients have to have in common: their tensors' shapes, an optimizer's options and its counts."""
+        learner, groups = self.client.learner, self.optimizer.param_groups
+        states = [self.optimizer.state.get(weight, {}) for group in groups for weight in group["params"]]
+        return (
+            type(self.client),
+            tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in learner.named_parameters()),
+            tuple((name, b.shape, b.dtype) for name, b in learner.named_buffers()),
+            tuple(str({key: value for key, value in group.items() if key != "params"}) for group in groups),
+            tuple(tuple((key, float(s[key]) if key in COUNTS else None) for key in s) for s in states),
+        )
+
+    def order(self) -> tuple[int, int]:
+        """Return the number of batches, and the size of the last."""
+        return len(self.batches), size_of(self.batches[-1]) if self.batches else 0
+
+
+class Stack:
+    """Clients that train together: their tensors along a first dimension, as long as their batches are of one shape.
+
+    Args:
+        members: their K epochs, of one kind.
+        weights: (K, ...) their learners' parameters by name.
+        buffers: (K, ...) their learners' buffers by name.
+        states: their optimizers' states, by the name of the parameter: (K, ...), or a count that they share.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Epoch],
+        weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        states: Mapping[str, State],
+    ) -> None:
+        self.members, self.buffers = members, buffers
+        learner, optimizer = members[0].client.learner, members[0].optimizer
+        own = dict(learner.named_parameters())
+        self.weights = {name: weights[name].detach().requires_grad_(own[name].requires_grad) for name in own}
+        stacked = {id(weight): self.weights[name] for name, weight in own.items()}
+        self.optimizer: Optimizer = ELEMENTWISE[type(optimizer)](
+            [{**group, "params": [stacked[id(w)] for w in group["params"]]} for group in optimizer.param_groups]
+        )
+        self.optimizer.state.update({self.weights[name]: dict(state) for name, state in states.items()})
+        self._objective = _Objective(members[0].client)
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, epochs: Sequence[Epoch]) -> Self:
+        """Return a stack of copies of clients' tensors; :meth:`train` puts them back."""
+        members = sorted(epochs, key=Epoch.order, reverse=True)  # those who train on stay side by side
+        learners = [member.client.learner for member in members]
+        own = [dict(learner.named_parameters()) for learner in learners]
+        weights = {name: torch.stack([tensors[name] for tensors in own]) for name in own[0]}
+        also = [dict(learner.named_buffers()) for learner in learners]
+        buffers = {name: torch.stack([tensors[name] for tensors in also]) for name in also[0]}
+        states = {}
+        for name in own[0]:
+            found = [m.optimizer.state.get(tensors[name], {}) for m, tensors in zip(members, own, strict=True)]
+            states[name] = _each(found[0], lambda key, _, found=found: torch.stack([state[key] for state in found]))
+        return cls(members, weights, buffers, states)
+
+    def train(self, step: int = 0) -> None:
+        """Train from a step of the epoch to its end, and give the clients what has come of it.
+
+        Args:
+            step: the number of the first batch.
+
+        Raises:
+            ConfigError: when the network cannot be stacked.
+        """
+        while True:
+            shapes = [member.shapes(step) for member in self.members]
+            if shapes[0] == shapes[-1] is None:
+                self._put_back()
+                return
+            if shapes[0] != shapes[-1] or len(set(shapes)) > 1:
+                start = 0
+                for _, same in groupby(shapes):
+                    end = start + len(list(same))
+                    self._part(slice(start, end)).train(step)
+                    start = end
+                return
+            self._step(step)
+            step += 1
+
+    def _step(self, step: int) -> None:
+        batches = [member.batches[step] for member in self.members]
+        stacked = tree_map(lambda *tensors: torch.stack(tensors), *batches)
+        try:
+            losses = vmap(self._loss, (0, 0, 0, None), randomness="error")(self.weights, self.buffers, stacked, step)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                "federation.engine=stacked: this network cannot be trained for many clients at once "
+                f"({str(error).splitlines()[0]}); use federation.engine=local."
+            ) from error
+        losses.sum().backward()  # which gives each client the gradient of its own
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for member, batch, loss in zip(self.members, batches, losses.detach().unbind(), strict=True):
+            member.client.note_loss(loss, size_of(batch))
+
+    def _loss(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, step: int) -> Tensor:
+        tensors = {f"client.learner.{name}": tensor for name, tensor in (*weights.items(), *buffers.items())}
+        return functional_call(self._objective, tensors, (batch, step))
+
+    def _part(self, some: slice) -> "Stack":
+        """Return a stack of some of the clients, in the same memory."""
+        return Stack(
+            self.members[some],
+            {name: weight.detach()[some] for name, weight in self.weights.items()},
+            {name: buffer[some] for name, buffer in self.buffers.items()},
+            {name: _each(self._state(name), lambda _, value: value[some]) for name in self.weights},
+        )
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for k, member in enumerate(self.members):
+            for name, buffer in member.client.learner.named_buffers():
+                buffer.copy_(self.buffers[name][k])
+            for name, weight in member.client.learner.named_parameters():
+                weight.copy_(self.weights[name][k])
+                member.optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedules look at
+                if state := self._state(name):
+                    member.optimizer.state[weight] = _each(state, lambda _, value, k=k: value[k].clone())
+
+    def _state(self, name: str) -> State:
+        return self.optimizer.state.get(self.weights[name], {})
+
+
+class _Objective(nn.Module):
+    """What a client minimises, as a forward pass."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__()
+        self.client = client
+
+    def forward(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.client.objective(batch, batch_idx)
+
+
+def _each(state: State, change: Any) -> dict[str, Any]:
+    """Return an optimizer's state of a parameter with its tensors changed, given by name; what counts is copied."""
+    return {
+        key: (value.clone() if isinstance(value, Tensor) else value) if key in COUNTS else change(key, value)
+        for key, value in state.items()
+    }

@@ -1,0 +1,106 @@
+"""All clients in this process, many trained in one step."""
+
+from collections.abc import Hashable, Mapping
+from itertools import islice
+from typing import Any
+
+import lightning as L
+
+from lit_pfl.client import Client
+from lit_pfl.client.training import Training
+from lit_pfl.engines.local import LocalEngine
+from lit_pfl.engines.stack import ELEMENTWISE, Epoch, Stack
+from lit_pfl.engines.streams import random_state_kept
+from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.learners import ImageClassifier
+from lit_pfl.lightning_internals import make_lean
+from lit_pfl.payload import Payload
+
+
+class StackedEngine(LocalEngine):
+    """Runs a federation's clients many at once: a batch of each in one step, by ``torch.func.vmap``.
+
+    A client's own Trainer does everything but the steps, for which it lends its client, optimizer and batches. What
+    comes of them is what would have come of them one after another, but for rounding. Clients train in the same step
+    as long as they have batches of one shape; those with more batches than others go on without them.
+
+    Args:
+        args: see :class:`~lit_pfl.engines.local.LocalEngine`.
+        size: how many clients there are in a stack at most.
+    """
+
+    def __init__(self, *args: Any, size: int) -> None:
+        super().__init__(*args)
+        self.size = size
+        self._checked: set[int] = set()
+
+    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Payload | UploadError]:
+        """Let clients load their replies and train a round, many at once; return their uploads.
+
+        Raises:
+            ConfigError: when they cannot train so.
+        """
+        uploads: dict[int, Payload | UploadError] = {}
+        with random_state_kept():
+            for start in range(0, len(replies), self.size):
+                uploads |= self._train_together(dict(islice(replies.items(), start, start + self.size)), completed)
+        return uploads
+
+    def _train_together(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Payload | UploadError]:
+        before = {client: self._prepare(client, reply, completed) for client, reply in replies.items()}
+        sent: dict[int, Any] = {client: self.hub.resume(client, reply) for client, reply in replies.items()}
+        for client in sent.keys() - self._checked:
+            _check(self.clients[client], sent[client])
+        self._checked |= sent.keys()
+        while epochs := {client: message for client, message in sent.items() if isinstance(message, Epoch)}:
+            kinds: dict[Hashable, list[Epoch]] = {}
+            for epoch in epochs.values():
+                kinds.setdefault(epoch.kind(), []).append(epoch)
+            for alike in kinds.values():
+                Stack.of(alike).train()
+            sent |= {client: self.hub.resume(client, None) for client in epochs}
+        return {client: self._conclude(client, before[client], sent[client], completed) for client in replies}
+
+    def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:
+        make_lean(trainer, module, loop, lambda *epoch: self.hub.link.lend(Epoch(module, *epoch)))
+        if isinstance(module.learner, ImageClassifier):
+            module.learner.channels_last = False  # a lay-out of four dimensions; stacked images have five
+
+
+def _check(client: Client, message: Any) -> None:
+    """See that a client can train with others.
+
+    Args:
+        client: the client.
+        message: what its fit has handed over first: an epoch, unless its Trainer has trained by itself.
+
+    Raises:
+        ConfigError: when it cannot.
+    """
+    kind: Any = type(client)
+    optimizer: Any = client.trainer.optimizers[0]
+    if any(getattr(kind, name) is not getattr(Training, name) for name in ("objective", "loss", "training_step")):
+        reason = f"{kind.__name__} minimises more than its learner's loss"
+    elif type(client.learner) is not ImageClassifier:
+        reason = f"a step of {type(client.learner).__name__} may do what cannot be done for many clients at once"
+    elif type(optimizer) not in ELEMENTWISE:
+        reason = f"{type(optimizer).__name__} may not treat every number by itself, as SGD and Adam do"
+    elif _has_hooks(client, optimizer):
+        reason = f"{kind.__name__} has hooks in every step of a client"
+    elif any(schedule.interval == "step" for schedule in client.trainer.lr_scheduler_configs):
+        reason = "the learning rate changes from step to step"
+    elif not isinstance(message, Epoch):
+        reason = "trainer.precision, federation.client_trainer or a hook is about single steps of a client"
+    else:
+        return
+    raise ConfigError(f"federation.engine=stacked: {reason}; use federation.engine=local.")
+
+
+def _has_hooks(client: Client, optimizer: Any) -> bool:
+    """Say whether a client's own functions are called in its steps, which would be those of another one in a stack."""
+    dictionaries = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    for part in client.learner.modules():
+        dictionaries += [part._forward_pre_hooks, part._forward_hooks, part._backward_hooks, part._backward_pre_hooks]
+    for weight in client.learner.parameters():
+        dictionaries += [weight._backward_hooks, weight._post_accumulate_grad_hooks]
+    return any(dictionaries)

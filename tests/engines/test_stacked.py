@@ -1,0 +1,223 @@
+"""Many clients in one step come to what they would have come to one after another."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lit_pfl import Federation
+from lit_pfl import methods as M
+from lit_pfl.data import Dirichlet
+from lit_pfl.errors import ConfigError
+from tiny import GroupNet, Parts, client, digits, run, trainer, weights
+
+
+class Normed(Parts):
+    """A convolution, batch norm and a classifier; nothing random."""
+
+    def __init__(self, channels: int = 1, classes: int = 10) -> None:
+        body = nn.Sequential(
+            nn.Conv2d(channels, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        )
+        super().__init__(body, nn.Linear(16, classes))
+
+
+def both(method, rounds=3, data=None, **options):
+    """Return a federation that was trained one client after another, and one that was trained stacked."""
+    make = {"backbone": Normed, **options.pop("model", {})}
+    return [
+        run(client(method, **make), (data or digits)(), rounds=rounds, engine=engine, **options)
+        for engine in ("local", "stacked")
+    ]
+
+
+def assert_close(one, other):
+    for k, state in weights(one).items():
+        for name, tensor in weights(other)[k].items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert one.traffic.state_dict() == other.traffic.state_dict()
+    for a, b in zip(one.rows, other.rows, strict=True):
+        assert (a.client, a.round, a.model, a.n) == (b.client, b.round, b.model, b.n)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        M.FedAvg,
+        M.StandAlone,
+        M.FedPer,
+        M.LGFedAvg,
+        M.PFedPara,
+        M.AgnosticFL,
+        M.ClusteredFL,
+        M.FedFOMO,
+        M.SimFed,
+        M.FactorizedFL,
+    ],
+)
+def test_clients_in_a_stack_learn_what_they_would_by_themselves(method):
+    one, stacked = both(method)
+    assert_close(one, stacked)
+    for k in one.clients:
+        a, b = (f.clients[k].trainer for f in (one, stacked))
+        assert (a.global_step, a.current_epoch) == (b.global_step, b.current_epoch)
+    losses = [float(f.trainer.callback_metrics["train/loss"]) for f in (one, stacked)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def uneven():
+    return digits(6, partition=Dirichlet(0.5), batch_size=32)
+
+
+@pytest.mark.parametrize("optimizer", [adam, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)])
+def test_clients_may_have_any_number_of_batches_and_take_part_at_times(optimizer):
+    one, stacked = both(
+        M.FedAvg,
+        4,
+        uneven,
+        model={"optimizer": optimizer, "backbone": GroupNet},
+        participation=0.5,
+        local_epochs=2,
+        stack_size=4,
+    )
+    assert len({len(one.data.client(k).train) for k in one.clients}) > 3
+    assert_close(one, stacked)
+
+
+def test_a_part_of_the_network_may_be_frozen_for_an_epoch():
+    assert_close(*both(M.FedRep, local_epochs=3))
+
+
+def test_clients_whose_networks_differ_are_in_stacks_of_their_own():
+    def data():
+        return digits(4, partition=Dirichlet(0.03), batch_size=32)
+
+    one, stacked = both(M.PsiNet, data=data, model={"backbone": GroupedNet, "optimizer": adam, "groups": 10})
+    shapes = {tuple(tuple(t.shape) for t in state.values()) for state in weights(one).values()}
+    assert len(shapes) > 1
+    assert_close(one, stacked)
+
+
+class GroupedNet(Parts):
+    def __init__(self, channels: int, classes: int) -> None:
+        body = nn.Sequential(
+            nn.Conv2d(channels, 5, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(20, 10),
+            nn.ReLU(),
+        )  # fmt: skip
+        super().__init__(body, nn.Linear(10, classes))
+
+
+def test_matched_networks_of_other_widths_are_stacked_anew():
+    one, stacked = both(M.FedMA, 4, model={"backbone": GroupedNet})
+    assert_close(one, stacked)
+
+
+def test_a_stack_is_what_trains(monkeypatch):
+    from lit_pfl.engines import stacked
+
+    sizes = []
+    of = stacked.Stack.of
+    monkeypatch.setattr(stacked.Stack, "of", lambda epochs: sizes.append(len(epochs)) or of(epochs))
+    run(client(M.FedAvg, backbone=Normed), digits(5), rounds=2, engine="stacked", stack_size=3)
+    assert sizes == [3, 2, 3, 2]
+
+
+@pytest.mark.parametrize("method", [M.Ditto, M.APFL, M.FedProx, M.FedDyn, M.Scaffold, M.PerFedAvg, M.FedSLR])
+def test_methods_with_more_than_a_learners_loss_are_refused(method):
+    with pytest.raises(
+        ConfigError, match=rf"^federation\.engine=stacked: {method.__name__} minimises more than its"
+    ) as e:
+        run(client(method, backbone=Normed, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), engine="stacked")
+    assert str(e.value).endswith("use federation.engine=local.")
+    assert "\n" not in str(e.value)
+
+
+class Mine(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.head(batch[0].flatten(1)), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def random_layers(channels, classes):
+    return Parts(nn.Sequential(nn.Flatten(), nn.Dropout(0.5)), nn.Linear(64, classes))
+
+
+def step_schedule(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+OWN_WAY = "trainer.precision, federation.client_trainer or a hook is about single steps"
+
+
+class Hears(M.FedAvg):
+    def on_train_batch_start(self, *args):
+        pass
+
+
+class StepSchedule(M.FedAvg):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.learner.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": step_schedule(optimizer), "interval": "step"}]
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "options", "reason"),
+    [
+        (M.FedAvg, {"learner": Mine()}, {}, "a step of Mine may do"),
+        (M.FedAvg, {"backbone": random_layers}, {}, r"this network cannot be trained for many .*random"),
+        (M.FedAvg, {"optimizer": lambda p: torch.optim.LBFGS(p)}, {}, "LBFGS may not treat every number by itself"),
+        (M.FedAvg, {}, {"client_trainer": {"gradient_clip_val": 1.0}}, OWN_WAY),
+        (Hears, {}, {}, OWN_WAY),
+        (StepSchedule, {}, {}, "the learning rate changes from step to step"),
+        (M.FedSpa, {}, {}, "FedSpa has hooks in every step"),
+    ],
+)
+def test_what_is_about_single_clients_is_refused(method, model, options, reason):
+    with pytest.raises(ConfigError, match=rf"^federation\.engine=stacked: {reason}") as error:
+        run(client(method, **{"backbone": Normed, **model}), engine="stacked", **options)
+    assert str(error.value).endswith("use federation.engine=local.")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("engines", [("stacked", "stacked"), ("local", "stacked"), ("stacked", "local")])
+def test_a_run_resumes_in_either_engine(tmp_path, engines):
+    def federation(engine):
+        return Federation(client(M.SimFed, backbone=Normed), seed=3, threads=1, engine=engine)
+
+    def fit(made, rounds, **options):
+        fitting = trainer(rounds, enable_checkpointing=False)
+        fitting.fit(made, datamodule=digits(), **options)
+        return fitting, made
+
+    _, whole = fit(federation(engines[0]), 4)
+    half, _ = fit(federation(engines[0]), 2)
+    half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    _, resumed = fit(federation(engines[1]), 4, ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    if engines[0] == engines[1]:
+        for k, state in weights(whole).items():
+            for name, tensor in weights(resumed)[k].items():
+                assert torch.equal(tensor, state[name]), name
+    assert_close(whole, resumed)
+
+
+def test_a_client_that_runs_away_costs_the_others_nothing():
+    class Spoilt(M.FedAvg):
+        def end_round(self):
+            if self.spec.client_id == 1 and self.completed_rounds == 1:
+                self.learner.backbone.head.weight.data.fill_(float("nan"))
+
+    with pytest.warns(UserWarning, match="Client 1: .* NaN or infinity"):
+        one = run(client(Spoilt, backbone=Normed), rounds=3)
+    with pytest.warns(UserWarning, match="Client 1: .* NaN or infinity"):
+        stacked = run(client(Spoilt, backbone=Normed), rounds=3, engine="stacked")
+    assert_close(one, stacked)
