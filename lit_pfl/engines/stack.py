@@ -65,6 +65,19 @@ class Epoch:
         return len(self.batches), size_of(self.batches[-1]) if self.batches else 0
 
 
+def train_together(epochs: Sequence[Epoch]) -> None:
+    """Train clients' epochs, those of one kind in one stack.
+
+    Raises:
+        ConfigError: when their network cannot be stacked.
+    """
+    kinds: dict[Hashable, list[Epoch]] = {}
+    for epoch in epochs:
+        kinds.setdefault(epoch.kind(), []).append(epoch)
+    for alike in kinds.values():
+        Stack.of(alike).train()
+
+
 class Stack:
     """Clients that train together: their tensors along a first dimension, as long as their batches are of one shape.
 

@@ -1,6 +1,6 @@
 """All clients in this process, many trained in one step."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -9,7 +9,7 @@ import lightning as L
 from lit_pfl.client import Client
 from lit_pfl.client.training import Training
 from lit_pfl.engines.local import LocalEngine
-from lit_pfl.engines.stack import ELEMENTWISE, Epoch, Stack
+from lit_pfl.engines.stack import ELEMENTWISE, Epoch, train_together
 from lit_pfl.engines.streams import random_state_kept
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.learners import ImageClassifier
@@ -53,11 +53,7 @@ class StackedEngine(LocalEngine):
             _check(self.clients[client], sent[client])
         self._checked |= sent.keys()
         while epochs := {client: message for client, message in sent.items() if isinstance(message, Epoch)}:
-            kinds: dict[Hashable, list[Epoch]] = {}
-            for epoch in epochs.values():
-                kinds.setdefault(epoch.kind(), []).append(epoch)
-            for alike in kinds.values():
-                Stack.of(alike).train()
+            train_together(list(epochs.values()))
             sent |= {client: self.hub.resume(client, None) for client in epochs}
         return {client: self._conclude(client, before[client], sent[client], completed) for client in replies}
 

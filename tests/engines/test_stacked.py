@@ -8,8 +8,10 @@ from torch import nn
 from lit_pfl import Federation
 from lit_pfl import methods as M
 from lit_pfl.data import Dirichlet
+from lit_pfl.engines.stack import Epoch, Stack, train_together
 from lit_pfl.errors import ConfigError
-from tiny import GroupNet, Parts, client, digits, run, trainer, weights
+from lit_pfl_callbacks.tensors import tensors_of
+from tiny import GroupNet, Parts, client, digits, run, spec, trainer, weights
 
 
 class Normed(Parts):
@@ -111,17 +113,44 @@ class GroupedNet(Parts):
         super().__init__(body, nn.Linear(10, classes))
 
 
+@pytest.mark.parametrize("optimizer", [adam, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("method", [M.FedAvg, M.SimFed, M.PFedPara])
+def test_in_double_precision_nothing_differs(method, optimizer):
+    """Training makes much of a little, so single precision shows no more than that the numbers are about the same."""
+    trained = []
+    for stacked in (False, True):
+        torch.manual_seed(0)
+        made = client(method, backbone=Normed, optimizer=optimizer, scheduler=None)
+        epochs = []
+        for k, sizes in enumerate([(8, 8, 8), (8, 8, 5), (8, 8, 5), (8, 3), ()]):
+            one = made.build(spec(k, 1, 8)).double()
+            batches = [(torch.randn(n, 1, 8, 8).double(), torch.randint(10, (n,))) for n in sizes]
+            epochs.append(Epoch(one, optimizer(one.learner.parameters()), batches))
+        for _ in range(2):
+            if stacked:
+                train_together(epochs[::-1])
+                continue
+            for epoch in epochs:
+                for i, batch in enumerate(epoch.batches):
+                    epoch.optimizer.zero_grad()
+                    epoch.client.training_step(batch, i).backward()
+                    epoch.optimizer.step()
+        trained.append([{**tensors_of(epoch.client), "loss": epoch.client.fall_asleep()} for epoch in epochs])
+    for one, other in zip(*trained, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-7, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def test_matched_networks_of_other_widths_are_stacked_anew():
     one, stacked = both(M.FedMA, 4, model={"backbone": GroupedNet})
     assert_close(one, stacked)
 
 
 def test_a_stack_is_what_trains(monkeypatch):
-    from lit_pfl.engines import stacked
-
     sizes = []
-    of = stacked.Stack.of
-    monkeypatch.setattr(stacked.Stack, "of", lambda epochs: sizes.append(len(epochs)) or of(epochs))
+    of = Stack.of
+    monkeypatch.setattr(Stack, "of", lambda epochs: sizes.append(len(epochs)) or of(epochs))
     run(client(M.FedAvg, backbone=Normed), digits(5), rounds=2, engine="stacked", stack_size=3)
     assert sizes == [3, 2, 3, 2]
 
