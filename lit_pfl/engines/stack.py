@@ -133,10 +133,10 @@ class Stack:
         """
         while True:
             shapes = [member.shapes(step) for member in self.members]
-            if shapes[0] == shapes[-1] is None:
+            if shapes[0] is None:  # nor have the others a batch any more
                 self._put_back()
                 return
-            if shapes[0] != shapes[-1] or len(set(shapes)) > 1:
+            if len(set(shapes)) > 1:
                 start = 0
                 for _, same in groupby(shapes):
                     end = start + len(list(same))
