@@ -363,3 +363,9 @@ def test_defaults_of_a_prototype_are_shared_by_no_one():
     assert list(federation.parameters()) == []
     assert federation.prototype.make_backbone is TinyNet
     assert federation.prototype.make_optimizer is momentum_sgd
+
+
+@pytest.mark.parametrize("option", ["evaluate", "if_not_saved", "engine"])
+def test_what_cannot_be_chosen_is_refused_from_python_too(option):
+    with pytest.raises(ConfigError, match=rf"^federation\.{option}=none: choose .*, .*\.$"):
+        Federation(client(FedAvg), **{option: "none"})

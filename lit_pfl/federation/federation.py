@@ -108,8 +108,13 @@ class Federation(Scoring, Checkpointing):
         check_client_options(client_trainer or {})
         if not 0 <= quorum <= 1:
             raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
-        if engine not in ("local", "stacked"):
-            raise ConfigError(f"federation.engine={engine}: choose local or stacked.")
+        for name, given, choices in (
+            ("evaluate", evaluate, ("before", "after", "global")),
+            ("if_not_saved", if_not_saved, ("stop", "continue")),
+            ("engine", engine, ("local", "stacked")),
+        ):
+            if given not in choices:
+                raise ConfigError(f"federation.{name}={given}: choose {', '.join(choices)}.")
         self.automatic_optimization = False
         # Not a submodule: a LightningModule hands its own Trainer down to those.
         self.__dict__["prototype"] = client
