@@ -369,3 +369,8 @@ def test_defaults_of_a_prototype_are_shared_by_no_one():
 def test_what_cannot_be_chosen_is_refused_from_python_too(option):
     with pytest.raises(ConfigError, match=rf"^federation\.{option}=none: choose .*, .*\.$"):
         Federation(client(FedAvg), **{option: "none"})
+
+
+def test_a_stack_of_none_is_refused():
+    with pytest.raises(ConfigError, match=r"^federation\.stack_size=0: give 1 or more\.$"):
+        Federation(client(FedAvg), engine="stacked", stack_size=0)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Self
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -16,15 +17,14 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.learners import size_of
 
 #: optimizers that treat every number by itself, so that a stack's step is that of each client in it
-ELEMENTWISE: dict[type[Optimizer], Any] = {
-    kind: kind
-    for kind in (
-        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
-        *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
-    )
-}
+ELEMENTWISE = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+)
 #: what their states hold that counts steps: one number for all of a parameter
 COUNTS = ("step", "mu_product")
+#: what every module has, none of which is about what it computes
+OF_ALL_MODULES = vars(L.LightningModule()).keys()
 State = Mapping[str, Any]
 
 
@@ -49,11 +49,14 @@ class Epoch:
         return tuple(tensor.shape for tensor in tree_leaves(self.batches[step]))
 
     def kind(self) -> Hashable:
-        """Return what clients have to have in common: their tensors' shapes, an optimizer's options and its counts."""
+        """Return what clients have to have in common, since a stack computes all of it as its first member does: what
+        their networks are made of, their tensors' shapes, an optimizer's options and its counts.
+        """
         learner, groups = self.client.learner, self.optimizer.param_groups
         states = [self.optimizer.state.get(weight, {}) for group in groups for weight in group["params"]]
         return (
             type(self.client),
+            tuple(_made_of(part) for part in learner.modules()),
             tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in learner.named_parameters()),
             tuple((name, b.shape, b.dtype) for name, b in learner.named_buffers()),
             tuple(str({key: value for key, value in group.items() if key != "params"}) for group in groups),
@@ -100,7 +103,8 @@ class Stack:
         own = dict(learner.named_parameters())
         self.weights = {name: weights[name].detach().requires_grad_(own[name].requires_grad) for name in own}
         stacked = {id(weight): self.weights[name] for name, weight in own.items()}
-        self.optimizer: Optimizer = ELEMENTWISE[type(optimizer)](
+        kind: Any = type(optimizer)
+        self.optimizer: Optimizer = kind(
             [{**group, "params": [stacked[id(w)] for w in group["params"]]} for group in optimizer.param_groups]
         )
         self.optimizer.state.update({self.weights[name]: dict(state) for name, state in states.items()})
@@ -201,6 +205,16 @@ class _Objective(nn.Module):
 
     def forward(self, batch: Any, batch_idx: int) -> Tensor:
         return self.client.objective(batch, batch_idx)
+
+
+def _made_of(part: nn.Module) -> Hashable:
+    """Return what a part of a network is beside its tensors and its own parts: its kind, sizes, modes."""
+    options = [
+        (name, id(value) if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)) else str(value))
+        for name, value in vars(part).items()
+        if name not in OF_ALL_MODULES
+    ]
+    return type(part), part.training, tuple(options)
 
 
 def _each(state: State, change: Any) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from lit_pfl.learners import ImageClassifier
 from lit_pfl.lightning_internals import make_lean
 from lit_pfl.payload import Payload
 
+#: what makes a client's objective that of its learner alone, as long as a method leaves them as they are
+OBJECTIVE = ("objective", "loss", "penalized", "training_step")
+
 
 class StackedEngine(LocalEngine):
     """Runs a federation's clients many at once: a batch of each in one step, by ``torch.func.vmap``.
@@ -48,10 +51,12 @@ class StackedEngine(LocalEngine):
 
     def _train_together(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Payload | UploadError]:
         before = {client: self._prepare(client, reply, completed) for client, reply in replies.items()}
-        sent: dict[int, Any] = {client: self.hub.resume(client, reply) for client, reply in replies.items()}
-        for client in sent.keys() - self._checked:
-            _check(self.clients[client], sent[client])
-        self._checked |= sent.keys()
+        sent: dict[int, Any] = {}
+        for client, reply in replies.items():
+            sent[client] = self.hub.resume(client, reply)
+            if client not in self._checked:
+                _check(self.clients[client], sent[client])
+                self._checked.add(client)
         while epochs := {client: message for client, message in sent.items() if isinstance(message, Epoch)}:
             train_together(list(epochs.values()))
             sent |= {client: self.hub.resume(client, None) for client in epochs}
@@ -75,7 +80,7 @@ def _check(client: Client, message: Any) -> None:
     """
     kind: Any = type(client)
     optimizer: Any = client.trainer.optimizers[0]
-    if any(getattr(kind, name) is not getattr(Training, name) for name in ("objective", "loss", "training_step")):
+    if any(getattr(kind, name) is not getattr(Training, name) for name in OBJECTIVE):
         reason = f"{kind.__name__} minimises more than its learner's loss"
     elif type(client.learner) is not ImageClassifier:
         reason = f"a step of {type(client.learner).__name__} may do what cannot be done for many clients at once"

@@ -129,6 +129,8 @@ class Federation(Scoring, Checkpointing):
         self.client_trainer = client_trainer or {}
         self.if_not_saved = if_not_saved
         self.clients = {}
+        if stack_size < 1:
+            raise ConfigError(f"federation.stack_size={stack_size}: give 1 or more.")
         self.stacked, self.stack_size = engine == "stacked", int(stack_size)
         self._given_seed = self.seed
         self._asked_to_stop = False

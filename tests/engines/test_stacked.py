@@ -7,7 +7,7 @@ from torch import nn
 
 from lit_pfl import Federation
 from lit_pfl import methods as M
-from lit_pfl.data import Dirichlet
+from lit_pfl.data import ClassShards, Dirichlet
 from lit_pfl.engines.stack import Epoch, Stack, train_together
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.tensors import tensors_of
@@ -102,6 +102,34 @@ def test_clients_whose_networks_differ_are_in_stacks_of_their_own():
     shapes = {tuple(tuple(t.shape) for t in state.values()) for state in weights(one).values()}
     assert len(shapes) > 1
     assert_close(one, stacked)
+
+
+def test_networks_of_the_same_shapes_that_compute_other_things_are_in_stacks_of_their_own():
+    def data():
+        return digits(4, partition=ClassShards(5), batch_size=32)
+
+    one, stacked = both(M.PsiNet, data=data, model={"backbone": GroupedNet, "optimizer": adam, "groups": 10})
+    assert len({tuple(tuple(t.shape) for t in state.values()) for state in weights(one).values()}) == 1
+    assert len({tuple(c.own_groups()) for c in one.clients.values()}) > 1
+    assert_close(one, stacked)
+
+
+@pytest.mark.parametrize(
+    ("change", "stacks"),
+    [
+        (lambda net: None, 1),
+        (lambda net: net.body[1].eval(), 2),
+        (lambda net: setattr(net.body[0], "stride", (1, 1)), 2),
+        (lambda net: setattr(net.body[1], "momentum", 0.5), 2),
+        (lambda net: setattr(net, "scale", torch.ones(1)), 2),
+        (lambda net: net.head.weight.requires_grad_(False), 2),
+    ],
+)
+def test_only_what_is_of_one_kind_is_stacked(change, stacks):
+    clients = [client(M.FedAvg, backbone=Normed).build(spec(k, 1, 8)) for k in range(3)]
+    change(clients[1].backbone)
+    epochs = [Epoch(one, adam(one.learner.parameters()), []) for one in clients]
+    assert len({epoch.kind() for epoch in epochs}) == stacks
 
 
 class GroupedNet(Parts):
