@@ -178,6 +178,7 @@ class Coordinator:
                 self.ledger.sent_down(client, Size(*size))
         if uploads:
             self._use(uploads)
+        self.ranks.exchange()  # before any client changes what others are still reading
 
     def reply(self, client: int) -> Payload:
         """Return what a participant loads, and count it as sent."""

@@ -67,6 +67,10 @@ class Exchange(ABC):
             if isinstance(weight := getattr(owner, leaf), nn.Parameter)
         }
 
+    def travellers(self) -> list[Tensor]:
+        """Return what travels as the learner itself holds it: parameters and buffers."""
+        return [getattr(owner, leaf) for _, owner, leaf in self._shared]
+
     def upload(self) -> Payload:
         """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
         shared, f = self.shared_parameters(), self.factorization

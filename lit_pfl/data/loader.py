@@ -147,7 +147,7 @@ class BatchLoader(ResidentLoader):
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B, C, H, W) images and (B,) labels."""
-        labels = self.data.labels[indices]
+        labels = self.data.labels.index_select(0, indices)
         return self._images(indices), labels if self.label_map is None else self.label_map[labels]
 
     @property
@@ -165,7 +165,7 @@ class BatchLoader(ResidentLoader):
 
     def _images(self, batch: Tensor) -> Tensor:
         data = self.data
-        images = data.images[batch].float().div_(255)
+        images = data.images.index_select(0, batch).float().div_(255)
         if images.shape[1] != data.channels:
             images = images.expand(-1, data.channels, -1, -1)
         if self.augment is not None and not self.augment.on_normalized:

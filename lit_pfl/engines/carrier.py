@@ -1,16 +1,28 @@
 """Bringing tensors from every process to every other, across machines and within them."""
 
 import secrets
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lit_pfl.engines.processes import Processes
-from lit_pfl.engines.shared_memory import Shape, SharedMemory, seen_at, side_by_side, size_of_all
+from lit_pfl.engines.shared_memory import Home, Shape, SharedMemory, seen_at, side_by_side, size_of_all
 
 Tell = Callable[[Any], list[Any]]
+
+
+class Place(NamedTuple):
+    """What a tensor that is brought is like, and where it is.
+
+    Args:
+        shape: how it lies in memory.
+        home: at which byte of its process's :class:`~lit_pfl.engines.shared_memory.Home` it lives, if it does.
+    """
+
+    shape: Shape
+    home: int | None
 
 
 class Carrier:
@@ -30,6 +42,9 @@ class Carrier:
         self._own = {kept: _some_memory() for kept in (False, True)}
         self._heard = {kept: _some_memory() for kept in (False, True)}  # from other machines
         self._seen: dict[str, Tensor] = {}  # memory of neighbours
+        self._home: Home | None = None
+        self._homes: dict[int, Tensor] = {}  # memory of neighbours in which their tensors live
+        self._found: dict[tuple[int, Place], Tensor] = {}  # tensors that live there
         self.neighbours = self._look_around()
         self._leaders = tell(self.neighbours[0])
         leaders = sorted(set(self._leaders))
@@ -45,8 +60,27 @@ class Carrier:
         others_see = self.tell(sees)
         return [rank for rank in sees if self.rank in others_see[rank]] or [self.rank]
 
+    def settle(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the same values in memory that all processes see; what lives there is brought without being copied.
+
+        All processes call this. Where not all of them are on one machine, tensors are returned as they are.
+        """
+        if len(self.neighbours) < len(self._leaders):
+            return list(tensors)
+        home = Home(tensors)
+        there = self.tell((home.path, home.nbytes))
+        self._found.clear()
+        self._homes = {rank: seen_at(*found) for rank, found in enumerate(there) if rank != self.rank and found[1]}
+        self._home = home
+        self.tell(None)  # all have it in hand
+        return home.tensors
+
+    def place(self, tensor: Tensor) -> Place:
+        """Say what a tensor of this process is like, and where it is."""
+        return Place(Shape.of(tensor), self._home.place(tensor) if self._home else None)
+
     def bring(
-        self, tensors: list[Tensor], shapes: list[list[Shape]], only_to: int | None, kept: bool
+        self, tensors: list[Tensor], places: list[list[Place]], only_to: int | None, kept: bool
     ) -> list[list[Tensor]]:
         """Return the tensors of every process, by rank; nothing for this one, and nothing where they are not wanted.
 
@@ -54,10 +88,38 @@ class Carrier:
 
         Args:
             tensors: those of this process.
-            shapes: of the tensors of every process.
+            places: of the tensors of every process.
             only_to: who alone gets them.
             kept: which of two places they are put to.
         """
+        moved = self._move(
+            [tensor for tensor, place in zip(tensors, places[self.rank], strict=True) if place.home is None],
+            [[place.shape for place in there if place.home is None] for there in places],
+            only_to,
+            kept,
+        )
+        if only_to not in (None, self.rank):
+            return [[] for _ in places]
+        return [
+            [] if rank == self.rank else self._put_together(rank, there, moved[rank])
+            for rank, there in enumerate(places)
+        ]
+
+    def _put_together(self, rank: int, places: list[Place], moved: list[Tensor]) -> list[Tensor]:
+        arrived = iter(moved)
+        return [next(arrived) if place.home is None else self._at_home(rank, place) for place in places]
+
+    def _at_home(self, rank: int, place: Place) -> Tensor:
+        if (rank, place) not in self._found:
+            assert place.home is not None
+            self._found[rank, place] = place.shape.on(self._homes[rank][place.home : place.home + place.shape.nbytes])
+        return self._found[rank, place]
+
+    def _move(
+        self, tensors: list[Tensor], shapes: list[list[Shape]], only_to: int | None, kept: bool
+    ) -> list[list[Tensor]]:
+        if not any(shapes):
+            return [[] for _ in shapes]
         memory = self._own[kept]
         own = memory.sized(size_of_all(shapes[self.rank]))
         for place, tensor in zip(side_by_side(shapes[self.rank], own), tensors, strict=True):

@@ -17,7 +17,8 @@ def of_all_ranks(ranks: Ranks, own: Mapping[int, Upload]) -> dict[int, Upload]:
     """Return what the clients of all processes upload, in the order of their ids.
 
     Tensors keep type, shape and lay-out in memory, marks and factors stay what they are, so that whatever is computed
-    from them is the same in every process. They are valid until the next exchange of this kind.
+    from them is the same in every process. They are to be used before the next exchange of any kind: they may be the
+    clients' own memory, which changes when those train on.
 
     Args:
         ranks: the processes.

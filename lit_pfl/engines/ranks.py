@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lit_pfl.engines.carrier import Carrier
+from lit_pfl.engines.carrier import Carrier, Place
 from lit_pfl.engines.processes import Processes
 from lit_pfl.engines.shared_memory import Shape
 from lit_pfl.errors import ConfigError, RankError
@@ -76,6 +77,12 @@ class Ranks:
         """Return the same nested tensors, in memory that all processes of a machine share."""
         return content
 
+    def settle(self, tensors: Sequence[Tensor]) -> None:
+        """Let tensors of this process live where others can see them. All processes have to call this.
+
+        They need not be copied any more when they are exchanged; so others see what becomes of them, until then.
+        """
+
     def fail(self, reason: str) -> None:
         """Tell the others that this process cannot go on."""
 
@@ -126,18 +133,20 @@ class ManyRanks(Ranks):
         places = {key: place for place, key in enumerate(distinct)}
         head: dict[str, Any] = {"words": words}
         if tensors:
-            shapes = [Shape.of(tensor) for tensor in distinct.values()]
+            lie = [self.carrier.place(tensor) for tensor in distinct.values()]
+            shapes = [place.shape for place in lie]
             kinds = {kind: number for number, kind in enumerate(dict.fromkeys(shapes))}
             head |= {
                 "kinds": [(str(kind.dtype).removeprefix("torch."), kind.shape, kind.stride) for kind in kinds],
                 "shapes": [kinds[shape] for shape in shapes],
+                "homes": [place.home for place in lie],
                 "elsewhere": [place for place, tensor in enumerate(distinct.values()) if tensor.device.type != "cpu"],
                 "tensors": [places[_identity(tensor)] for tensor in tensors],
             }
         heads = self._heads(head)
         if not any("tensors" in head for head in heads):
             return [Told(head["words"], []) for head in heads]
-        laid_out = [_shapes(head) for head in heads]
+        laid_out = [_places(head) for head in heads]
         moved = self.carrier.bring(list(distinct.values()), laid_out, only_to, kept)
         told = []
         for rank, (head, found) in enumerate(zip(heads, moved, strict=True)):
@@ -179,6 +188,12 @@ class ManyRanks(Ranks):
         places = {id(tensor): place for tensor, place in zip(tensors, shared, strict=True)}
         return apply_to_collection(content, Tensor, lambda tensor: places[id(tensor)])
 
+    def settle(self, tensors: Sequence[Tensor]) -> None:  # noqa: D102
+        if self.device.type == "cpu":
+            alone = _alone(tensors)
+            for tensor, at_home in zip(alone, self.carrier.settle(alone), strict=True):
+                tensor.data = at_home
+
     def fail(self, reason: str) -> None:  # noqa: D102
         if self._gone:
             return
@@ -187,9 +202,20 @@ class ManyRanks(Ranks):
         self._gone = True
 
 
-def _shapes(head: Mapping[str, Any]) -> list[Shape]:
+def _places(head: Mapping[str, Any]) -> list[Place]:
     kinds = [Shape(getattr(torch, name), tuple(shape), tuple(stride)) for name, shape, stride in head.get("kinds", ())]
-    return [kinds[kind] for kind in head.get("shapes", ())]
+    return [Place(kinds[kind], home) for kind, home in zip(head.get("shapes", ()), head.get("homes", ()), strict=True)]
+
+
+def _alone(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return those tensors that share their memory with no other: only they can move to another place."""
+    distinct = {id(tensor): tensor for tensor in tensors}.values()
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in distinct)
+
+    def is_alone(storage: torch.UntypedStorage, tensor: Tensor) -> bool:
+        return users[storage.data_ptr()] == 1 and storage.nbytes() == tensor.nbytes
+
+    return [tensor for tensor in distinct if is_alone(tensor.untyped_storage(), tensor)]
 
 
 def _identity(tensor: Tensor) -> Any:

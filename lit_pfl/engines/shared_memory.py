@@ -1,8 +1,10 @@
 """Memory that several processes of one machine see, so that tensors need not travel among them."""
 
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -29,7 +31,7 @@ class Shape:
     @classmethod
     def of(cls, tensor: Tensor) -> "Shape":
         """Return how a copy of a tensor lies: as the tensor itself, where that leaves no gaps."""
-        return cls(tensor.dtype, tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
+        return cls(tensor.dtype, tuple(tensor.shape), _dense(tensor.shape, tensor.stride()))
 
     @property
     def nbytes(self) -> int:
@@ -40,6 +42,11 @@ class Shape:
         """Return a tensor of this shape on (nbytes,) uint8 memory."""
         start = memory.storage_offset() // self.dtype.itemsize
         return memory.view(self.dtype).as_strided(self.shape, self.stride, start)
+
+
+@lru_cache(4096)  # a federation has few kinds of tensors, and asks for every one of them every round
+def _dense(shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
 
 
 def side_by_side(shapes: Sequence[Shape], memory: Tensor) -> list[Tensor]:
@@ -86,9 +93,56 @@ class SharedMemory:
             self._memory = seen_at(self.path, nbytes)
         return self._memory
 
+    def mapped(self, nbytes: int) -> mmap.mmap:
+        """Return so many bytes of it, as Python's own."""
+        os.ftruncate(self._file, nbytes)
+        return mmap.mmap(self._file, nbytes)
+
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             os.close(self._file)
+
+
+class Home:
+    """Shared memory in which tensors of this process live, each in a place of its own.
+
+    Every one is all of its storage: whoever saves one saves no more than that.
+
+    Args:
+        tensors: those that are to move there.
+
+    Attributes:
+        tensors: the same values, in shared memory.
+        nbytes: size of all of it.
+
+    Raises:
+        OSError: where the system has no shared memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        shapes = [Shape.of(tensor) for tensor in tensors]
+        self._memory, self.nbytes = SharedMemory(), size_of_all(shapes)
+        self.tensors = list(tensors)
+        self._places: dict[int, tuple[int, Shape]] = {}
+        if self.nbytes == 0:
+            return
+        memory, start = self._memory.mapped(self.nbytes), 0
+        for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
+            if shape.nbytes:
+                flat = torch.frombuffer(memory, dtype=shape.dtype, count=prod(shape.shape), offset=start)
+                self.tensors[number] = flat.as_strided(shape.shape, shape.stride).copy_(tensor)
+                self._places[flat.data_ptr()] = start, shape
+            start += _padded(shape.nbytes)
+
+    @property
+    def path(self) -> str:
+        """Where others of the machine find it, see :func:`seen_at`."""
+        return self._memory.path
+
+    def place(self, tensor: Tensor) -> int | None:
+        """Return at which byte a tensor lives here, or None if it is none of those that do."""
+        start, shape = self._places.get(tensor.data_ptr(), (None, None))
+        return start if shape == Shape(tensor.dtype, tuple(tensor.shape), tensor.stride()) else None
 
 
 def seen_at(path: str, nbytes: int) -> Tensor:

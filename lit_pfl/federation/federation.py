@@ -173,6 +173,7 @@ class Federation(Scoring, Checkpointing):
             self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks)
             joined = {k: ClientInfo(self.data.client(k).num_samples, c.initial()) for k, c in self.clients.items()}
             self.coordinator.start(joined)
+            self.ranks.settle([tensor for client in self.clients.values() for tensor in client.travellers()])
             if self.evaluate == "global":
                 self.__dict__["global_model"] = GlobalModel(self._fresh(data.clients[0]), self.coordinator)
             if self.threads is None:

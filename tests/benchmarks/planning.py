@@ -3,8 +3,8 @@
     python tests/benchmarks/planning.py
 
 The costs are those of FedAvg with job C of ``speed.py``: a CNN, 64 images a client, batches of 16, one local epoch, one
-thread a process. Bytes are exact. Memory is that of clients which have all trained, with plain SGD; several processes
-hold a round's uploads once more on every machine. Seconds are those of training, of the server's mean and of bringing
+thread a process. Bytes are exact. Memory is that of clients which have all trained, with plain SGD; several machines
+hold a round's uploads once more each. Seconds are those of training, of the server's mean and of bringing
 uploads together, one after another.
 """
 
@@ -103,10 +103,10 @@ def planned(costs: Costs, clients: int, participants: int, processes: int, machi
     """Return a line of the table."""
     both_ways = 2 * participants * costs.payload
     memory = costs.process * processes / machines + clients * costs.client / machines
-    if processes > 1:  # all uploads of a round, once a machine
+    if machines > 1:  # all uploads of a round; on one machine everybody sees the clients' own memory
         memory += participants * costs.payload
     train, mean = participants / processes * costs.train, participants * costs.mean
-    bring = participants / processes * costs.share if processes > 1 else 0.0
+    bring = participants / processes * costs.share if machines > 1 else 0.0
     if speed is not None:
         bring += participants * costs.payload * (machines - 1) / machines / speed
     return (

@@ -88,6 +88,32 @@ def check_one_copy(ranks: ManyRanks) -> None:
     assert shared["images"][3, 4] == (-1 if 0 in ranks.carrier.neighbours else 304)
 
 
+def check_settled(ranks: ManyRanks) -> None:
+    own, expected = tensors_of(ranks.rank), tensors_of(ranks.rank)
+    own[0] = own[0].clone()
+    ranks.settle(own)
+    for tensor, before in zip(own, expected, strict=True):
+        assert torch.equal(tensor, before)
+    together = len(ranks.carrier.neighbours) == ranks.size
+    assert own[4].data_ptr() == own[7].data_ptr()  # one is a part of the other, and stays it
+    at_home = [together and number in (0, 1, 2, 5, 6) for number in range(len(own))]  # 3 is empty
+    assert [ranks.carrier.place(tensor).home is not None for tensor in own] == at_home
+    for tensor in (own[number] for number, settled in enumerate(at_home) if settled):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # nobody saves the others' with it
+    assert own[0].stride() == expected[0].stride()
+    assert ranks.carrier.place(own[0][:1]).home is None  # a part of one is none of those that live there
+    for change in (0, 1):
+        own[0].add_(change)
+        told = ranks.exchange(tensors=[*own, torch.tensor([ranks.rank]), own[0] + 1], kept=True)
+        for rank, one in enumerate(told):
+            *settled, passing, further = one.tensors
+            assert passing.tolist() == [rank]
+            for number, (tensor, before) in enumerate(zip(settled, tensors_of(rank), strict=True)):
+                assert torch.equal(tensor, before + change if number == 0 else before)
+            assert torch.equal(further, settled[0] + 1)
+        ranks.exchange()
+
+
 def check_failure(ranks: ManyRanks) -> None:
     if ranks.rank == 1:
         ranks.fail("no more")
@@ -121,4 +147,5 @@ if __name__ == "__main__":
         check_exchange(ranks)
         check_uploads(ranks)
         check_one_copy(ranks)
+        check_settled(ranks)
         check_failure(ranks)
