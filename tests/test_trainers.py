@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
+from lit_pfl.data import PerClient
 from lit_pfl.engines.trainers import OWNED
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import batch_loop, make_lean
@@ -103,6 +104,78 @@ def test_optimizers_with_closures_take_the_trainers_own_way(optimizer):
     own = run(client(FedAvg, optimizer=optimizer, scheduler=None), client_trainer={"callbacks": [Listens()]})
     assert type(own.clients[0].trainer.fit_loop.epoch_loop) is not LeanEpochLoop
     assert_equal(weights(short), weights(own))
+
+
+class MovesOn(L.Callback):
+    """Changes weights by how often it was called, as a moving average or a warm-up does."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.calls += 1
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.mul_(1 - 0.01 * self.calls)
+
+
+def test_every_client_has_callbacks_of_its_own():
+    given = MovesOn()
+    both = run(client(FedAvg), digits(2), rounds=1, client_trainer={"callbacks": given})
+    again = run(client(FedAvg), digits(2), rounds=1, client_trainer={"callbacks": [given]})
+    assert given.calls == 0
+    assert [each.trainer.callbacks[0].calls for each in both.clients.values()] == [
+        len(each.data.train) for each in both.clients.values()
+    ]
+    assert_equal(weights(both), weights(again))
+
+
+class OpensAFile(L.Callback):
+    """A callback of which there can be one only."""
+
+    def __init__(self, path):
+        self.file = path.open("w")
+
+
+def test_a_callback_that_cannot_be_copied_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^federation\.client_trainer\.callbacks: .*cannot be copied: .*TextIO"):
+        run(client(FedAvg), client_trainer={"callbacks": [OpensAFile(tmp_path / "x")]})
+
+
+class Asks(L.LightningModule):
+    """A module with a schedule that ends with the training, as its Trainer plans it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+        self.rates = []
+
+    def training_step(self, batch, batch_idx):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return self.head(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        self.planned = self.trainer.max_epochs, self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.planned[1])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 3}])
+def test_a_module_may_ask_how_long_it_will_be_trained(limits):
+    rows = TensorDataset(torch.randn(10, 3))
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    alone = Asks()
+    L.Trainer(max_epochs=6, **quiet).fit(alone, DataLoader(rows, 4))
+    federation = Federation(FedAvg(learner=Asks()), local_epochs=2, threads=1)
+    data = PerClient([L.LightningDataModule.from_datasets(rows, batch_size=4)] * 2)
+    L.Trainer(limit_val_batches=0, **limits, **quiet).fit(federation, datamodule=data)
+    for module in federation.clients.values():
+        assert module.learner.planned == alone.planned == (6, 18)
+        assert module.learner.rates == pytest.approx(alone.rates)
+    # nor does the plan end anything
+    L.Trainer(max_epochs=5, limit_val_batches=0, **quiet).fit(federation, datamodule=data, ckpt_path=None)
+    assert len(federation.clients[0].learner.rates) > len(alone.rates)
 
 
 class Elsewhere(L.LightningModule):

@@ -1,6 +1,7 @@
 """The Trainers of a federation: what may be asked of the outer one, and how a client's is made."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -9,7 +10,8 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import NoProfiler, undisturbed
+from lit_pfl.lightning_internals import NoProfiler, make_endless, undisturbed
+from lit_pfl_callbacks import FederatedLoop
 
 #: what clients' weights may be trained in: they stay in 32 bits, as they are averaged and sent
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
@@ -21,6 +23,7 @@ OWNED = {
     **dict.fromkeys(("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "fast_dev_run"), _ROUNDS),
     **dict.fromkeys(("accelerator", "devices", "num_nodes", "strategy"), _DEVICE),
     "enable_checkpointing": "the checkpoint of trainer holds all clients",
+    "logger": "trainer.logger is where a federation logs, for all of its clients",
     "enable_progress_bar": "live bars of several Trainers do not share a screen; the federation shows one",
     "barebones": "a client's Trainer needs the callback that joins it to the federation",
 }
@@ -97,17 +100,20 @@ def refuse_scaled_gradients(trainer: L.Trainer, what: str) -> None:
         )
 
 
-def client_trainer(outer: L.Trainer, options: Mapping[str, Any], loop: L.Callback, memory: CheckpointIO) -> L.Trainer:
-    """Return the Trainer of one client.
+def client_trainer(
+    outer: L.Trainer, options: Mapping[str, Any], loop: FederatedLoop, memory: CheckpointIO, rounds: int
+) -> L.Trainer:
+    """Return the Trainer of one client. Its ``max_epochs`` is a plan: the epochs of a client that is in every round.
 
     Args:
-        outer: the federation's Trainer.
-        options: ``federation.client_trainer``.
+        outer: the Trainer whose device and precision it takes.
+        options: ``federation.client_trainer``; callbacks are copied, so that every client has its own.
         loop: the callback that joins the client to the federation.
         memory: where its checkpoints go.
+        rounds: number of rounds that are planned, or -1.
 
     Raises:
-        ConfigError: for options that a Trainer does not have.
+        ConfigError: for options that a Trainer does not have, and callbacks that cannot be copied.
     """
     device = outer.strategy.root_device
     arguments: dict[str, Any] = {
@@ -115,7 +121,7 @@ def client_trainer(outer: L.Trainer, options: Mapping[str, Any], loop: L.Callbac
         "devices": [device.index] if device.type == "cuda" else 1,
         "precision": outer.precision,
         "deterministic": torch.are_deterministic_algorithms_enabled() or None,
-        "max_epochs": -1,
+        "max_epochs": -1 if rounds == -1 else rounds * loop.every_n_epochs,
         "profiler": NoProfiler(),
         "logger": False,
         "enable_checkpointing": False,
@@ -123,7 +129,7 @@ def client_trainer(outer: L.Trainer, options: Mapping[str, Any], loop: L.Callbac
         "enable_model_summary": False,
         **options,
     }
-    arguments["callbacks"] = [*arguments.get("callbacks", []), loop]
+    arguments["callbacks"] = [*_own(arguments.get("callbacks")), loop]
     # Whatever started this process, a client's Trainer is none of several.
     arguments["plugins"] = [*arguments.get("plugins", []), memory, LightningEnvironment()]
     try:
@@ -132,4 +138,22 @@ def client_trainer(outer: L.Trainer, options: Mapping[str, Any], loop: L.Callbac
     except TypeError as error:
         raise ConfigError(f"federation.client_trainer: {error}") from None
     check_precision("federation.client_trainer.precision", trainer)
+    make_endless(trainer)
     return trainer
+
+
+def planned_rounds(outer: L.Trainer) -> int:
+    """Return the number of rounds that a federation's Trainer is to run, -1 for no end; a step of it is a round too."""
+    return min((limit for limit in (outer.max_epochs, outer.max_steps) if limit not in (None, -1)), default=-1)
+
+
+def _own(callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback]:
+    """Return copies of callbacks: they may keep what they know of one client's training."""
+    several = [callbacks] if isinstance(callbacks, L.Callback) else list(callbacks or [])
+    try:
+        return copy.deepcopy(several)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(
+            "federation.client_trainer.callbacks: every client has callbacks of its own, and one of these cannot be "
+            f"copied: {error}."
+        ) from None

@@ -18,7 +18,7 @@ from lit_pfl.engines.ranks import Ranks
 from lit_pfl.engines.stacked import StackedEngine
 from lit_pfl.engines.strategy import FederatedStrategy, ranks_of
 from lit_pfl.engines.threads import choose_threads, computing
-from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer
+from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer, planned_rounds
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.checkpointing import Checkpointing
 from lit_pfl.federation.scoring import Scoring
@@ -62,7 +62,7 @@ class Federation(Scoring, Checkpointing):
         threads: CPU threads to use for training and evaluation. By default one for small models, where more would wait
             for each other, and up to PyTorch's own number for larger ones.
         client_trainer: further options of every client's own Trainer, for example ``{"gradient_clip_val": 10}``;
-            not those that the federation decides, such as ``max_epochs``.
+            not those that the federation decides, such as ``max_epochs``. Every client gets copies of callbacks.
         if_not_saved: what to do when a checkpoint cannot be written, as on a full disk: ``stop``, or ``continue`` with
             a warning. The former checkpoint is whole either way.
         higher_is_better: whether higher values of a metric are better, by its name in a learner's ``log``, for metrics
@@ -267,7 +267,7 @@ class Federation(Scoring, Checkpointing):
                 raise
 
     def _make_trainer(self, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
-        return client_trainer(self.trainer, self.client_trainer, loop, memory)
+        return client_trainer(self.trainer, self.client_trainer, loop, memory, planned_rounds(self.trainer))
 
     def on_train_batch_end(self, outputs: Any, batch: list[int], batch_idx: int) -> None:
         """Put a stop off until the round is over: half a round is nothing that could be kept, scored or resumed."""

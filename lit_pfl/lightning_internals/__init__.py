@@ -8,6 +8,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
     read_checkpoint,
     read_whole,
 )
+from lit_pfl.lightning_internals.endless import make_endless
 from lit_pfl.lightning_internals.hooks import hand_down_trainer, in_hook, lent_trainer, name_metrics, optimizers_in
 from lit_pfl.lightning_internals.launcher import ScriptLauncher
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
@@ -23,6 +24,7 @@ __all__ = [
     "hand_down_trainer",
     "in_hook",
     "lent_trainer",
+    "make_endless",
     "make_lean",
     "name_metrics",
     "optimizers_in",

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from lit_pfl.lightning_internals.batch_loop import Elsewhere
+from lit_pfl.lightning_internals.endless import EndlessFitLoop
 
 #: optimizers that need no closure; others may call the one they are given more than once
 STEP_ONCE = {
@@ -44,7 +45,7 @@ for function, parameters in KNOWN.items():
         raise ImportError(f"{function.__qualname__} has other parameters than {', '.join(parameters)}")
 
 
-class LeanFitLoop(_FitLoop):
+class LeanFitLoop(EndlessFitLoop):
     """The Trainer's loop over epochs, with less at the end of each."""
 
     epoch_loop: "LeanEpochLoop"
@@ -168,5 +169,6 @@ def replace_loops(trainer: L.Trainer, elsewhere: Elsewhere | None) -> None:
     """Give a Trainer these loops in place of its own, before its fit; see :func:`make_lean`."""
     former = trainer.fit_loop
     trainer.fit_loop = LeanFitLoop(trainer, former.min_epochs, former.max_epochs)
+    trainer.fit_loop.endless = isinstance(former, EndlessFitLoop)
     trainer.fit_loop.epoch_loop = LeanEpochLoop(trainer, former.min_steps, former.max_steps)
     trainer.fit_loop.epoch_loop.elsewhere = elsewhere

@@ -115,7 +115,7 @@ class Node:
         self.folder = Path(str(context.node_config.get("folder", "lit-pfl-clients")))
         self.draws = Draws(plan.seed)
         self.local_epochs = plan.local_epochs or prototype.fewest_epochs
-        self._make_trainer = partial(client_trainer, trainer, options)
+        self._make_trainer = partial(client_trainer, trainer, options, rounds=plan.rounds)
 
     def _build(self, client: int) -> Client:
         data = self.data[client]
