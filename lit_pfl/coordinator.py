@@ -103,6 +103,7 @@ class Coordinator:
 
     Attributes:
         round: number of rounds completed.
+        under_way: whether a round has begun and not ended.
         refused: what was wrong with the uploads that were refused in the latest round.
         seconds: time spent so far, in this process: ``aggregate``, in the server's steps and in making its replies, and
             ``link``, in checking and counting what is sent.
@@ -114,6 +115,7 @@ class Coordinator:
         self.ranks = ranks or Ranks()
         self.ledger = Ledger()
         self.round = 0
+        self.under_way = False
         self.refused: list[UploadError] = []
         self.seconds = {"aggregate": 0.0, "link": 0.0}
         self._uploads: dict[int, Upload] = {}
@@ -149,6 +151,7 @@ class Coordinator:
 
     def begin_round(self) -> None:
         """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state."""
+        self.under_way = True
         self.ledger.new_round(self.round + 1)
         self._uploads, self._replies = {}, {}
 
@@ -167,7 +170,7 @@ class Coordinator:
             self._end_together()
         elif self._uploads:
             self.collect(self._uploads)
-        self._uploads = {}
+        self._uploads, self.under_way = {}, False
 
     def _end_together(self) -> None:
         # Each looks at what its own clients upload: that is half of a server's step where the other half is a mean.

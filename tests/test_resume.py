@@ -9,11 +9,14 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch.utils.data import TensorDataset
 
 from lit_pfl import Federation
+from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint
-from lit_pfl.methods import FedAvg, SimFed, StandAlone
+from lit_pfl.methods import APFL, Ditto, FedAvg, SimFed, StandAlone
 from lit_pfl_callbacks import (
     ClientsTable,
     CommunicationLedger,
@@ -135,3 +138,78 @@ def test_a_checkpoint_is_written_beside_its_place_and_renamed(tmp_path, monkeypa
 
 if __name__ == "__main__":
     fit(Path(sys.argv[1]), sys.argv[2], kill=(int(sys.argv[3]), None if sys.argv[4] == "None" else int(sys.argv[4])))
+
+
+class StopsInTheMiddle(L.Callback):
+    """Ends a fit between two clients of a round."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (2, 1):
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])
+def test_a_checkpoint_of_the_middle_of_a_round_is_refused(tmp_path, monkeypatch, error):
+    monkeypatch.setattr("lit_pfl.data.federated.LISTS", 2)
+    saves = OnExceptionCheckpoint(tmp_path)
+    made = Federation(client(FedAvg), seed=1, threads=1)
+    with pytest.warns(UserWarning, match="in the middle of round 3"), pytest.raises((type(error), SystemExit)):
+        trainer(4, callbacks=[saves, StopsInTheMiddle(error)], enable_checkpointing=True).fit(
+            made, datamodule=digits(4)
+        )
+    again = Federation(client(FedAvg), seed=1, threads=1)
+    with pytest.raises(ConfigError, match=r"written in the middle of round 3, .*such as checkpoints/last\.ckpt\.$"):
+        trainer(4).fit(again, datamodule=digits(4), ckpt_path=saves.ckpt_path)
+
+
+class Offset(L.LightningModule):
+    """A module that keeps something in a checkpoint that is in none of its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(3, 1)
+        self.offset = 0.0
+
+    def training_step(self, batch, batch_idx):
+        return self.head(batch[0]).square().mean()
+
+    def on_train_epoch_end(self):
+        self.offset += 1.0
+
+    def test_step(self, batch, batch_idx):
+        self.log("level", self.head(batch[0]).mean() + self.offset)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["offset"] = self.offset
+
+    def on_load_checkpoint(self, checkpoint):
+        self.offset = checkpoint["offset"]
+
+
+@pytest.mark.parametrize("method", [FedAvg, Ditto, APFL])
+def test_what_a_module_adds_to_checkpoints_is_there_when_one_is_scored(tmp_path, method):
+    def data():
+        rows = [TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(k))) for k in (1, 2)]
+        return PerClient([L.LightningDataModule.from_datasets(each, test_dataset=each, batch_size=4) for each in rows])
+
+    def made():
+        torch.manual_seed(0)
+        return Federation(method(learner=Offset()), seed=1, threads=1)
+
+    whole, saves = made(), trainer(2)
+    saves.fit(whole, datamodule=data())
+    saves.save_checkpoint(tmp_path / "two.ckpt")
+    scored, resumed = made(), made()
+    (scores,) = trainer(2).test(scored, data(), ckpt_path=tmp_path / "two.ckpt", verbose=False)
+    assert scores["test/level"] == saves.callback_metrics["test/level"]
+    for module in scored.clients.values():
+        assert [learner.offset for learner in module.learners.values()] == [2.0] * len(module.learners)
+    trainer(4).fit(resumed, datamodule=data(), ckpt_path=tmp_path / "two.ckpt")
+    for module in resumed.clients.values():
+        assert [learner.offset for learner in module.learners.values()] == [4.0] * len(module.learners)

@@ -118,7 +118,17 @@ class FederatedLoop(L.Callback):
         self.seconds = {"link": 0.0}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Join. A run resumed from a checkpoint joins too and is told where the federation stands now."""
+        """Join. A run resumed from a checkpoint joins too and is told where the federation stands now.
+
+        Raises:
+            MisconfigurationException: when that is a checkpoint of the middle of a round.
+        """
+        if over := trainer.current_epoch % self.every_n_epochs:
+            raise MisconfigurationException(
+                f"FederatedLoop(every_n_epochs={self.every_n_epochs}): the checkpoint is of the middle of a round, "
+                f"after epoch {trainer.current_epoch}, and the server's reply would undo what was trained in it. Resume "
+                f"from one that was saved {over} epoch{'s' * (over > 1)} earlier."
+            )
         shared = pl_module.initial() if _decides(pl_module) else self._shared(pl_module)
         info = JoinInfo(self._count_samples(trainer), shared)
         with self._waiting():

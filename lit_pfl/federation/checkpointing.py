@@ -3,6 +3,8 @@
 from functools import cached_property
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lit_pfl.client import Client
 from lit_pfl.draws import Draws
 from lit_pfl.errors import ConfigError
@@ -22,7 +24,12 @@ class Checkpointing(Parts):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the whole federation: clients with optimizers, schedulers and random streams, server, byte counts."""
+        if self.coordinator.under_way:
+            rank_zero_warn(
+                f"A checkpoint in the middle of round {self.coordinator.round + 1}: no run can go on from it."
+            )
         checkpoint["federation"] = {
+            "under_way": self.coordinator.under_way,
             **self._identity(),
             "coordinator": self.coordinator.state_dict(),
             **_together(self.ranks.states(self.engine.state_dict())),
@@ -58,6 +65,11 @@ class Checkpointing(Parts):
             raise ConfigError(f"The checkpoint is no federation's, or not whole: {error!r}.") from error
 
     def _refuse_another_run(self, state: dict[str, Any]) -> None:
+        if state["under_way"]:
+            raise ConfigError(
+                f"The checkpoint was written in the middle of round {state['coordinator']['round'] + 1}, and no run "
+                "can go on from there; give one of a whole round, such as checkpoints/last.ckpt."
+            )
         names = ["method"]
         if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
             names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])

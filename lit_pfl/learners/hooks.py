@@ -23,8 +23,10 @@ TOLD = (
 DONE = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "backward",
     "optimizer_zero_grad", "optimizer_step", "lr_scheduler_step", "configure_gradient_clipping",
-    "configure_callbacks", "on_save_checkpoint", "on_load_checkpoint",
+    "configure_callbacks",
 )  # fmt: skip
+#: hooks about checkpoints, in which every learner has a place of its own
+KEPT = ("on_save_checkpoint", "on_load_checkpoint")
 #: hooks that get data; where the data comes from elsewhere, as in a federation, nobody calls them
 DATA = ("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
@@ -57,6 +59,9 @@ def hand_on(
         else:
             evaluation = any(hook.startswith(f"on_{stage}_") for stage in STAGES)
             client.__dict__[hook] = _handing_on(hook, own, [scored] if evaluation else learners)
+    for hook in KEPT:
+        if is_overridden(hook, first) and not is_overridden(hook, client, base):
+            client.__dict__[hook] = _keeping(hook, learners)
     client.__dict__["on_train_epoch_end"] = _once_an_epoch(client, client.on_train_epoch_end)
 
 
@@ -76,6 +81,15 @@ def _handing_on(hook: str, own: Callable[..., Any] | None, learners: Iterable[L.
         return answers[0]
 
     return handing_on
+
+
+def _keeping(hook: str, learners: Sequence[L.LightningModule]) -> Callable[[dict[str, Any]], None]:
+    def keeping(checkpoint: dict[str, Any]) -> None:
+        for number, learner in enumerate(learners):  # the first finds what it keeps where a Trainer would put it
+            place = checkpoint if number == 0 else checkpoint.setdefault(f"kept_by_learner_{number}", {})
+            _call(learner, hook, muted=False, args=(place,), kwargs={})
+
+    return keeping
 
 
 def _call(learner: L.LightningModule, hook: str, muted: bool, args: Any, kwargs: Any) -> Any:

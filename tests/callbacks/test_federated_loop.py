@@ -5,6 +5,7 @@ import copy
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.datasets import load_digits
 from torch import nn
@@ -187,3 +188,24 @@ def test_an_unknown_number_of_samples_is_asked_for():
 def test_a_local_link_outside_a_hub_says_so():
     with pytest.raises(RuntimeError, match="LocalHub.add"):
         quiet_trainer(FederatedLoop(LocalHub().link), max_epochs=1).fit(PlainModule(), loaders()[3])
+
+
+def test_a_checkpoint_of_the_middle_of_a_round_is_refused(tmp_path):
+    """The reply of the round would undo the epochs that were trained in it, and fewer would be trained."""
+
+    def fit(epochs, **options):
+        hub, module = LocalHub(), modules()[0]
+        loop = FederatedLoop(hub.link, every_n_epochs=2)
+        saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        trainer = L.Trainer(
+            max_epochs=epochs, callbacks=[loop, saves], accelerator="cpu", logger=False, enable_progress_bar=False
+        )
+        hub.add(0, lambda: trainer.fit(module, loaders()[0], **options))
+        hub.run(Server())
+
+    fit(4)
+    with pytest.raises(
+        MisconfigurationException, match=r"middle of a round, after epoch 3, .* saved 1 epoch earlier\."
+    ):
+        fit(6, ckpt_path=tmp_path / "epoch=2.ckpt")
+    fit(6, ckpt_path=tmp_path / "epoch=3.ckpt")
