@@ -2,7 +2,7 @@
 
 from lit_pfl.learners.checks import check_learner
 from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, OptimizerCallable, SchedulerCallable
-from lit_pfl.learners.hooks import hand_on
+from lit_pfl.learners.hooks import call_hook, hand_on
 from lit_pfl.learners.logs import Recorder, recorded, silenced
 from lit_pfl.learners.networks import Mixture, network_of
 from lit_pfl.learners.optimizers import extend, set_schedules_to, single_optimizer
@@ -27,6 +27,7 @@ __all__ = [
     "SchedulerCallable",
     "SkipBatch",
     "Step",
+    "call_hook",
     "call_step",
     "check_learner",
     "evaluating",

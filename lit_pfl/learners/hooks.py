@@ -77,7 +77,7 @@ def _handing_on(hook: str, own: Callable[..., Any] | None, learners: Iterable[L.
     def handing_on(*args: Any, **kwargs: Any) -> Any:
         if own is not None:
             own(*args, **kwargs)
-        answers = [_call(learner, hook, muted=i > 0, args=args, kwargs=kwargs) for i, learner in enumerate(learners)]
+        answers = [call_hook(learner, hook, *args, muted=i > 0, **kwargs) for i, learner in enumerate(learners)]
         return answers[0]
 
     return handing_on
@@ -87,11 +87,20 @@ def _keeping(hook: str, learners: Sequence[L.LightningModule]) -> Callable[[dict
     def keeping(checkpoint: dict[str, Any]) -> None:
         for number, learner in enumerate(learners):  # the first finds what it keeps where a Trainer would put it
             place = checkpoint if number == 0 else checkpoint.setdefault(f"kept_by_learner_{number}", {})
-            _call(learner, hook, muted=False, args=(place,), kwargs={})
+            call_hook(learner, hook, place)
 
     return keeping
 
 
-def _call(learner: L.LightningModule, hook: str, muted: bool, args: Any, kwargs: Any) -> Any:
+def call_hook(learner: L.LightningModule, hook: str, *args: Any, muted: bool = False, **kwargs: Any) -> Any:
+    """Call a learner's hook.
+
+    Args:
+        learner: the learner.
+        hook: the hook's name.
+        args: its arguments.
+        muted: whether what the learner logs in it is not shown.
+        kwargs: its arguments by name.
+    """
     with in_hook(learner, hook), silenced(learner) if muted else nullcontext():
         return getattr(learner, hook)(*args, **kwargs)

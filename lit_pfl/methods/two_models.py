@@ -7,10 +7,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lit_pfl.client import Client
-from lit_pfl.learners import extend, silenced, single_optimizer
+from lit_pfl.learners import call_hook, extend, silenced, single_optimizer
 from lit_pfl.lightning_internals import own_copy
 from lit_pfl.sharing import EVERYTHING
 
@@ -67,9 +68,35 @@ class TwoModels(Client):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip each learner's gradients by themselves, as if it were trained alone."""
-        if not gradient_clip_val:
+        """Clip each learner's gradients by themselves, as if it were trained alone: as it says itself, if it does."""
+        own = is_overridden("configure_gradient_clipping", self.learner)
+        if not own and not gradient_clip_val:
             return
         clip = nn.utils.clip_grad_value_ if gradient_clip_algorithm == "value" else nn.utils.clip_grad_norm_
-        for learner in self.learners.values():
-            clip(learner.parameters(), gradient_clip_val)
+        for name, learner in self.learners.items():
+            if not own:
+                clip(learner.parameters(), gradient_clip_val)  # type: ignore[arg-type]
+            elif any(weight.grad is not None for weight in learner.parameters()):  # one that trains at present
+                [other] = [other for other in self.learners.values() if other is not learner]
+                with _without_gradients(other):  # whose weights are in the optimizer too
+                    call_hook(
+                        learner,
+                        "configure_gradient_clipping",
+                        optimizer,
+                        gradient_clip_val=gradient_clip_val,
+                        gradient_clip_algorithm=gradient_clip_algorithm,
+                        muted=name != "learner",
+                    )
+
+
+@contextmanager
+def _without_gradients(learner: L.LightningModule) -> Iterator[None]:
+    """Take a learner's gradients away, and give them back afterwards."""
+    gradients = [(weight, weight.grad) for weight in learner.parameters()]
+    for weight, _ in gradients:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in gradients:
+            weight.grad = gradient
