@@ -150,6 +150,8 @@ class FedSLR(TwoModels):
     @torch.no_grad()
     def _shrink(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the proximal step after a gradient step, in every group of parameters with its own learning rate."""
+        if all(weight.grad is None for group in optimizer.param_groups for weight in group["params"]):
+            return  # the learner has skipped the batch
         rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
         if self._trains_personal and self.mu:
             self._shrink_in_place(dict(self.personal.named_parameters()), rates, self.personal_structure, self.mu)

@@ -76,7 +76,9 @@ class Scaffold(Client):
         return configured
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._sum_of_lr += float(optimizer.param_groups[0]["lr"])
+        [group] = optimizer.param_groups
+        if any(weight.grad is not None for weight in group["params"]):  # else the learner has skipped the batch
+            self._sum_of_lr += float(group["lr"])
 
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
         self._of_all = {name: reply[CONTROL + name] for name in self.control}

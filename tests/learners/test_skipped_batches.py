@@ -1,0 +1,83 @@
+"""A batch that a learner skips, since its training_step returns None, leaves no trace in any method."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from lit_pfl.factorization import Factorization
+from lit_pfl.methods import APFL, AgnosticFL, Ditto, FactorizedFL, FedAvg, FedDyn, FedProx, FedSLR, PFedPara, Scaffold
+from tiny import assert_equal, trainer, weights
+
+
+class Skips(L.LightningModule):
+    """Skips what it cannot learn from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(10, 8), nn.Tanh())
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x)).flatten()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return None if x.isnan().any() else nn.functional.mse_loss(self(x), y)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, weight_decay=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)]
+
+
+class Site(L.LightningDataModule):
+    """Four batches in order; if told to, an unusable one after each of them."""
+
+    def __init__(self, client: int, spoilt: bool) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(client)
+        self.x, self.y = torch.randn(4, 8, 10, generator=draw), torch.randn(4, 8, generator=draw)
+        self.spoilt = spoilt
+
+    def train_dataloader(self):
+        x, y = self.x, self.y
+        if self.spoilt:
+            x = torch.stack([x, torch.full_like(x, torch.nan)], 1).flatten(0, 1)
+            y = torch.stack([y, y], 1).flatten(0, 1)
+        return DataLoader(TensorDataset(x.flatten(0, 1), y.flatten()), batch_size=8)
+
+
+PROXIMAL = Factorization(l1=0.01, l1_mode="proximal")
+METHODS = {
+    "FedAvg": lambda **options: FedAvg(**options),
+    "proximal steps": lambda **options: FedAvg(factorization=PROXIMAL, **options),
+    "FedProx": lambda **options: FedProx(mu=0.1, **options),
+    "Scaffold": lambda **options: Scaffold(**options),
+    "FedDyn": lambda **options: FedDyn(alpha=0.1, **options),
+    "AgnosticFL": lambda **options: AgnosticFL(**options),
+    "Ditto": lambda **options: Ditto(**options),
+    "APFL": lambda **options: APFL(adaptive=True, **options),
+    "FactorizedFL": lambda **options: FactorizedFL(**options),
+    "PFedPara": lambda **options: PFedPara(**options),
+    "FedSLR": lambda **options: FedSLR(**options),
+    "FedSLR, LPGD": lambda **options: FedSLR(solver="LPGD", lam=0.01, **options),
+}
+
+
+def run(method, spoilt, **options):
+    torch.manual_seed(0)
+    federation = Federation(method(learner=Skips()), seed=1, threads=1, local_epochs=2, **options)
+    trainer(3).fit(federation, datamodule=PerClient([Site(client, spoilt) for client in range(2)]))
+    return federation
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_skipped_batches_leave_no_trace(method, lean):
+    options = {} if lean else {"client_trainer": {"callbacks": [L.Callback()]}}
+    plain, spoilt = (run(method, spoilt, **options) for spoilt in (False, True))
+    assert_equal(weights(plain), weights(spoilt))
+    assert plain.trainer.callback_metrics["train/loss"] == spoilt.trainer.callback_metrics["train/loss"]
