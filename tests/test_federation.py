@@ -5,6 +5,8 @@ import math
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 
 from lit_pfl import Federation, Payload
 from lit_pfl.data import Dirichlet
@@ -374,3 +376,18 @@ def test_what_cannot_be_chosen_is_refused_from_python_too(option):
 def test_a_stack_of_none_is_refused():
     with pytest.raises(ConfigError, match=r"^federation\.stack_size=0: give 1 or more\.$"):
         Federation(client(FedAvg), engine="stacked", stack_size=0)
+
+
+def test_a_learning_rate_monitor_may_watch_a_federation(tmp_path):
+    monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    logger = CSVLogger(tmp_path)
+    watched = trainer(2, callbacks=[monitor], logger=logger)
+    watched.fit(Federation(client(FedAvg), seed=3), datamodule=digits())
+    assert watched.callback_metrics["lr-ServerStep"] == 1
+
+
+def test_a_client_without_a_batch_is_named():
+    message = "Client 0: its fit ended before it had joined. Its training loader must give a batch"
+    with pytest.raises(ConfigError, match=message) as error:
+        run(client(FedAvg), client_trainer={"limit_train_batches": 0})
+    assert "\n" not in str(error.value)
