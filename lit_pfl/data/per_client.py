@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 from jsonargparse.typing import PositiveInt
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.data.federated import ClientData, FederatedDataModule
@@ -95,8 +96,13 @@ class PerClient(FederatedDataModule):
             train, val, test = (_loader(module, part) for part in ("train", "val", "test"))
             if isinstance(train, tuple):
                 raise ConfigError("its train_dataloader returns nothing to train on.")
-            if not num_samples(train):
+            if not (n := num_samples(train)):
                 raise ConfigError("its train_dataloader has no samples.")
+            if sized_len(train) == 0:
+                raise ConfigError(
+                    f"its train_dataloader makes no batch of its {n} samples; leave out drop_last=True, or give a "
+                    "smaller batch_size."
+                )
             if any(getattr(drawing, "generator", None) for drawing in (train, getattr(train, "sampler", None))):
                 raise ConfigError(
                     "its training DataLoader draws from a generator of its own, which a resumed run does not know; "

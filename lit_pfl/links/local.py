@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lit_pfl.coordinator import Coordinator
 from lit_pfl.engines.streams import RandomStream, random_state_kept
+from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import undisturbed
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
@@ -80,14 +81,25 @@ class LocalHub:
         return client in self._fits
 
     def start(self, client: int) -> JoinInfo:
-        """Let a client's fit run until it joins."""
+        """Let a client's fit run until it joins.
+
+        Raises:
+            ConfigError: when it ends without.
+        """
         drawn = self.stream(client).state_dict()
         try:
             with undisturbed(), random_state_kept():
-                return self._switch(client)
+                info = self._switch(client)
         finally:
             # so that a fit that starts again has drawn no more than one that slept
             self.stream(client).load_state_dict(drawn)
+        if self._fits[client].dead:
+            raise ConfigError(
+                f"Client {client}: its fit ended before it had joined. Its training loader must give a batch (with "
+                "drop_last=True it gives none where a client has fewer samples than a batch), its Trainer have an "
+                "epoch left to train, and a FederatedLoop of this hub among its callbacks."
+            )
+        return info
 
     def resume(self, client: int, reply: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
         """Give a client a reply; let it run until its next upload, or until its fit ends, which returns ``None``.
@@ -130,6 +142,7 @@ class LocalHub:
             The coordinator of the finished federation, with its server and its byte counts.
 
         Raises:
+            ConfigError: when a fit ends before it has joined.
             UploadError: when fewer uploads of a round are usable than the quorum asks for.
         """
         coordinator = Coordinator(server, quorum)

@@ -11,6 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
 from lit_pfl.server import Server
 from lit_pfl_callbacks import FederatedLoop
@@ -209,3 +210,21 @@ def test_a_checkpoint_of_the_middle_of_a_round_is_refused(tmp_path):
     ):
         fit(6, ckpt_path=tmp_path / "epoch=2.ckpt")
     fit(6, ckpt_path=tmp_path / "epoch=3.ckpt")
+
+
+@pytest.mark.parametrize("why", ["no batch", "no epoch", "no callback"])
+def test_a_fit_that_never_joins_is_named(why):
+    hub = LocalHub()
+    short = DataLoader(TensorDataset(torch.zeros(5, 64), torch.zeros(5, dtype=torch.int64)), 8, drop_last=True)
+
+    def fit(client):
+        broken = client == 1
+        loops = [] if broken and why == "no callback" else [FederatedLoop(hub.link)]
+        trainer = quiet_trainer(*loops, max_epochs=0 if broken and why == "no epoch" else 1)
+        trainer.fit(PlainModule(), short if broken and why == "no batch" else loaders()[3])
+
+    for client in range(2):
+        hub.add(client, lambda client=client: fit(client))
+    with pytest.raises(ConfigError, match="Client 1: its fit ended before it had joined. .*drop_last=True") as error:
+        hub.run(Server())
+    assert "\n" not in str(error.value)

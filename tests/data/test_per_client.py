@@ -189,6 +189,10 @@ OWN_SAMPLER = DataLoader(torch.zeros(4, 1), sampler=RandomSampler(range(4), gene
         (lambda: ready([with_loaders(train=[1, 2])]).client(0), "Made: .*of type list does not tell its samples apart"),
         (lambda: ready([with_loaders(train=None)]).client(0), "Made: its train_dataloader returns nothing"),
         (lambda: ready([with_loaders(train=DataLoader([]))]).client(0), "Made: its train_dataloader has no samples"),
+        (
+            lambda: ready([Site(), with_loaders(train=DataLoader(torch.zeros(5, 1), 8, drop_last=True))]).client(1),
+            r"data.modules\[1\], Made: its train_dataloader makes no batch of its 5 samples; leave out drop_last=True",
+        ),
         (lambda: ready([with_loaders(val=[1, 2])]).client(0), "Made: its val_dataloader returns 2 loaders"),
     ],
 )
