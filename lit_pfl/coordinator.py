@@ -187,6 +187,13 @@ class Coordinator:
         """Return what a participant loads, and count it as sent."""
         with self._timed("aggregate"):
             reply = self.server.reply(client)
+            if not isinstance(reply, Payload):
+                if not isinstance(reply, Mapping):
+                    raise ConfigError(
+                        f"{type(self.server).__name__}.reply({client}) returns a {type(reply).__name__}; it must be "
+                        "what the client loads, tensors by name."
+                    )
+                reply = Payload(reply)
         with self._timed("link"):
             self.ledger.sent_down(client, reply)
             # of what it is made, others need to know only if somebody watches; then somebody does everywhere

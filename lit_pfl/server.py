@@ -36,8 +36,16 @@ class Server:
     """
 
     num_samples: dict[int, int]
-    model: Payload
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
+
+    @property
+    def model(self) -> Payload:
+        """What clients are sent, by name. A plain dict of tensors may be put in its place."""
+        return self._model
+
+    @model.setter
+    def model(self, tensors: Mapping[str, Tensor]) -> None:
+        self._model = tensors if isinstance(tensors, Payload) else Payload(tensors)
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
         """Take note of the clients, by id, before round 1. The first one's tensors become everybody's initial ones."""

@@ -342,3 +342,34 @@ def test_an_upload_of_somebody_unknown_is_refused():
     with pytest.warns(UserWarning, match="Client 9 has never joined"):
         coordinator.collect({**uploads(), 9: tensors(9)})
     assert coordinator.round == 1
+
+
+class PlainDicts(Server):
+    """Somebody's server, which knows nothing of payloads."""
+
+    def aggregate(self, round, uploads):
+        self.model = {name: sum(upload[name] for upload in uploads.values()) for name in self.model}
+
+    def reply(self, client):
+        return dict(self.model)
+
+
+def test_a_server_may_keep_and_reply_plain_dicts():
+    coordinator = started(PlainDicts())
+    play(coordinator, 1)
+    replies = play(coordinator, 2)
+    assert_equal(dict(replies[3]), {name: sum(sent[name] for sent in uploads(1).values()) for name in tensors(0)})
+    assert coordinator.ledger.down == len(SAMPLES) * Payload(tensors(0)).nbytes
+    resumed = started(PlainDicts())
+    resumed.load_state_dict(coordinator.state_dict())
+    assert_equal(dict(resumed.reply(0)), dict(coordinator.reply(0)))
+
+
+class Forgets(Server):
+    def reply(self, client):
+        pass
+
+
+def test_a_reply_of_nothing_is_named():
+    with pytest.raises(ConfigError, match=r"Forgets.reply\(0\) returns a NoneType; it must be .* tensors by name"):
+        started(Forgets()).reply(0)
