@@ -24,6 +24,7 @@ from lit_pfl.data import (
     Dirichlet,
     FashionMNIST,
     ImageSet,
+    Partition,
     TinyImageNet,
     Uniform,
     label_permutation,
@@ -241,6 +242,48 @@ def test_clients_left_empty_by_the_partition_take_no_part():
     assert data.clients == [k for k in range(40) if lengths[k]]
     assert list(chain.from_iterable(data.test_dataloader())) == data.clients
     assert all(len(data.client(k).test) == 0 for k in range(40) if not lengths[k])
+
+
+class Deals(Partition):
+    """Deals what it is told to, by what makes it from the number of samples."""
+
+    needs_labels = False
+
+    def __init__(self, make):
+        self.make = make
+
+    def split(self, labels, num_clients, rng):
+        return self.make(len(labels))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda n: [np.arange(5)] * 2, "Deals deals 2 parts to 3 clients"),
+        (lambda n: [np.arange(5)] * 4, "Deals deals 4 parts to 3 clients"),
+        (lambda n: [np.arange(5), np.arange(n - 1, n + 1), np.arange(5)], "gives client 1 sample 1438; .* 0 to 1437"),
+        (lambda n: [np.arange(5), np.arange(5), -np.arange(5)], "gives client 2 sample -4; .* 0 to 1437"),
+        (lambda n: [np.arange(5.0)] * 3, r"gives client 0 an array float64 \(5,\); it must be a list of positions"),
+        (lambda n: [np.zeros(5, bool)] * 3, r"gives client 0 an array bool \(5,\)"),
+        (lambda n: [np.zeros((5, 1), int)] * 3, r"gives client 0 an array int64 \(5, 1\)"),
+    ],
+)
+def test_what_a_partition_cannot_deal_is_said_in_a_line(make, message):
+    with pytest.raises(ConfigError, match=f"data.partition: .*{message}") as error:
+        ready(3, partition=Deals(make))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [
+        (lambda n: [list(range(30)), list(range(20, 60)), [7, 7]], [30, 40, 2]),  # in common, and twice
+        (lambda n: [torch.arange(30), np.arange(n) < 20, (n - 1,)], [30, 20, 1]),
+        (lambda n: [[], np.arange(30), np.array([])], [0, 30, 0]),
+    ],
+)
+def test_positions_may_be_held_in_anything_and_be_several_clients(make, sizes):
+    assert [len(own) for own in ready(3, partition=Deals(make)).indices["train"]] == sizes
 
 
 # Batches
