@@ -1,6 +1,7 @@
 """What a learner logs, caught outside of any loop of a Trainer."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-#: "val_loss" of one module and "loss" of another are the same score
+#: "val_loss" of one module and "loss" of another are the same score; of a module that logs both they are two
 STAGE = re.compile(r"^(val|valid|validation|test)[/_.]")
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
 
@@ -34,7 +35,6 @@ class Recorder:
         self, name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any
     ) -> None:
         """Keep a value."""
-        name = STAGE.sub("", name)
         if isinstance(value, Metric):
             self._metrics[name] = value
             return
@@ -44,10 +44,17 @@ class Recorder:
 
     def compute(self) -> dict[str, float]:
         """Return one number for each name, and reset the metrics."""
-        scores = {name: self._reduced(name) for name in self._values}
-        scores |= {name: float(metric.compute()) for name, metric in self._metrics.items()}
+        names = self._names()
+        scores = {names[name]: self._reduced(name) for name in self._values}
+        scores |= {names[name]: float(metric.compute()) for name, metric in self._metrics.items()}
         self.reset()
         return scores
+
+    def _names(self) -> dict[str, str]:
+        """Return under which name each is a score: without the stage, where that leaves no two of one name."""
+        logged = self._values.keys() | self._metrics.keys()
+        short = Counter(STAGE.sub("", name) for name in logged)
+        return {name: stripped if short[stripped := STAGE.sub("", name)] == 1 else name for name in logged}
 
     def _reduced(self, name: str) -> float:
         values = torch.stack([value.double().mean() for value, _ in self._values[name]])
@@ -65,8 +72,9 @@ class Recorder:
     @property
     def directions(self) -> dict[str, bool]:
         """Whether higher is better, by name, of those metrics that know."""
+        names = self._names()
         return {
-            name: metric.higher_is_better
+            names[name]: metric.higher_is_better
             for name, metric in self._metrics.items()
             if metric.higher_is_better is not None
         }

@@ -40,6 +40,20 @@ def test_scores_are_those_of_all_samples_at_once():
     assert values["r2"] == pytest.approx(float(1 - error.sum() / (y - y.mean()).square().sum()), rel=1e-4)
 
 
+class LogsBoth(Regression):
+    def validation_step(self, batch, batch_idx):
+        self.val_r2(self.net(batch[0]).squeeze(1), batch[1])
+        self.log_dict({"val_loss": 1.0, "loss": 3.0, "val_error": 5.0, "val/r2": self.val_r2, "r2": 0.5})
+
+
+def test_names_that_differ_by_their_stage_alone_are_two_scores():
+    scored = score(LogsBoth(), DataLoader(diabetes()[0], 8), "val")
+    assert {name: value for name, value in scored.values.items() if name != "val/r2"} == {
+        "val_loss": 1, "loss": 3, "error": 5, "r2": 0.5,
+    }  # fmt: skip
+    assert scored.higher_is_better == {"val/r2": True}
+
+
 def test_plain_attributes_are_put_back_inside_too():
     module = nn.Linear(1, 1)
     module.hidden, module.seen, module.counts = torch.zeros(2), [1], {"steps": 0}
