@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -61,3 +62,54 @@ def test_what_cannot_be_copied_is_named():
     pattern.lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"^FedAvg\.lock: every client needs one of its own"):
         pattern.build(spec(channels=1, image_size=8))
+
+
+class Misspelt(FedAvg):
+    shares = frozenset({"body", "heads"})
+
+
+class OneWord(FedAvg):
+    shares = "body"
+
+
+@pytest.mark.parametrize(("method", "name"), [(Misspelt, "heads"), (OneWord, "b")])
+def test_roles_that_there_are_not_are_named(method, name):
+    with pytest.raises(ConfigError, match=f"{method.__name__}.shares: '{name}' is no role; .* body, head, u,") as error:
+        client(method).build(spec())
+    assert "\n" not in str(error.value)
+
+
+class Lazy(L.LightningModule):
+    def __init__(self, made: bool = False):
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+        if made:
+            self.net(torch.zeros(2, 3))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class AsksForItsTrainer(Lazy):
+    def configure_model(self):
+        self.net = nn.Linear(3, self.trainer.max_epochs)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_lazy_layers_of_a_learner_are_asked_for_their_shapes(alone):
+    build = (lambda method: method.configure_model()) if alone else (lambda method: method.build(spec()))
+    message = "model.learner: Lazy has lazy layers, whose 'net.0.weight' has no shape"
+    with pytest.raises(ConfigError, match=message) as error:
+        build(FedAvg(learner=Lazy()))
+    assert "\n" not in str(error.value)
+    build(FedAvg(learner=Lazy(made=True)))
+
+
+def test_a_learner_that_asks_for_its_trainer_too_early_is_told():
+    message = "AsksForItsTrainer.configure_model asks for its Trainer, .*; give __init__ what it needs"
+    with pytest.raises(ConfigError, match=message) as error:
+        FedAvg(learner=AsksForItsTrainer(made=True)).build(spec())
+    assert "\n" not in str(error.value)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import lightning as L
 import torch
@@ -23,6 +23,7 @@ from lit_pfl.learners import (
     SchedulerCallable,
     call_step,
     check_learner,
+    check_shapes,
     hand_on,
     single_optimizer,
 )
@@ -30,7 +31,7 @@ from lit_pfl.lightning_internals import hand_down_trainer, name_metrics, own_cop
 from lit_pfl.models import ResNet9
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
-from lit_pfl.sharing import owners
+from lit_pfl.sharing import Role, owners
 
 
 class Client(Training, Exchange, Telling):
@@ -116,6 +117,8 @@ class Client(Training, Exchange, Telling):
 
         A classifier's fresh weights are drawn from PyTorch's default generator; a learner that was given is copied.
         """
+        if self.learner is not None:
+            check_shapes(self.learner)
         client = own_copy(self)
         client.configure(spec)
         return client
@@ -131,6 +134,12 @@ class Client(Training, Exchange, Telling):
             raise ConfigError(
                 "model.share_head=true: heads cannot be shared where labels differ from client to client; "
                 "set it to false or leave it out."
+            )
+        unknown = [role for role in self.shares if role not in get_args(Role)]
+        if unknown:
+            raise ConfigError(
+                f"{type(self).__name__}.shares: {unknown[0]!r} is no role; it must be a set of some of "
+                f"{', '.join(get_args(Role))}."
             )
         self.spec = spec
         if self.learner is None:

@@ -1,6 +1,6 @@
 """What clients train: the built-in image classifier, and how anybody's LightningModule is taken in."""
 
-from lit_pfl.learners.checks import check_learner
+from lit_pfl.learners.checks import check_learner, check_shapes
 from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, OptimizerCallable, SchedulerCallable
 from lit_pfl.learners.hooks import call_hook, hand_on
 from lit_pfl.learners.logs import Recorder, recorded, silenced
@@ -30,6 +30,7 @@ __all__ = [
     "call_hook",
     "call_step",
     "check_learner",
+    "check_shapes",
     "evaluating",
     "extend",
     "hand_on",

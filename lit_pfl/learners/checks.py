@@ -1,9 +1,12 @@
 """Which LightningModules can be learners."""
 
+from itertools import chain
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lit_pfl.errors import ConfigError
 
@@ -22,8 +25,35 @@ def check_learner(learner: Any) -> None:
     if not is_overridden("training_step", learner):
         raise ConfigError(f"model.learner: {name} has no training_step.")
     if is_overridden("configure_model", learner):
-        learner.configure_model()
+        _make_layers(learner)
     if next(learner.parameters(), None) is None:
         raise ConfigError(
             f"model.learner: {name} has no parameters yet; make its layers in __init__ or configure_model."
         )
+    check_shapes(learner)
+
+
+def check_shapes(learner: nn.Module) -> None:
+    """See that every tensor of a module has a shape, since only then it can be copied for every client.
+
+    Raises:
+        ConfigError: when one has none.
+    """
+    for name, tensor in chain(learner.named_parameters(), learner.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"model.learner: {type(learner).__name__} has lazy layers, whose {name!r} has no shape before a first "
+                "batch; let one of zeros through them at the end of __init__, or give them their sizes."
+            )
+
+
+def _make_layers(learner: L.LightningModule) -> None:
+    try:
+        learner.configure_model()
+    except RuntimeError as error:
+        if learner._trainer is None and "not attached to a `Trainer`" in str(error):
+            raise ConfigError(
+                f"model.learner: {type(learner).__name__}.configure_model asks for its Trainer, which clients do not "
+                "have yet when their layers are made; give __init__ what it needs to know."
+            ) from error
+        raise
