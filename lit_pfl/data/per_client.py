@@ -19,6 +19,8 @@ BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 class PerClient(FederatedDataModule):
     """A LightningDataModule for every client, used as by a Trainer: prepared, set up, and asked for its loaders once.
 
+    They are not torn down, since scoring and a further fit go on with the same loaders.
+
     Training loaders are PyTorch DataLoaders over map-style datasets. They shuffle by PyTorch's default generator, which
     each client has for itself: then it does not matter who else trains, and a resumed run is the same run.
 
