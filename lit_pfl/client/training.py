@@ -34,7 +34,11 @@ class Training(QuickModule):
 
     def training_data(self) -> Any:
         """Return the batches to train on; a method may hold some of its training data back."""
-        return self.trainer.train_dataloader if self.data is None else self.data.train
+        if self.data is not None:
+            return self.data.train
+        if self.trainer.sanity_checking:  # before a Trainer of one's own has made its loader
+            self.trainer.fit_loop.setup_data()
+        return self.trainer.train_dataloader
 
     def start_epoch(self, epoch: int, local_epochs: int) -> None:
         """Call :meth:`begin_round` at the first of a round's local epochs, and :meth:`begin_epoch` at each.

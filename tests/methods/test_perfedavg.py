@@ -23,12 +23,16 @@ from two_layers import (
     logits,
 )
 
+from foreign import PROJECTS
 from lit_pfl import Federation
 from lit_pfl.data import BatchLoader
 from lit_pfl.evaluation import score
 from lit_pfl.learners import split_batch
+from lit_pfl.links import LocalHub
 from lit_pfl.methods import FedAvg, PerFedAvg
 from lit_pfl.models import Backbone
+from lit_pfl_callbacks import FederatedLoop
+from lit_pfl_callbacks.tensors import tensors_of
 from tiny import Parts, assert_equal, client, digits, run, spec, trainer, weights
 
 
@@ -271,3 +275,22 @@ def test_inner_batches_do_not_count_in_the_learner_s_metrics(order):
     module.learner.log = module.log
     module.objective((torch.randn(12, 2), torch.randint(0, 2, (12,))), 0)
     assert module.learner.seen.compute() == 12 / module.parts
+
+
+def test_under_a_trainer_of_one_s_own_it_is_scored_before_it_has_trained_too():
+    """In a sanity check, before the Trainer has made its training loader; it changes nothing of what follows."""
+    project, ended = PROJECTS["Regression"], []
+    for sanity in (0, 2):
+        hub, sites = LocalHub(seed=1), []
+
+        def fit(client, hub=hub, sites=sites, sanity=sanity):
+            sites.append(project.method(PerFedAvg))
+            data = project.data().modules[client]
+            own = trainer(2, callbacks=[FederatedLoop(hub.link)], num_sanity_val_steps=sanity)
+            own.fit(sites[-1], data.train_dataloader(), data.val_dataloader())
+
+        for site in range(2):
+            hub.add(site, lambda site=site, fit=fit: fit(site))
+        hub.run(project.method(PerFedAvg).configure_server())
+        ended.append(tensors_of(sites[1]))
+    assert_equal(*ended)
