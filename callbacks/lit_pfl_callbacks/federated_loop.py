@@ -126,8 +126,8 @@ class FederatedLoop(L.Callback):
         if over := trainer.current_epoch % self.every_n_epochs:
             raise MisconfigurationException(
                 f"FederatedLoop(every_n_epochs={self.every_n_epochs}): the checkpoint is of the middle of a round, "
-                f"after epoch {trainer.current_epoch}, and the server's reply would undo what was trained in it. Resume "
-                f"from one that was saved {over} epoch{'s' * (over > 1)} earlier."
+                f"after epoch {trainer.current_epoch}, and the server's reply would undo what was trained in it. "
+                f"Resume from one that was saved {over} epoch{'s' * (over > 1)} earlier."
             )
         shared = pl_module.initial() if _decides(pl_module) else self._shared(pl_module)
         info = JoinInfo(self._count_samples(trainer), shared)

@@ -1,7 +1,7 @@
 """Calling a learner's steps as a Trainer would."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -83,135 +83,53 @@ class Step(nn.Module):
 
 
 def size_of(batch: Any) -> int:
-    """Return the number of samples of a batch: the length of its first tensor that has one, wherever that is.
+    """Return the number of samples of a batch, counted as Lightning does: the length of its first tensor.
 
-    Tuples, lists, mappings and dataclasses are looked through in their order; what is no tensor is passed over, and
-    without any tensor it is 1. So ``(x, y)`` and ``(names, x)`` have the length of x.
-
-    But a list, or a tuple inside of something else, may have a sample in every place, and then as many as places. It
-    has when its parts are
-
-    * tensors of one type and number of dimensions, but of different lengths, or without one;
-    * tuples of different things in a list, as ``collate_fn=list`` leaves samples (by itself a DataLoader never does);
-    * tensors of one length, beside something else that has as many samples as there are of them: ``(images, targets)``
-      of ``zip(*samples)`` has as many samples as images, and ``((x1, x2), y)`` the length of x1.
-
-    Tensors of one length with nothing beside them are no samples, since two views of a batch look the same.
+    Tuples, lists, mappings and dataclasses are looked through in their order, and what is no tensor is passed over:
+    names, numbers, None. A tensor without dimensions is one sample; so is a batch without tensors.
     """
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
     # The first part of nearly all batches is a tensor, and this is asked of every batch: all else takes its time.
-    if (kind := type(batch)) is tuple or kind is list:
-        first = batch[0] if batch else None
-        if isinstance(first, Tensor) and first.dim() and (kind is tuple or not _differ(batch)):
-            return len(first)
-    length = _length_of_parts(batch, outermost=True)
+    if type(batch) in (tuple, list) and batch and isinstance(batch[0], Tensor) and batch[0].dim():
+        return len(batch[0])
+    length = _length(batch)
     return 1 if length is None else length
 
 
 def _length(part: Any) -> int | None:
-    """Return the number of samples of a part of a batch, None for one that tells of none."""
+    """Return the number of samples of a part of a batch; None where there is no tensor."""
     if isinstance(part, Tensor):
-        return len(part) if part.dim() else None
-    return _length_of_parts(part)
-
-
-def _length_of_parts(whole: Any, outermost: bool = False) -> int | None:
-    parts = _parts(whole)
-    if not (outermost and type(whole) is tuple) and _has_a_sample_in_every_place(whole):
-        return len(parts)
-    for part in parts:
-        length = _length(part)
-        if length is not None:
-            beside = [other for other in parts if other is not part]
-            return len(part) if _has_as_many_as_those(part, beside) else length
-    return None
-
-
-def _parts(whole: Any) -> Sequence[Any]:
-    """Return what is in a tuple, list, mapping or dataclass; nothing of anything else."""
-    if isinstance(whole, Mapping):
-        return list(whole.values())
-    if isinstance(whole, tuple | list):
-        return whole
-    if is_dataclass(whole) and not isinstance(whole, type):
-        return [getattr(whole, field.name) for field in fields(whole)]
-    return ()
-
-
-def _is_sequence(whole: Any) -> bool:
-    """Say whether this is a tuple or a list whose places are alike; a named tuple's are not."""
-    return type(whole) in (tuple, list) and len(whole) > 0
-
-
-def _has_a_sample_in_every_place(whole: Any) -> bool:
-    if not _is_sequence(whole):
-        return False
-    if all(isinstance(part, Tensor) for part in whole):
-        return _differ(whole) or not any(part.dim() for part in whole)
-    return type(whole) is list and all(map(_is_record, whole))
-
-
-def _is_record(whole: Any) -> bool:
-    """Say whether this is a tuple of things of different kinds."""
-    kinds = {(type(part), getattr(part, "dtype", None), getattr(part, "ndim", None)) for part in _parts(whole)}
-    return type(whole) is tuple and len(kinds) > 1
-
-
-def _differ(whole: Sequence[Any]) -> bool:
-    """Say whether tensors are of one type and number of dimensions, but of different lengths."""
-    first, *others = whole
-    kind = first.dtype, first.dim()
-    for other in others:  # not in one expression, which would take longer: this is asked of every batch
-        if not isinstance(other, Tensor) or (other.dtype, other.dim()) != kind:
-            return False
-    return first.dim() > 0 and any(len(other) != len(first) for other in others)
-
-
-def _has_as_many_as_those(part: Any, beside: list[Any]) -> bool:
-    """Say whether a sequence of tensors of one length has as many places as what is beside it has samples."""
-    if not _is_sequence(part) or not all(isinstance(tensor, Tensor) for tensor in part):
-        return False
-    of_one_length = len({_length(tensor) for tensor in part}) == 1
-    return of_one_length and any(_samples_for_sure(other) == len(part) for other in beside)
-
-
-def _samples_for_sure(part: Any) -> int | None:
-    """Return the number of samples of a part where there is no doubt about it."""
-    if isinstance(part, Tensor):
-        return _length(part)
-    if not _is_sequence(part):
+        return len(part) if part.dim() else 1
+    if isinstance(part, Mapping):
+        part = part.values()
+    elif is_dataclass(part):
+        part = [getattr(part, field.name) for field in fields(part)]
+    elif not isinstance(part, tuple | list):
         return None
-    plain = all(isinstance(one, Mapping) or _length(one) is None for one in part)
-    return len(part) if plain or _has_a_sample_in_every_place(part) else None
+    return next((length for inside in part if (length := _length(inside)) is not None), None)
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
     """Divide a batch into consecutive parts of equal size, up to one sample; one too small serves as all of them.
 
     Args:
-        batch: tensors, in whatever they are held, that have its samples along their first dimension, and tuples and
-            lists with a sample in every place. What has another length goes into every part as it is.
+        batch: tensors, in whatever they are held, that have its samples along their first dimension; lists of as many
+            things that are no tensors, such as names, are divided too.
         parts: how many; each has at least two samples.
     """
     size = size_of(batch)
     if size < 2 * parts:
         return [batch] * parts
-    places = torch.arange(size).tensor_split(parts)
+    places = [places.tolist() for places in torch.arange(size).tensor_split(parts)]
 
     def part(index: int) -> Any:
-        first, last = int(places[index][0]), int(places[index][-1]) + 1
+        def cut(x: Tensor | list[Any]) -> Any:
+            if isinstance(x, Tensor):
+                return x.tensor_split(parts)[index] if x.dim() and len(x) == size else x
+            if len(x) == size and _length(x) is None:
+                return [x[place] for place in places[index]]
+            return [apply_to_collection(inside, (Tensor, list), cut) for inside in x]
 
-        def cut(whole: Any) -> Any:
-            if isinstance(whole, Tensor):
-                return whole[first:last] if whole.dim() and len(whole) == size else whole
-            in_places = _is_sequence(whole) and len(whole) == size
-            if in_places and (_has_a_sample_in_every_place(whole) or all(_length(one) != size for one in whole)):
-                return whole[first:last]
-            inside = [apply_to_collection(value, (Tensor, tuple, list), cut) for value in whole]
-            return type(whole)(*inside) if hasattr(whole, "_fields") else type(whole)(inside)
-
-        return apply_to_collection(batch, (Tensor, tuple, list), cut)
+        return apply_to_collection(batch, (Tensor, list), cut)
 
     return [part(index) for index in range(parts)]
 
