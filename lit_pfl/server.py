@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lit_pfl.ops import weighted_mean
 from lit_pfl.payload import Payload
+
+#: how much an upload counts in a mean: as any other, or by its client's number of samples
+Weighting = Literal["uniform", "samples"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,19 @@ class Server:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
         self.model, self.seed = Payload(state["model"], state["sparse"]), state["seed"]
+
+
+class UniformServer(Server):
+    """Plain averaging in which every upload counts the same."""
+
+    def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
+        return [1 / len(uploads)] * len(uploads)
+
+
+def averaging(weighting: Weighting) -> Server:
+    """Return a server that averages with these weights."""
+    servers: dict[Weighting, type[Server]] = {"uniform": UniformServer, "samples": Server}
+    return servers[weighting]()
 
 
 class MixingServer(Server):

@@ -9,6 +9,7 @@ from torch import Tensor
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import single_optimizer
 from lit_pfl.methods.two_models import TwoModels
+from lit_pfl.server import Server, Weighting, averaging
 
 
 class Ditto(TwoModels):
@@ -16,7 +17,7 @@ class Ditto(TwoModels):
 
     w_t is the common model as the round starts (with the client's own classifier, where those stay at home). On every
     batch w takes FedAvg's step, and v one with the gradient ``grad f(v) + lam * (v - w_t)``. What is evaluated is v.
-    With ``lam=0`` it is Stand-Alone's model, and w is FedAvg's whatever lam, bit for bit.
+    With ``lam=0`` it is Stand-Alone's model. Whatever lam, w is that of FedAvg with the same weighting, bit for bit.
 
     Args:
         lam: how strongly v is drawn to the common model, the paper's lambda (grid 0.05 to 2). FedSLR: 0.1.
@@ -24,6 +25,8 @@ class Ditto(TwoModels):
             last ``personal_epochs`` v alone, and the pull comes after each of v's steps, as a step of its own:
             ``v <- v - lr * lam * (v - w_t)``.
         personal_epochs: how many of a round's local epochs train v, in ``separate``.
+        weighting: the mean of the common models: ``uniform``, as in the authors' code, or by numbers of ``samples``, as
+            in FedAvg.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
@@ -38,10 +41,12 @@ class Ditto(TwoModels):
         lam: NonNegativeFloat = 1.0,
         schedule: Literal["interleaved", "separate"] = "interleaved",
         personal_epochs: PositiveInt = 1,
+        weighting: Weighting = "uniform",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.lam, self.schedule, self.personal_epochs = lam, schedule, personal_epochs
+        self.weighting = weighting
         self._trains_common = self._trains_personal = True
         self._start: list[Tensor] = []  # w_t, while a round is trained
 
@@ -56,6 +61,9 @@ class Ditto(TwoModels):
                 f"model.personal_epochs={self.personal_epochs} leaves none of federation.local_epochs={local_epochs} "
                 f"for the common model; give at least {self.personal_epochs + 1} local epochs."
             )
+
+    def configure_server(self) -> Server:  # noqa: D102
+        return averaging(self.weighting)
 
     def configure_optimizers(self) -> Any:  # noqa: D102
         configured = super().configure_optimizers()

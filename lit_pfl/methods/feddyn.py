@@ -12,7 +12,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.methods.fedprox import squared_distance
 from lit_pfl.nn import Memory
 from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server
+from lit_pfl.server import ClientInfo, UniformServer
 from lit_pfl.sharing import EVERYTHING
 
 ALPHA = "alpha"
@@ -85,7 +85,7 @@ class FedDyn(Client):
         self._centre = {}  # a sleeping client keeps no copy
 
 
-class FedDynServer(Server):
+class FedDynServer(UniformServer):
     """Averages models and goes on by the mean of all clients' deviations.
 
     Args:
@@ -104,9 +104,6 @@ class FedDynServer(Server):
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
         self.deviation = {name: torch.zeros_like(self.model[name]) for name in self.model if name in self.weights}
-
-    def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
-        return [1 / len(uploads)] * len(uploads)
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         before, everybody = self.model, len(self.num_samples)

@@ -18,7 +18,7 @@ from lit_pfl.low_rank import LowRank, as_matrix
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl.nn import Memory
 from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server
+from lit_pfl.server import ClientInfo, UniformServer
 from lit_pfl.structures import STRUCTURES, Structure, StructureName
 from lit_pfl_callbacks.protocols import WeightParts
 from lit_pfl_callbacks.tensors import load_tensors
@@ -277,7 +277,7 @@ class FedSLR(TwoModels):
         return {"parameters": int(self.common_parameters) + (self._own_parameters if model == MIXED else 0)}
 
 
-class FedSLRServer(Server):
+class FedSLRServer(UniformServer):
     """Takes the proximal step.
 
     Args:
@@ -305,10 +305,6 @@ class FedSLRServer(Server):
         names = [name for name in self.model if name in self.weights and self.eta_g]
         self.dual = {name: torch.zeros_like(self.model[name]) for name in names}
         self.duals = {}
-
-    def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:
-        """Return equal weights."""
-        return [1 / len(uploads)] * len(uploads)
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         before = self.model

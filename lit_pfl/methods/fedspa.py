@@ -16,7 +16,7 @@ from lit_pfl.learners import recorded, unchanged
 from lit_pfl.nn import Memory
 from lit_pfl.ops import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
 from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server
+from lit_pfl.server import ClientInfo, UniformServer
 
 MASKS, ROUND = "masks", "round_number"
 
@@ -157,7 +157,7 @@ class FedSpa(Client):
         return FedSpaServer(tuple(self.masks), self.regrow != "none")
 
 
-class FedSpaServer(Server):
+class FedSpaServer(UniformServer):
     """Keeps a dense model and everybody's masks.
 
     Args:
@@ -183,10 +183,6 @@ class FedSpaServer(Server):
 
     def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]] | None:  # noqa: D102
         return None if self.masks_change else {name: (w.shape, w.dtype) for name, w in self.model.items()}
-
-    def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:
-        """Return equal weights."""
-        return [1 / len(uploads)] * len(uploads)
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         dense = self.model

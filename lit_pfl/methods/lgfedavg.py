@@ -6,6 +6,7 @@ from jsonargparse.typing import PositiveInt
 
 from lit_pfl.client import Client
 from lit_pfl.methods.fedper import last_layers
+from lit_pfl.server import Server, Weighting, averaging
 from lit_pfl.sharing import EVERYTHING, Role, needs_head
 
 
@@ -19,6 +20,8 @@ class LGFedAvg(Client):
     Args:
         shared_layers: how many of the last layers are averaged, the classifier being one (2 in the authors' code); see
             :class:`~lit_pfl.methods.FedPer`.
+        weighting: the mean of what travels: ``uniform``, as in the authors' code, or by numbers of ``samples``, as in
+            FedAvg.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
@@ -32,9 +35,12 @@ class LGFedAvg(Client):
 
     common: frozenset[str]
 
-    def __init__(self, shared_layers: PositiveInt = 1, **kwargs: Any) -> None:
+    def __init__(self, shared_layers: PositiveInt = 1, weighting: Weighting = "uniform", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.shared_layers = shared_layers
+        self.shared_layers, self.weighting = shared_layers, weighting
+
+    def configure_server(self) -> Server:  # noqa: D102
+        return averaging(self.weighting)
 
     def configure_learner(self) -> None:  # noqa: D102
         super().configure_learner()

@@ -15,8 +15,7 @@ from lit_pfl.client import Client
 from lit_pfl.data.loaders import in_batches_of, in_order, num_samples
 from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.learners import Step, evaluating, recorded, size_of, split_batch, unchanged, unseen
-from lit_pfl.payload import Payload
-from lit_pfl.server import Server
+from lit_pfl.server import Server, Weighting, averaging
 from lit_pfl.sharing import EVERYTHING
 from lit_pfl_callbacks.tensors import load_tensors
 
@@ -68,7 +67,7 @@ class PerFedAvg(Client):
         order: Literal["first", "hessian_free"] = "first",
         delta: PositiveFloat = 1e-3,
         inner_statistics: bool = True,
-        weighting: Literal["uniform", "samples"] = "uniform",
+        weighting: Weighting = "uniform",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -81,7 +80,7 @@ class PerFedAvg(Client):
         return {"first": 2, "hessian_free": 3}[self.order]
 
     def configure_server(self) -> Server:  # noqa: D102
-        return {"uniform": UniformServer, "samples": Server}[self.weighting]()
+        return averaging(self.weighting)
 
     def configure_optimizers(self) -> Any:  # noqa: D102
         refuse_scaled_gradients(self.trainer, "PerFedAvg")
@@ -151,13 +150,6 @@ class PerFedAvg(Client):
             yield self.learner
         finally:
             load_tensors(self.learner, before)
-
-
-class UniformServer(Server):
-    """Plain averaging in which every upload counts the same."""
-
-    def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
-        return [1 / len(uploads)] * len(uploads)
 
 
 def _moved(weights: Weights, direction: Weights, step: float) -> dict[str, Tensor]:

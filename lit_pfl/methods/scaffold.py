@@ -13,7 +13,7 @@ from lit_pfl.learners import single_optimizer
 from lit_pfl.nn import Memory
 from lit_pfl.ops import weighted_mean
 from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server
+from lit_pfl.server import ClientInfo, UniformServer
 from lit_pfl.sharing import EVERYTHING
 
 CONTROL = "control."
@@ -127,7 +127,7 @@ class Scaffold(Client):
         return change
 
 
-class ScaffoldServer(Server):
+class ScaffoldServer(UniformServer):
     """Averages models, and keeps the mean of all clients' control variates.
 
     Args:
@@ -150,9 +150,6 @@ class ScaffoldServer(Server):
 
     def mixable(self, name: str) -> bool:  # noqa: D102
         return not name.startswith(CONTROL)
-
-    def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
-        return [1 / len(uploads)] * len(uploads)
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         before = self.model

@@ -23,7 +23,7 @@ class TwoModels(Client):
     both learners' losses on the same batch, so that every step of the Trainer is one step of each. What is done to one
     must not be felt by the other: a subclass detaches where the losses meet; gradients are clipped for each by itself;
     and both see the same random numbers (:meth:`same_draws`), those that either would see alone. Then ``learner`` is
-    FedAvg's bit for bit, with every optimizer that treats parameters one by one.
+    that of FedAvg with the same weighting bit for bit, with every optimizer that treats parameters one by one.
 
     The training loss that is reported is the sum. What the personal learner logs in training is not shown.
     """

@@ -29,10 +29,11 @@ TRAINERS = [
 ]
 
 
+@pytest.mark.parametrize("options", [{}, {"weighting": "uniform"}, {"weighting": "samples"}], ids=str)
 @pytest.mark.parametrize("lam", [0.0, 1.0, 3.0])
-def test_two_rounds_equal_the_formulas(lam):
-    """v <- v - eta (grad f(v) + lam (v - w_t)), w as in FedAvg, on the same batches."""
-    recorded = Recorded(Ditto, lam=lam)
+def test_two_rounds_equal_the_formulas(lam, options):
+    """v <- v - eta (grad f(v) + lam (v - w_t)), w as in FedAvg with equal weights or as said, on the same batches."""
+    recorded = Recorded(Ditto, lam=lam, **options)
     common, personal = ([SGD() for _ in recorded.members] for _ in range(2))
     v = [recorded.start() for _ in recorded.members]
     start = {}
@@ -44,7 +45,7 @@ def test_two_rounds_equal_the_formulas(lam):
             personal[k].step(v[k], combine(1, gradient(v[k], batch), lam, combine(1, v[k], -1, start[k])))
             common[k].step(w, gradient(w, batch))
 
-    expected = recorded.averaged(train, ALL)
+    expected = recorded.averaged(train, ALL, uniform=options.get("weighting") != "samples")
     for k, member in recorded.members.items():
         assert_close(member.backbone, expected[k])
         assert_close(member.personal.backbone, v[k])
@@ -68,7 +69,7 @@ def test_separate_personal_epochs_equal_the_formulas(personal_epochs):
                 personal[k].step(v[k], gradient(v[k], batch))
                 v[k] = combine(1 - 0.1 * 2.0, v[k], 0.1 * 2.0, start[k])
 
-    expected = recorded.averaged(train, ALL)
+    expected = recorded.averaged(train, ALL, uniform=True)
     for k, member in recorded.members.items():
         assert_close(member.backbone, expected[k])
         assert_close(member.personal.backbone, v[k])
@@ -79,8 +80,8 @@ def test_separate_personal_epochs_equal_the_formulas(personal_epochs):
 def test_the_common_model_is_fedavg_s_bit_for_bit(client_trainer, permuted):
     """With dropout, momentum, a schedule, several batches; clipping cuts each network by itself."""
     ditto, fedavg = (
-        run(client(method), digits(3, permute_labels=permuted), rounds=3, client_trainer=client_trainer)
-        for method in (Ditto, FedAvg)
+        run(method, digits(3, permute_labels=permuted), rounds=3, client_trainer=client_trainer)
+        for method in (client(Ditto, weighting="samples"), client(FedAvg))
     )
     assert_equal(network(ditto, "backbone"), network(fedavg, "backbone"))
     assert ditto.traffic.state_dict() == fedavg.traffic.state_dict()
@@ -109,7 +110,7 @@ def test_factorized_models_are_those_of_fedavg_and_stand_alone(l1_mode):
     factorization = Factorization(l1=1e-2, l1_mode=l1_mode)
     ditto, fedavg, alone = (
         run(client(method, factorization=factorization, **options), digits(2))
-        for method, options in ((Ditto, {"lam": 0.0}), (FedAvg, {}), (StandAlone, {}))
+        for method, options in ((Ditto, {"lam": 0.0, "weighting": "samples"}), (FedAvg, {}), (StandAlone, {}))
     )
     assert_equal(network(ditto, "backbone"), network(fedavg, "backbone"))
     assert_equal(network(ditto, "personal"), network(alone, "backbone"))

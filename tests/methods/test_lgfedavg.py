@@ -29,15 +29,17 @@ def test_what_travels(options, permuted, expected):
     assert set(federation.clients[0].upload()) == set(federation.coordinator.server.reply(0)) == expected
 
 
-def test_two_rounds_equal_the_formulas():
-    recorded = Recorded(LGFedAvg)
+@pytest.mark.parametrize("options", [{}, {"weighting": "uniform"}, {"weighting": "samples"}], ids=str)
+def test_two_rounds_equal_the_formulas(options):
+    """Heads are averaged with equal weights unless samples are to count."""
+    recorded = Recorded(LGFedAvg, **options)
     optimizers = [SGD() for _ in recorded.members]
 
     def train(k, epoch, w, batches):
         for batch in batches:
             optimizers[k].step(w, gradient(w, batch))
 
-    expected = recorded.averaged(train, HEAD)
+    expected = recorded.averaged(train, HEAD, uniform=options.get("weighting") != "samples")
     for k, member in recorded.members.items():
         assert_close(member.backbone, expected[k])
 
@@ -49,7 +51,8 @@ def test_under_permuted_labels_it_is_stand_alone_bit_for_bit():
 
 
 def test_with_all_layers_shared_it_is_fedavg_bit_for_bit():
-    assert_equal(weights(run(client(LGFedAvg, shared_layers=2))), weights(run(client(FedAvg))))
+    lg = client(LGFedAvg, shared_layers=2, weighting="samples")
+    assert_equal(weights(run(lg)), weights(run(client(FedAvg))))
 
 
 def test_absent_clients_and_resuming(tmp_path):
