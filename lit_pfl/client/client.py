@@ -204,9 +204,11 @@ class Client(Training, Exchange, Telling):
             self.configure(ClientSpec(example=getattr(self.learner, "example_input_array", None)), alone=True)
 
     def initial(self) -> Payload:
-        """Return what is sent once, on joining: by default what an upload would hold."""
+        """Return what is sent once, on joining: by default what an upload would hold, with every mu as it starts."""
         self.configure_model()
-        return self.upload()
+        upload, f = self.upload(), self.factorization
+        whole = {} if f is None else f.first(self.learner, upload)
+        return Payload({**upload, **whole}, upload.sparse) if whole else upload
 
     @property
     def is_configured(self) -> bool:

@@ -11,6 +11,7 @@ from lit_pfl.export import to_dense
 from lit_pfl.factorization import Factorization
 from lit_pfl.methods import Ditto, FactorizedFL, FedAvg, FedFOMO, FedProx, SimFed, StandAlone
 from lit_pfl.nn import factorized_layers
+from lit_pfl.server import ClientInfo
 from tiny import assert_equal, client, digits, run, spec, trainer, weights
 
 THRESHOLD = 0.05
@@ -176,6 +177,26 @@ def test_the_first_reply_takes_nothing_from_a_dense_start():
     assert 0 < (upload["backbone.body.0.mu"] == 0).sum() < upload["backbone.body.0.mu"].numel()
     member.download(upload)
     assert_equal(member.state_dict(), before)
+
+
+@pytest.mark.parametrize("below", ["keep", "drop", "send"])
+@pytest.mark.parametrize("method", [FactorizedFL, SimFed, FedAvg, FedFOMO])
+def test_every_client_begins_with_the_whole_of_a_dense_start(method, below):
+    options = MIXES_ALL if method is FactorizedFL else {}
+    members = {}
+    for k in range(2):  # as a federation builds them, from the same random numbers
+        torch.manual_seed(5)
+        factorization = kind(below, start="dense")
+        members[k] = client(method, factorization=factorization, **options).build(spec(channels=1, image_size=8))
+    before = {name: mu.clone() for name, mu in masks(members[1]).items()}
+    assert all(0 < (mu.abs() < THRESHOLD).sum() < mu.numel() for mu in before.values())
+    server = members[0].configure_server()
+    server.start({k: ClientInfo(10, member.initial()) for k, member in members.items()})
+    assert server.model.sparse == members[0].upload().sparse  # what counts as sparse does not change
+    for k, member in members.items():
+        member.download(server.reply(k))
+        assert_equal(masks(member), before)
+    assert (members[1].upload()["backbone.body.0.mu"] == 0).any() == (below != "send")  # later ones are sparse
 
 
 def test_defaults():

@@ -1,5 +1,6 @@
 """FedDyn against its formulas, and where it ends."""
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -19,10 +20,15 @@ from quadratic import (
     unequal,
 )
 
+from lit_pfl import Federation
 from lit_pfl.errors import ConfigError
+from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FedAvg, FedDyn
 from lit_pfl.methods.feddyn import ALPHA
-from tiny import assert_equal, client, digits, run, weights
+from lit_pfl.nn import factorized_layers
+from tiny import assert_equal, client, digits, run, trainer, weights
+
+THRESHOLD = 0.02
 
 
 def by_the_formulas(
@@ -120,6 +126,25 @@ def test_counted_by_samples_it_reaches_the_optimum_of_all_samples():
     n, end = sizes(federation), flat(federation.coordinator.server.model)
     np.testing.assert_allclose(end, problem.optimum(n / n.sum()), atol=1e-4)
     assert np.linalg.norm(end - problem.optimum(np.full(4, 0.25))) > 1e-2
+
+
+@pytest.mark.parametrize(("below", "apart"), [("send", 1e-6), ("drop", 1e-6), ("keep", 2 * THRESHOLD)])
+def test_both_sides_keep_the_same_deviation_of_a_sparse_mu(below, apart):
+    """What a client keeps at home, now and when it joined, the server does not know; neither is above the threshold."""
+    factorization = Factorization(form="FFxIO", threshold=THRESHOLD, below_threshold=below)
+    seen: list[float] = []
+
+    class Watch(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            kept, members = pl_module.coordinator.server.deviation, pl_module.clients.values()
+            means = {name: sum(member.deviation[name] for member in members) / len(members) for name in kept}
+            seen.append(max(float((kept[name] - mean).abs().max()) for name, mean in means.items()))
+
+    federation = Federation(client(FedDyn, alpha=0.1, factorization=factorization), seed=3, threads=1, participation=2)
+    trainer(8, callbacks=[Watch()]).fit(federation, datamodule=digits(3))
+    assert max(seen) < apart
+    small = [layer.unsent_mu.count_nonzero() for _, layer in factorized_layers(federation.clients[0].learner)]
+    assert any(small)  # there was something to lose
 
 
 def test_with_partial_participation_too():
