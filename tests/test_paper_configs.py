@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -15,6 +16,7 @@ from lit_pfl.cli import main
 from lit_pfl.cli.command import FederatedCLI
 from lit_pfl.cli.config_files import with_fragments
 from lit_pfl.data import GROUPS, ResizedCropJitter
+from lit_pfl.data.partition import alike_samples
 from lit_pfl.methods import FactorizedFL, FedAvg, FedSLR, PsiNet, SimFed, StandAlone
 from lit_pfl.models import VGG16, MobileNetV1
 
@@ -22,7 +24,7 @@ PAPERS = Path(__file__).parent.parent / "configs/paper"
 FACTORIZED, SIMFED = PAPERS / "factorized_fl", PAPERS / "simfed"
 PSI, SLR = PAPERS / "psi_net", PAPERS / "fedslr"
 OVERLAY = [FACTORIZED / "rows/factorized_fl_domain.yaml", FACTORIZED / "released_code.yaml"]
-RATE = SLR / "per_fedavg_rate.yaml"
+RATE, REUSE = SLR / "per_fedavg_rate.yaml", SLR / "released_code_noniid.yaml"
 
 
 def files(*folders: Path) -> list[Path]:
@@ -47,6 +49,7 @@ CELLS = [
 CELLS += [[file] for file in files(FACTORIZED / "fig8i", PSI / "fig7")] + [
     [*OVERLAY, FACTORIZED / "columns/domains.yaml"],
     [SLR / "rows/per_fedavg.yaml", SLR / "columns/cifar100_noniid.yaml", RATE],
+    [SLR / "rows/fedslr_released_code.yaml", SLR / "columns/cifar10_noniid.yaml", REUSE],
 ]
 #: what may lie over a cell
 OVER = [
@@ -369,14 +372,42 @@ def test_columns_of_fedslr_are_the_papers_setting(made, data, split):
     network = config.model.make_backbone(3, classes)
     sizes = {10: 11_173_952, 100: 11_220_032, 200: 11_279_112}
     assert sum(p.numel() for p in network.parameters()) == sizes[classes]
-    assert (config.data.num_clients, config.data.eval_samples, config.trainer.max_epochs) == (100, 100, 1000)
+    assert (config.data.num_clients, config.trainer.max_epochs) == (100, 1000)
+    assert config.data.eval_samples == (500 if (data, split) == ("tiny_imagenet", "iid") else 100)
     assert (config.federation.participation, config.federation.evaluate) == (10, "after")
     partition = config.data.partition
     assert type(partition).__name__ == {"iid": "Uniform", "noniid": "ClientDirichlet"}[split]
-    assert split == "iid" or partition.alpha == 0.1
+    assert split == "iid" or (partition.alpha, partition.exhausted) == (0.1, "redraw")
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     scheduler = config.model.make_scheduler(torch.optim.SGD(parameters, lr=0.1))
     assert (scheduler.gamma, config.model.scheduler_counts) == (0.998, "rounds")
+
+
+@pytest.mark.parametrize(
+    ("data", "classes", "train", "test", "fewest", "mean"),
+    [
+        ("cifar10", 10, 5000, 1000, 93, 95.5),
+        ("cifar100", 100, 500, 100, 50, 60),
+        ("tiny_imagenet", 200, 500, 50, 430, 450),
+    ],
+)
+def test_a_client_s_test_images_in_fedslr_s_iid_columns(made, data, classes, train, test, fewest, mean):
+    """Rounded down for each of many classes: with 100 images Tiny-ImageNet's clients had six."""
+    config = made(f"fedslr/columns/{data}_iid").data
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(classes), train))
+    split = config.partition.split(labels, config.num_clients, np.random.default_rng(1))
+    shares = np.stack([np.bincount(labels[own], minlength=classes) for own in split])
+    official = np.repeat(np.arange(classes), test)
+    sizes = [len(own) for own in alike_samples(official, shares, config.eval_samples, np.random.default_rng(2))]
+    assert fewest <= min(sizes) <= max(sizes) <= config.eval_samples
+    assert np.mean(sizes) == pytest.approx(mean, abs=2)
+
+
+def test_fedslr_s_released_code_deals_used_up_classes_anew(cells):
+    config = cells([SLR / "rows/fedslr_released_code.yaml", SLR / "columns/cifar10_noniid.yaml", REUSE])
+    partition = config.data.partition
+    assert (type(partition).__name__, partition.alpha, partition.exhausted) == ("ClientDirichlet", 0.1, "reuse")
+    assert config.model.p_init == "copy"
 
 
 def test_variants_of_fedslr_differ_from_it_as_their_names_say(made):
