@@ -41,7 +41,7 @@ class Ledger:
         down: bytes from server to clients in this round.
         total: bytes both ways since the start.
         elements: tensor elements both ways since the start, as papers count them: of sparse tensors only the non-zero
-            ones, and nothing for names and shapes.
+            ones, and nothing for bit masks, names and shapes.
         clients: cumulative bytes by client id, ``[up, down]``.
         watchers: who is told of everything that is sent, see :class:`~lit_pfl_callbacks.protocols.Traffic`.
     """

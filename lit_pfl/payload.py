@@ -19,6 +19,8 @@ from torch import Tensor
 from lit_pfl.finite import all_finite
 from lit_pfl.low_rank import LowRank
 
+#: what names of tensors end in that hold packed bits, which say something of numbers but are none themselves
+BITS = "#bits"
 _MASK, _VALUES = "#mask", "#values"
 _LEFT, _RIGHT = "#left", "#right"
 _SPARSE, _LOW_RANK = "sparse", "low_rank"
@@ -148,10 +150,12 @@ class Payload(Mapping[str, Tensor]):
     def counts(self) -> dict[str, int]:
         """Number of elements of every tensor as the papers count them: of a sparse one the non-zero ones.
 
-        Of one in factors it is theirs, if they have fewer.
+        Of one in factors it is theirs, if they have fewer. Bits count as bytes only: those of a tensor whose name ends
+        in ``#bits``, like those that say where a sparse tensor is not zero.
         """
+        bits = {name: 0 for name in self if name.endswith(BITS)}
         in_factors = {name: factors.elements for name, factors in self.low_rank.items() if factors.saves}
-        return {name: tensor.numel() for name, tensor in self.items()} | self._nonzeros | in_factors
+        return {name: tensor.numel() for name, tensor in self.items()} | self._nonzeros | in_factors | bits
 
     @property
     def elements(self) -> int:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+import yaml
 
 from lit_pfl import Federation
 from lit_pfl.client import Client
@@ -31,6 +32,7 @@ from lit_pfl.nn import factorized_layers
 from lit_pfl.server import ClientInfo
 from tiny import spec, trainer
 
+ROOT = Path(__file__).parent.parent
 # The tables' rounds: half of 99 for the label scenario (R = 50), 99 for the domain scenario (R = 100).
 LABEL, DOMAIN = 49.5, 99
 CLIENTS = 20
@@ -113,15 +115,35 @@ def test_fedslr_s_table_prints_what_others_cost_with_the_network_of_cifar_10(met
     assert round(own / 1e6, 2) == parameters
 
 
+class Trained(FedSpa):
+    """Has two images, and a training that moves every weight that its mask leaves."""
+
+    def training_data(self):
+        return [(torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))]
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        active = dict(self.masks.items())
+        for name, tensor in self.shared_parameters().items():
+            tensor.add_(active.get(name, 1))
+        super().end_round()
+
+
 def test_fedspa_costs_what_the_table_prints():
-    """Half of everything, normalisation layers included, both ways; the round's number counts for nothing."""
-    member, down, up = slr(FedSpa, density=0.5, regrow="none")
+    """Half of everything, normalisation layers included, both ways; masks and the round's number count for nothing."""
+    row = yaml.safe_load((ROOT / "configs/paper/fedslr/rows/fedspa.yaml").read_text())["model"]["init_args"]
+    member, down, up = slr(Trained, **row)
+    assert member.regrow == "gradient"
     active, norms, round_number = sum(int(mask.sum()) for _, mask in member.masks.items()), 9_600, 1
     assert down == active + norms + round_number
+    assert up == active + norms
     assert down == pytest.approx(11_173_952 / 2, abs=30)  # every layer rounds its share
-    assert round(gigabytes(2 * down, SLR_ROUNDS), 2) == 446.96
+    assert round(gigabytes(down + up, SLR_ROUNDS), 2) == 446.96
     assert round(down / 1e6, 2) == 5.59
-    assert up <= active + norms
+    weights = sum(mask.numel() for _, mask in member.masks.items())
+    upload = member.upload()  # where it is not zero, and the new mask: a bit for a weight each
+    assert upload.nbytes == pytest.approx(4 * up + 2 * weights / 8, rel=0.01)
+    assert upload.nbytes == len(upload.to_bytes())
 
 
 @pytest.mark.parametrize(
@@ -205,7 +227,7 @@ def test_parameter_counts():
     assert member.learner.get_parameter(member.criterion).numel() == 65_536
 
 
-DOCS = Path(__file__).parent.parent / "docs/psi_net.md"
+DOCS = ROOT / "docs/psi_net.md"
 
 
 def rows_of(section: str) -> list[list[str]]:

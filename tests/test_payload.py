@@ -305,3 +305,11 @@ def test_order_and_sparsity_can_be_told_again():
     for names in (["f", "z", "mu"], [*order, "b"], [*order, "a"]):
         with pytest.raises(ValueError, match="The payload holds"):
             arrived.laid_out(names, [])
+
+
+def test_bits_are_bytes_but_no_elements():
+    tensors = {"w": torch.ones(3), "masks#bits": torch.arange(5, dtype=torch.uint8), "bits": torch.ones(2)}
+    payload = Payload(tensors)
+    assert payload.counts == {"w": 3, "masks#bits": 0, "bits": 2}
+    assert payload.sizes == {"w": 12, "masks#bits": 5, "bits": 8}
+    assert assert_travels(payload).counts == payload.counts

@@ -15,10 +15,10 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.learners import recorded, unchanged
 from lit_pfl.nn import Memory
 from lit_pfl.ops import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
-from lit_pfl.payload import Payload
+from lit_pfl.payload import BITS, Payload
 from lit_pfl.server import ClientInfo, UniformServer
 
-MASKS, ROUND = "masks", "round_number"
+MASKS, ROUND = f"masks{BITS}", "round_number"
 
 
 class FedSpa(Client):
@@ -27,8 +27,9 @@ class FedSpa(Client):
     The server sends a client its mask times the dense model. The client trains what is left, without gradients at
     masked weights, and uploads the difference; the server subtracts the mean of these, everybody counting the same.
     After training the client exchanges a share of its active weights: the smallest for those where the gradient of the
-    dense network is largest. Masked are the weights of convolutions and linear layers among what travels; biases and
-    normalisation layers are dense, and count. With density 1 this is FedAvg with equal weights.
+    dense network is largest, and sends its new mask along, a bit for a weight: bytes, but none of the elements that
+    papers count. Masked are the weights of convolutions and linear layers among what travels; biases and normalisation
+    layers are dense, and count. With density 1 this is FedAvg with equal weights.
 
     Args:
         density: share of what travels that is active, in all layers together (Erdos-Renyi-kernel densities).

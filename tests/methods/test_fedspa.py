@@ -12,7 +12,7 @@ from lit_pfl import Payload
 from lit_pfl.errors import ConfigError
 from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FedAvg, FedSpa
-from lit_pfl.methods.fedspa import FedSpaServer
+from lit_pfl.methods.fedspa import MASKS, FedSpaServer
 from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.ops import erk_densities, pack_bits
 from lit_pfl.server import ClientInfo
@@ -234,10 +234,10 @@ def test_masks_that_never_change_are_sent_on_joining_only():
     first = masks(federation, 0)
     for k, member in federation.clients.items():
         assert_equal(masks(federation, k), first)
-        assert all("masks" not in note[-1] for note in member.notes)
+        assert all(MASKS not in note[-1] for note in member.notes)
         assert all(torch.equal(note[1][HEAD], first[HEAD]) for note in member.notes)
-        assert "masks" in member.initial()
-        assert "masks" not in member.upload()
+        assert MASKS in member.initial()
+        assert MASKS not in member.upload()
     assert not federation.coordinator.refused
 
 
@@ -272,7 +272,7 @@ def test_the_server_subtracts_the_mean_of_updates_with_nothing_where_there_is_no
     server = FedSpaServer(["w"], masks_change=True)
     packed = [torch.from_numpy(np.packbits(m[k])) for k in range(3)]
     server.start({
-        k: ClientInfo(10 * k + 1, Payload({"w": torch.from_numpy(w), "b": torch.from_numpy(bias), "masks": packed[k]}))
+        k: ClientInfo(10 * k + 1, Payload({"w": torch.from_numpy(w), "b": torch.from_numpy(bias), MASKS: packed[k]}))
         for k in range(3)
     })  # fmt: skip
     for k in range(3):
@@ -282,7 +282,7 @@ def test_the_server_subtracts_the_mean_of_updates_with_nothing_where_there_is_no
     new = np.packbits(rng.random((5, 7)) < 0.4)
     server.aggregate(1, {
         k: Payload({"w": torch.from_numpy(updates[k]), "b": torch.from_numpy(biases[k]),
-                    "masks": torch.from_numpy(new) if k == 2 else packed[k]}, ["w"])
+                    MASKS: torch.from_numpy(new) if k == 2 else packed[k]}, ["w"])
         for k in (0, 2)
     })  # fmt: skip
     expected = w - (updates[0] + updates[2]) / 2
@@ -313,7 +313,7 @@ def test_traffic_is_that_of_active_weights_and_of_masks(regrow):
     for client_up, client_down in federation.traffic.clients.values():
         assert rounds * up <= client_up <= rounds * (up + header)
         assert rounds * down <= client_down <= rounds * (down + header)
-    assert federation.traffic.elements == 2 * rounds * (2 * (active + dense) + 1 + packed)
+    assert federation.traffic.elements == 2 * rounds * (2 * (active + dense) + 1)  # masks are bytes only
 
 
 def test_traffic_of_resnet9_is_half():
@@ -325,8 +325,8 @@ def test_traffic_of_resnet9_is_half():
     reply = server.reply(0)
     assert reply.nbytes == len(reply.to_bytes())
     assert reply.nbytes / dense == pytest.approx(0.5 + 1 / 32, abs=0.002)
-    assert joined["masks"].numel() == -(-sum(mask.numel() for mask in member.masks.buffers()) // 8)
-    assert joined["masks"].numel() / dense == pytest.approx(1 / 32, rel=0.01)
+    assert joined[MASKS].numel() == -(-sum(mask.numel() for mask in member.masks.buffers()) // 8)
+    assert joined[MASKS].numel() / dense == pytest.approx(1 / 32, rel=0.01)
 
 
 # --------------------------------------------------------------------------------------------------------- federations
