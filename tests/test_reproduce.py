@@ -16,9 +16,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
+from lit_pfl.cli import main
 from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import read_checkpoint
+from lit_pfl.methods import FactorizedFL
+from lit_pfl.models import ResNet9
+from lit_pfl.nn import factorized_layers
+from tiny import spec
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "reproduce" / "run.py"
@@ -276,6 +283,53 @@ printed: {FedAvg: [893.92, 11.17, 50], GKR: [1, 2, 3], None: [1, 2, 3]}
     assert "## None" not in text
     assert "| 4 | 0.8000 / 0.4000 |" in text
     assert "- Acc: 1 of 1 printed orderings of two rows hold.\n" in text  # a single seed has no deviation
+
+
+@pytest.mark.parametrize(
+    ("factorization", "threshold"),
+    [
+        ([], 0.0),
+        (["start=dense"], 0.0),
+        (["start=dense", "threshold=0.02"], 0.02),
+        (["start=dense", "threshold=0.05", "below_threshold=send"], 0.05),
+    ],
+    ids=str,
+)
+def test_a_run_s_parameters_are_those_of_the_model_as_it_is_used(
+    reproduce, tiny, monkeypatch, factorization, threshold
+):
+    """Its checkpoint has mu as it is trained; what is below the threshold does not count, of mu alone."""
+    monkeypatch.chdir(tiny)
+    main([
+        "fit", "--model=StandAlone", "--model.backbone=MLP", *(f"--model.factorization.{f}" for f in factorization),
+        "--data=Digits", "--data.num_clients=2", "--folder=run", "--trainer.max_epochs=1", "--trainer.accelerator=cpu",
+        "--federation.threads=1", "--trainer.enable_progress_bar=false", "--trainer.callbacks+=Timer",
+        "--trainer.callbacks.interval=step",
+    ])  # fmt: skip
+    run = SimpleNamespace(name="row", scale="paper", fingerprint="")
+    found = reproduce.results.collect(Path("run"), run, 1, None)["parameters"]
+    clients = read_checkpoint(Path("run/checkpoints/last.ckpt"))["federation"]["clients"].values()
+    weights = [(name, w) for c in clients for name, w in c["state_dict"].items() if name.startswith("learner.")]
+    used = [w * (w.abs() >= threshold) if name.endswith(".mu") else w for name, w in weights]
+    assert found == sum(int(w.count_nonzero()) for w in used) / 2
+    assert (found < sum(int(w.count_nonzero()) for _, w in weights) / 2) == bool(threshold)
+
+
+def test_the_size_in_figure_8_i_follows_lambda(reproduce, printed, tmp_path):
+    """With entries of mu spread as they must have been there, a normal distribution of deviation 1.86e-3."""
+    table = printed["factorized_fl", "fig8i"]
+    member = FactorizedFL(backbone=ResNet9).build(spec())
+    torch.manual_seed(0)
+    for _, layer in factorized_layers(member):
+        torch.nn.init.normal_(layer.mu, std=1.86e-3)
+    config = tmp_path / "config.yaml"
+    for row in list(table.rows)[1:]:
+        cell = table.cell(row, "Num. Params.")
+        config.write_text(yaml.safe_dump(cell.run.configuration))
+        threshold = reproduce.results._threshold(config)
+        assert threshold == float(row.removeprefix("lambda "))
+        size = reproduce.results._parameters({0: {"state_dict": member.state_dict()}}, threshold)
+        assert size / 1e6 == pytest.approx(cell.number, rel=0.01)
 
 
 # -------------------------------------------------------------------------------------------------------------- running

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tables import Run
+from torch import Tensor
 
 from lit_pfl.lightning_internals import read_checkpoint
 from lit_pfl_callbacks.files import replacing
@@ -84,7 +86,7 @@ def collect(folder: Path, run: Run, seed: int, clients_a_domain: int | None) -> 
         "scores": {name: _rounded(value) for name, value in last.items() if name.startswith("test/") and value},
         "clients": models,
         "elements": checkpoint["federation"]["coordinator"]["ledger"]["elements"],
-        "parameters": _parameters(checkpoint["federation"]["clients"]),
+        "parameters": _parameters(checkpoint["federation"]["clients"], _threshold(folder / "config.yaml")),
         "seconds": round(checkpoint["callbacks"]["Timer"]["time_elapsed"]["train"], 1),
     }
     if clients_a_domain is not None and (folder / "similarity.csv").exists():
@@ -96,16 +98,26 @@ def _rounded(value: str) -> float | None:
     return round(float(value), 6) if value else None
 
 
-def _parameters(clients: dict[int, dict[str, Any]]) -> float:
-    """Return the entries of a client's trained weights that are not zero, the mean over clients."""
+def _threshold(path: Path) -> float:
+    """Return the size below which entries of mu count as zero in a run, given its whole configuration."""
+    factorization = yaml.safe_load(path.read_text())["model"]["init_args"].get("factorization") or {}
+    return factorization.get("threshold", 0.0)
+
+
+def _parameters(clients: dict[int, dict[str, Any]], threshold: float) -> float:
+    """Return the entries of a client's trained weights that are not zero where it is used, the mean over clients."""
+
+    def count(name: str, tensor: Tensor) -> int:
+        # A checkpoint holds mu as it is trained, with what is below the threshold.
+        is_mask = name.rpartition(".")[2] == "mu"
+        return int((tensor.abs() >= threshold).logical_and(tensor != 0).sum() if is_mask else tensor.count_nonzero())
 
     def of(state: dict[str, Any]) -> int:
-        weights = (
-            tensor
+        return sum(
+            count(name, tensor)
             for name, tensor in state.items()
             if name.startswith(("learner.", "personal.")) and tensor.is_floating_point() and "running_" not in name
         )
-        return sum(int(tensor.count_nonzero()) for tensor in weights)
 
     return sum(of(client["state_dict"]) for client in clients.values()) / len(clients)
 
