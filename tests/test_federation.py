@@ -391,3 +391,9 @@ def test_a_client_without_a_batch_is_named():
     with pytest.raises(ConfigError, match=message) as error:
         run(client(FedAvg), client_trainer={"limit_train_batches": 0})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", [L.LightningModule(), L.LightningModule])
+def test_a_module_without_a_method_is_told_how(given):
+    with pytest.raises(ConfigError, match=r"^LightningModule is no method; .*Federation\(FedAvg\(learner=Light"):
+        Federation(given)

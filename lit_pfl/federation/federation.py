@@ -103,6 +103,9 @@ class Federation(Scoring, Checkpointing):
         stack_size: PositiveInt = 32,
     ) -> None:
         super().__init__(higher_is_better or {})
+        if not isinstance(client, Client):
+            name = getattr(client, "__name__", type(client).__name__)
+            raise ConfigError(f"{name} is no method; give one around it: Federation(FedAvg(learner={name}())).")
         check_share("federation.participation", participation)
         check_share("federation.evaluate_clients", evaluate_clients)
         check_client_options(client_trainer or {})

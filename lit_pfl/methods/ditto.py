@@ -98,7 +98,8 @@ class Ditto(TwoModels):
 
     @torch.no_grad()
     def _pull(self, lr: float) -> None:
-        if self._trains_personal:
+        stepped = any(v.grad is not None for v in self.personal.parameters())  # not so after a batch that is skipped
+        if self._trains_personal and stepped:
             for v, w in zip(self.personal.parameters(), self._start, strict=True):
                 v.sub_(lr * self.lam * (v - w))
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import recorded, unchanged
+from lit_pfl.learners import SkipBatch, recorded, unchanged
 from lit_pfl.nn import Memory
 from lit_pfl.ops import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
 from lit_pfl.payload import BITS, Payload
@@ -145,11 +146,13 @@ class FedSpa(Client):
 
     def _gradients(self, weights: list[Tensor]) -> Sequence[Tensor]:
         """Return gradients of a training batch, at masked weights too; running statistics stay as they are."""
-        batch = move_data_to_device(next(iter(self.training_data())), self.device)
         before = [(buffer, buffer.clone()) for buffer in self.learner.buffers()]
-        with torch.enable_grad(), unchanged(self.learner), recorded(self.learner):
-            loss = self.objective(batch, 0)
-            gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        gradients: Sequence[Tensor] = [torch.zeros_like(weight) for weight in weights]
+        for index, batch in enumerate(self.training_data()):
+            with torch.enable_grad(), unchanged(self.learner), recorded(self.learner), suppress(SkipBatch):
+                loss = self.objective(move_data_to_device(batch, self.device), index)
+                gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+                break
         for buffer, value in before:
             buffer.copy_(value)
         return gradients

@@ -1,7 +1,7 @@
 """Per-FedAvg: a common model that one step makes a client's own."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import lightning as L
@@ -14,7 +14,7 @@ from torch.func import functional_call
 from lit_pfl.client import Client
 from lit_pfl.data.loaders import in_batches_of, in_order, num_samples
 from lit_pfl.engines.trainers import refuse_scaled_gradients
-from lit_pfl.learners import Step, evaluating, recorded, size_of, split_batch, unchanged, unseen
+from lit_pfl.learners import SkipBatch, Step, evaluating, recorded, size_of, split_batch, unchanged, unseen
 from lit_pfl.server import Server, Weighting, averaging
 from lit_pfl.sharing import EVERYTHING
 from lit_pfl_callbacks.tensors import load_tensors
@@ -136,16 +136,19 @@ class PerFedAvg(Client):
     def personalized(self) -> Iterator[L.LightningModule]:
         """Take one inner step on the client's own training data; put the model back afterwards."""
         batches, weights = in_order(super().training_data()), self._weights()
-        n = num_samples(batches)
+        n, seen = num_samples(batches), 0
         with torch.inference_mode(False), torch.enable_grad():
             gradient = {name: torch.zeros_like(weight) for name, weight in weights.items()}
             with evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
                 for index, batch in enumerate(batches):
                     batch = move_data_to_device(batch, self.device)
-                    for name, part in _gradients(self.loss(self.learner, batch, index), weights).items():
-                        gradient[name] += part * (size_of(batch) / n)
+                    with suppress(SkipBatch):
+                        for name, part in _gradients(self.loss(self.learner, batch, index), weights).items():
+                            gradient[name] += part * (size_of(batch) / n)
+                        seen += size_of(batch)
+        step = self.alpha * n / max(seen, 1)
         before = {name: weight.detach().clone() for name, weight in weights.items()}
-        load_tensors(self.learner, {name: weight - self.alpha * gradient[name] for name, weight in before.items()})
+        load_tensors(self.learner, {name: weight - step * gradient[name] for name, weight in before.items()})
         try:
             yield self.learner
         finally:

@@ -9,7 +9,20 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.factorization import Factorization
-from lit_pfl.methods import APFL, AgnosticFL, Ditto, FactorizedFL, FedAvg, FedDyn, FedProx, FedSLR, PFedPara, Scaffold
+from lit_pfl.methods import (
+    APFL,
+    AgnosticFL,
+    Ditto,
+    FactorizedFL,
+    FedAvg,
+    FedDyn,
+    FedProx,
+    FedSLR,
+    FedSpa,
+    PerFedAvg,
+    PFedPara,
+    Scaffold,
+)
 from tiny import assert_equal, trainer, weights
 
 
@@ -55,6 +68,8 @@ METHODS = {
     "FedAvg": lambda **options: FedAvg(**options),
     "proximal steps": lambda **options: FedAvg(factorization=PROXIMAL, **options),
     "FedProx": lambda **options: FedProx(mu=0.1, **options),
+    "Ditto, one after the other": lambda **options: Ditto(schedule="separate", **options),
+    "FedSpa": lambda **options: FedSpa(**options),
     "Scaffold": lambda **options: Scaffold(**options),
     "FedDyn": lambda **options: FedDyn(alpha=0.1, **options),
     "AgnosticFL": lambda **options: AgnosticFL(**options),
@@ -81,3 +96,12 @@ def test_skipped_batches_leave_no_trace(method, lean):
     plain, spoilt = (run(method, spoilt, **options) for spoilt in (False, True))
     assert_equal(weights(plain), weights(spoilt))
     assert plain.trainer.callback_metrics["train/loss"] == spoilt.trainer.callback_metrics["train/loss"]
+
+
+def test_the_inner_step_of_per_fedavg_is_of_the_batches_that_are_left():
+    plain, spoilt = (run(PerFedAvg, spoilt).clients[0] for spoilt in (False, True))
+    plain.load_state_dict(spoilt.state_dict())
+    with plain.personalized() as one, spoilt.personalized() as other:
+        for name, weight in one.state_dict().items():
+            torch.testing.assert_close(weight, other.state_dict()[name])
+            assert not torch.equal(weight, torch.zeros_like(weight))
