@@ -7,10 +7,13 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lit_pfl.errors import ConfigError
+from lit_pfl.links import LocalHub
 from lit_pfl.methods import FedAvg
+from lit_pfl_callbacks import FederatedLoop
 from tiny import TinyNet, client, digits, momentum_sgd, run, spec
 
 
@@ -113,3 +116,22 @@ def test_a_learner_that_asks_for_its_trainer_too_early_is_told():
     with pytest.raises(ConfigError, match=message) as error:
         FedAvg(learner=AsksForItsTrainer(made=True)).build(spec())
     assert "\n" not in str(error.value)
+
+
+class MakesMore(Lazy):
+    """Has a layer more when its training begins."""
+
+    def __init__(self):
+        super().__init__(made=True)
+
+    def setup(self, stage):
+        self.more = nn.Linear(1, 1)
+
+
+def test_layers_that_are_made_too_late_to_travel_are_refused():
+    hub = LocalHub()
+    trainer = L.Trainer(max_epochs=1, callbacks=[FederatedLoop(hub.link)], accelerator="cpu", logger=False)
+    batches = DataLoader(TensorDataset(torch.randn(4, 3)), 2)
+    hub.add(0, lambda: trainer.fit(FedAvg(learner=MakesMore()), batches))
+    with pytest.raises(ConfigError, match=r"MakesMore makes 'more\.bias' in setup\(\), after"):
+        hub.run(FedAvg(learner=Lazy(made=True)).configure_server())

@@ -163,6 +163,7 @@ class Client(Training, Exchange, Telling):
                 f"model.head: labels differ from client to client, so heads stay at home; say which parameters of "
                 f"{type(self.learner).__name__} are its head by a regular expression, such as --model.head '^out'."
             )
+        self._known = frozenset(self.learner.state_dict())
         self._shared = owners(self.learner, [name for name, role in self.roles().items() if self.travels(name, role)])
         self.configure_state()
         hand_down_trainer(self)

@@ -6,6 +6,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import mean_loss
 from lit_pfl.factorization import Factorization
 from lit_pfl.learners import SkipBatch, set_schedules_to, size_of, training_loss
@@ -26,6 +27,7 @@ class Training(QuickModule):
         self.completed_rounds = 0  # of the federation, which keeps it up to date
         self.epoch_ended = False
         self._losses: list[tuple[Tensor, int]] = []
+        self._known: frozenset[str] = frozenset()  # the learner's tensors when it was settled what travels
 
     @property
     def fewest_epochs(self) -> int:
@@ -47,6 +49,7 @@ class Training(QuickModule):
         """
         self.epoch_ended = False
         if epoch == 0:
+            self._refuse_new_tensors()
             if self.reset_optimizer:
                 for optimizer in self.trainer.optimizers:
                     optimizer.state.clear()
@@ -54,6 +57,16 @@ class Training(QuickModule):
                 set_schedules_to(self.completed_rounds, local_epochs, self.trainer)
             self.begin_round()
         self.begin_epoch(epoch, local_epochs)
+
+    def _refuse_new_tensors(self) -> None:
+        """Refuse what the learner has made in its ``setup``, once: it would stay at home without a word."""
+        made = self.learner.state_dict().keys() - self._known if self._known else ()
+        if made:
+            raise ConfigError(
+                f"model.learner: {type(self.learner).__name__} makes {min(made)!r} in setup(), after it is settled "
+                "what travels; make its layers in __init__ or configure_model."
+            )
+        self._known = frozenset()
 
     def end_epoch(self, epoch: int, local_epochs: int) -> None:
         """Call the learner's ``on_train_epoch_end``, and :meth:`end_round` at the last of a round's local epochs.
