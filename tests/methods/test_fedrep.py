@@ -51,8 +51,9 @@ class Watch(L.Callback):
 
 @pytest.mark.parametrize("client_trainer", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 3}])
 def test_what_is_frozen_does_not_move(client_trainer):
-    watch = Watch()
-    run(client(FedRep), digits(1), rounds=3, local_epochs=2, client_trainer={**client_trainer, "callbacks": [watch]})
+    options = {**client_trainer, "callbacks": [Watch()]}
+    federation = run(client(FedRep), digits(1), rounds=3, local_epochs=2, client_trainer=options)
+    watch, *_ = federation.clients[0].trainer.callbacks
     assert len(watch.seen) == 6
     for epoch, (before, after) in enumerate(zip(watch.seen, watch.seen[1:], strict=False)):
         for name in before:
