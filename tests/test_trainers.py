@@ -49,6 +49,8 @@ def test_a_fit_that_something_ends_is_said_in_one_line():
         ({"limit_val_batches": 1}, r"trainer\.limit_val_batches=1: "),
         ({"overfit_batches": 1}, r"trainer\.overfit_batches=1: .*federation\.participation"),
         ({"limit_val_batches": 3}, r"trainer\.limit_val_batches=3: .*federation\.evaluate_clients"),
+        ({"limit_test_batches": 1}, r"trainer\.limit_test_batches=1: .*tests are of all clients; give 0"),
+        ({"check_val_every_n_epoch": 0}, r"trainer\.check_val_every_n_epoch=0: .*limit_val_batches=0"),
         ({"gradient_clip_val": 10}, r"trainer\.gradient_clip_val=10: .*federation\.client_trainer\.gradient_clip_val"),
         ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2: .*client_trainer\.accumulate_grad_batches"),
         ({"precision": "bf16-true"}, r"trainer\.precision=bf16-true: .*choose 32-true, 16-mixed, bf16-mixed"),
@@ -62,6 +64,9 @@ def test_options_of_the_outer_trainer_that_are_about_batches_of_images(options, 
 
 def test_no_validation_and_a_first_try_are_all_right():
     trainer(1, limit_val_batches=0).fit(Federation(client(FedAvg), threads=1), datamodule=digits())
+    untested = trainer(1, limit_test_batches=0)
+    untested.fit(Federation(client(FedAvg), threads=1), datamodule=digits())
+    assert "test/acc" not in untested.callback_metrics
     trainer(1, fast_dev_run=True).fit(Federation(client(FedAvg), threads=1), datamodule=digits())
 
 

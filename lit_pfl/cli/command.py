@@ -133,7 +133,7 @@ class FederatedCLI(LightningCLI):
                 )
             if name == "WandbLogger" and not self.scoring and not (one.init_args.id or one.init_args.version):
                 one.init_args.id = self.wandb_run  # a resumed run is one run there too
-            if name == RunLogger.__name__:
+            if _is_run_logger(one):
                 if self.scoring and self.own.ckpt_path is None:
                     continue
                 options = one.init_args
@@ -145,6 +145,8 @@ class FederatedCLI(LightningCLI):
                     method, data = (self.own[key].class_path.rpartition(".")[2] for key in ("model", "data"))
                     options.name = f"{method}-{data}"
             kept.append(one)
+        if self.own.folder and not self.scoring and not any(_is_run_logger(one) for one in kept):
+            raise ConfigError("folder: RunLogger writes there, and trainer.logger has none; leave one of the two out.")
         trainer.logger = (kept or False) if isinstance(trainer.logger, list) or not kept else kept[0]
 
     def instantiate_classes(self) -> None:
@@ -154,6 +156,18 @@ class FederatedCLI(LightningCLI):
         self.model = Federation(self.model, **self._get(self.config_init, "federation"))
         if self.trainer.loggers and not self.trainer.fast_dev_run and self.trainer.is_global_zero:  # type: ignore[attr-defined]
             self._take_folder()
+        elif not self.trainer.loggers:
+            self._refuse_to_overwrite()
+
+    def _refuse_to_overwrite(self) -> None:
+        """Without a logger there is no run folder, and the only checkpoint would be that of another run."""
+        last = Path(self.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+        keeps = any(isinstance(callback, LastCheckpoint) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        if not self.scoring and keeps and self.own.ckpt_path is None and last.exists():
+            raise ConfigError(
+                f"trainer.default_root_dir: {last} would be overwritten. Go on with it by --ckpt_path, or give another "
+                "folder, or --trainer.enable_checkpointing false."
+            )
 
     def _take_folder(self) -> None:
         folder, logger, made = run_folder(self.trainer), self.trainer.loggers[0], False
@@ -187,7 +201,12 @@ class FederatedCLI(LightningCLI):
             callbacks.append(RoundProgress())
         if config.enable_checkpointing is not False:
             callbacks.append(LastCheckpoint())
-        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        try:
+            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        except (ValueError, TypeError, RuntimeError) as error:
+            if error.__cause__ is not None:  # of a callback or a logger, which says itself what is wrong
+                raise
+            raise ConfigError(f"trainer: {' '.join(str(error).split())}") from error
 
     def fit(self, model: Federation, **kwargs: Any) -> None:
         """Run the federation. A stop keeps its last complete round, and says how to go on."""
@@ -250,6 +269,10 @@ class Loading(L.Callback):
         self.going_on = False
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
+
+
+def _is_run_logger(options: Any) -> bool:
+    return bool(getattr(options, "class_path", "").rpartition(".")[2] == RunLogger.__name__)
 
 
 def _try_optimizer(model: Client) -> None:

@@ -74,7 +74,7 @@ def run(args: ArgsType) -> None:
     except ValueError as error:
         # jsonargparse's, around one of a class within a class
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, ConfigError):
+        while cause is not None and not isinstance(cause, ConfigError | MisconfigurationException):
             cause = cause.__cause__
         if cause is None:
             raise

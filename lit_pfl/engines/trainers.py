@@ -61,6 +61,16 @@ def check_outer(trainer: L.Trainer) -> None:
             f"trainer.limit_val_batches={trainer.limit_val_batches}: a batch is a client here; to evaluate fewer give "
             "federation.evaluate_clients, and 0 here to evaluate none."
         )
+    if not any(_is_share(trainer.limit_test_batches, allowed) for allowed in (0.0, 1.0)):
+        raise ConfigError(
+            f"trainer.limit_test_batches={trainer.limit_test_batches}: a batch is a client here, and tests are of all "
+            "clients; give 0 for no test."
+        )
+    if trainer.check_val_every_n_epoch is not None and trainer.check_val_every_n_epoch < 1:
+        raise ConfigError(
+            f"trainer.check_val_every_n_epoch={trainer.check_val_every_n_epoch}: give 1 or more rounds, or "
+            "trainer.limit_val_batches=0 for no validation."
+        )
     for name, unset in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
         value = getattr(trainer, name)
         if value not in (unset, 0):

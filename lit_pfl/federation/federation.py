@@ -304,7 +304,7 @@ class Federation(Scoring, Checkpointing):
 
     def on_fit_end(self) -> None:
         """Test the models of the last round, and end the clients' fits."""
-        if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not self.trainer.fast_dev_run and self.trainer.limit_test_batches:  # type: ignore[attr-defined]
             self._test_last_round()
         self.engine.stop()
         for client in self.clients.values():

@@ -43,6 +43,12 @@ from lit_pfl.cli.overview import methods
         ("--trainer.max_epochs x", "trainer.max_epochs=x: expected a whole number or null."),
         ("--model.optimizer.lr x", "model.optimizer.lr=x: expected a number."),
         ("--model.optimizer.lr -1", "model.optimizer: Invalid learning rate: -1.0"),
+        ("--trainer.accelerator banana", "trainer: You selected an invalid accelerator name"),
+        ("--trainer.strategy banana", "trainer: You selected an invalid strategy name"),
+        ("--trainer.check_val_every_n_epoch 0", "trainer.check_val_every_n_epoch=0: give 1 or more rounds"),
+        ("--trainer.limit_test_batches 1", "trainer.limit_test_batches=1: "),
+        ("--trainer.callbacks Similarity --trainer.callbacks.most 0", "Similarity(every_n_rounds=5, most=0): give"),
+        ("--trainer.logger false --folder somewhere", "folder: RunLogger writes there, and trainer.logger has none"),
         ("--model.scheduler StepLR", "model.scheduler: give also model.scheduler.step_size."),
         ("--model.scheduler StepLR --model.scheduler.step_size x", "model.scheduler.step_size=x: expected a whole"),
     ],
@@ -128,3 +134,13 @@ def test_what_does_not_go_with_the_data_is_named_in_one_line(words, said, capsys
     assert came.code == 2
     [error] = came.errors
     assert error.startswith(f"lit-pfl: error: {said}"), error
+
+
+def test_without_a_logger_no_other_run_s_checkpoint_is_overwritten(capsys):
+    words = [*TINY, "--trainer.max_epochs", "1", "--trainer.logger", "false"]
+    assert typed(capsys, "fit", *words).code in (0, None)
+    before = Path("checkpoints/last.ckpt").read_bytes()
+    came = typed(capsys, "fit", *words, "--model", "StandAlone")
+    [error] = came.errors
+    assert (came.code, Path("checkpoints/last.ckpt").read_bytes()) == (2, before)
+    assert error.startswith("lit-pfl: error: trainer.default_root_dir: ")
