@@ -11,6 +11,8 @@ from lit_pfl.report.runs import Group, Row, Run
 TITLES = {"acc": ("accuracy (%)", 100.0)}
 DERIVED = re.compile(r"_(std|worst10)$")
 LOSS = re.compile(r"(^|[/_.])loss$")
+#: how the model of a client that has never trained ends, in ``clients.csv``
+JOINING = ":joining"
 
 
 class Metric(NamedTuple):
@@ -98,12 +100,19 @@ def last_scores(run: Run, metric: Metric) -> dict[int, float]:
         return {}
     round = max((row["round"] for row in tested), key=int)
     last = [row for row in tested if row["round"] == round]
-    own = _model(last[0])  # of a method with several, the first is the one that it is about
-    return {int(row["client"]): float(row[metric.name]) * metric.scale for row in last if _model(row) == own}
+    own = _model_shown([row["model"] for row in last], run.options.get("federation.evaluate"))
+    return {int(row["client"]): float(row[metric.name]) * metric.scale for row in last if row["model"] in own}
 
 
-def _model(row: Row) -> str:
-    return str(row["model"]).partition(":")[0]
+def _model_shown(models: Sequence[str], evaluate: str | None) -> tuple[str, str]:
+    """Return one model of those scored, and its name for clients that have never trained.
+
+    Of a method with several models, the first is the one that it is about. A later test may have scored it in another
+    state than the run's own evaluation, which ``metrics.csv`` keeps: that of ``federation.evaluate``, else the first.
+    """
+    settled = [model for model in models if not model.endswith(JOINING)] or models
+    fitting = [model for model in settled if model.rpartition(":")[2] == evaluate] or settled
+    return fitting[0], fitting[0].partition(":")[0] + JOINING
 
 
 def byte_unit(largest: float) -> tuple[str, float]:

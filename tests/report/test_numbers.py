@@ -132,6 +132,22 @@ def test_of_several_models_the_first_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("evaluate", "shown"), [("before", [50.0, 30.0]), ("after", [90.0, 30.0]), ("global", [70.0]), (None, [50.0, 30.0])]
+)
+def test_a_later_test_of_another_state_does_not_change_whose_scores_are_shown(tmp_path, evaluate, shown):
+    made = read(make_run(tmp_path / "a", "FedAvg", 1, clients=2))
+    rows = [
+        [1, 6, "test", "personalized:joining", 5, 0.3],
+        [0, 6, "test", "personalized:before", 5, 0.5],
+        [0, 6, "test", "personalized:after", 5, 0.9],
+        [-1, 6, "test", "global", 5, 0.7],
+    ]
+    write(tmp_path / "a/clients.csv", "client round split model n acc", rows)
+    run = Run(made.folder, {**made.options, "federation.evaluate": evaluate})
+    assert sorted(last_scores(run, ACC).values(), reverse=True) == shown
+
+
+@pytest.mark.parametrize(
     ("columns", "chosen"),
     [
         ("val/loss val/acc test/loss test/acc", Metric("acc", "val/acc", "test/acc")),
