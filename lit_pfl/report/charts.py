@@ -104,8 +104,9 @@ def distributions(groups: Sequence[Group], metric: Metric) -> Picture | None:
     """Return how clients are spread: boxes, and where they are few, every client of every seed."""
     names = [group.name for group in groups]
     boxes, points = [], []
-    for group in groups:
-        scores = [score for run in group.runs for score in last_scores(run, metric).values()]
+    found = [[last_scores(run, metric) for run in group.runs] for group in groups]
+    for group, runs in zip(groups, found, strict=True):
+        scores = [score for run in runs for score in run.values()]
         if len(scores) < 2:
             continue
         low, q1, median, q3, high = np.quantile(scores, [0, 0.25, 0.5, 0.75, 1]).tolist()
@@ -131,20 +132,28 @@ def distributions(groups: Sequence[Group], metric: Metric) -> Picture | None:
         width="container", height=max(110, 46 * len(boxes)), title="Clients after the last round"
     )
     says = (
-        "Every client of every seed: the middle half is in the box, with the median as a line; the thin line goes from "
-        "the worst client to the best."
+        f"Every client of every seed, on {metric.data}: the middle half is in the box, with the median as a line; the "
+        f"thin line goes from the worst client to the best.{_left_out(found)}"
     )
     return Picture("clients", says, chart)
+
+
+def _left_out(found: Sequence[Sequence[Collection[int]]]) -> str:
+    """Say how many runs have no scores to show: those that were interrupted before a test, beside others' tests."""
+    runs = [scores for group in found for scores in group]
+    missing = sum(not scores for scores in runs)
+    return f" Left out, without such scores of the last round: {missing} of {len(runs)} runs." if missing else ""
 
 
 def client_by_client(groups: Sequence[Group], metric: Metric) -> Picture | None:
     """Return every client's score under every method, mean over seeds; of a sample where clients are many."""
     palette = _methods(groups)
     rows: list[Row] = []
-    for group in groups:
+    found = [[last_scores(run, metric) for run in group.runs] for group in groups]
+    for group, runs in zip(groups, found, strict=True):
         scores: dict[int, list[float]] = {}
-        for run in group.runs:
-            for client, score in last_scores(run, metric).items():
+        for run in runs:
+            for client, score in run.items():
                 scores.setdefault(client, []).append(score)
         rows += [{"method": group.name, "client": c, "score": fmean(s)} for c, s in sorted(scores.items())]
     ids = sorted({row["client"] for row in rows})
@@ -160,9 +169,10 @@ def client_by_client(groups: Sequence[Group], metric: Metric) -> Picture | None:
         tooltip=["method:N", "client:O", alt.Tooltip("score:Q", title=metric.title)],
     )
     span = base.mark_rule(color="var(--line)").encode(y=_score("min(score)", metric.title), y2="max(score):Q")
-    says = "Every client under every method, mean over seeds."
+    who = "Every client under every method"
     if len(shown) < len(ids):
-        says = f"{len(shown)} of {len(ids)} clients, evenly spread by id, mean over seeds."
+        who = f"{len(shown)} of {len(ids)} clients, evenly spread by id"
+    says = f"{who}, on {metric.data}, mean over seeds.{_left_out(found)}"
     title = f"{metric.word.capitalize()}, client by client"
     chart = alt.layer(span, dots).properties(width="container", height=300, title=title)
     return Picture("client_by_client", says, chart)

@@ -29,6 +29,16 @@ class Metric(NamedTuple):
     last: str
 
     @property
+    def split(self) -> str:
+        """On which data clients are compared after the last round: ``test`` or ``val``."""
+        return self.last.partition("/")[0]
+
+    @property
+    def data(self) -> str:
+        """The same in words."""
+        return "test data" if self.split == "test" else "validation data"
+
+    @property
     def title(self) -> str:
         """What it is, with its unit."""
         return TITLES.get(self.name, (self.name, 1.0))[0]
@@ -62,7 +72,9 @@ def main_metric(runs: Sequence[Run]) -> Metric | None:
     name = min(own, key=order)
     # validation data are scored every round; where there are none, test data are
     curve = max((f"val/{name}", f"test/{name}"), key=lambda column: counts.get(column, 0))
-    return Metric(name, curve, f"test/{name}" if f"test/{name}" in counts else curve)
+    # a run that has gone on since its test, and was interrupted, has none of its last round
+    tested = any(f"test/{name}" in row for run in runs for row in run.metrics[-1:])
+    return Metric(name, curve, f"test/{name}" if tested else curve)
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float | None]:
@@ -89,17 +101,18 @@ def curve(group: Group, column: str, scale: float = 1.0) -> list[Row]:
 
 
 def last_scores(run: Run, metric: Metric) -> dict[int, float]:
-    """Return what every client achieved after the last round that is scored, by id: on test data, if they were used."""
-    rows = [
+    """Return what every client achieved after the run's last round, by id: on the data that the tables are of.
+
+    None of an earlier round, such as the test of a run that has gone on since, and none on other data.
+    """
+    last = [
         row
         for row in run.table("clients.csv", "client", "round", "split", "model")
-        if row.get(metric.name) not in ("", None)
+        if (row["split"], int(float(row["round"]))) == (metric.split, run.rounds)
+        and row.get(metric.name) not in ("", None)
     ]
-    tested = [row for row in rows if row["split"] == "test"] or rows
-    if not tested:
+    if not last:
         return {}
-    round = max((row["round"] for row in tested), key=int)
-    last = [row for row in tested if row["round"] == round]
     own = _model_shown([row["model"] for row in last], run.options.get("federation.evaluate"))
     return {int(row["client"]): float(row[metric.name]) * metric.scale for row in last if row["model"] in own}
 

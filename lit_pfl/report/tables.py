@@ -52,7 +52,6 @@ def summary(groups: Sequence[Group], metric: Metric) -> Table:
     Columns that no run has are left out: the worst tenth of clients, second models, bytes.
     """
     split, _, name = metric.last.partition("/")
-    on = "test data" if split == "test" else "validation data"
     scores = {metric.title: metric.last, "deviation over clients": f"{metric.last}_std",
               "worst tenth of clients": f"{metric.last}_worst10"}  # fmt: skip
     found = dict.fromkeys(chain.from_iterable(run.metrics[-1] for group in groups for run in group.runs))
@@ -70,7 +69,7 @@ def summary(groups: Sequence[Group], metric: Metric) -> Table:
             row.append(human_bytes(over_seeds(totals)[0]) if totals else NOTHING)
         rows.append(row)
     columns = ["method", "seeds", *scores, *(["sent, both ways"] if sent in found else [])]
-    return Table(f"After the last round, on {on}: mean and standard deviation over seeds", columns, rows)
+    return Table(f"After the last round, on {metric.data}: mean and standard deviation over seeds", columns, rows)
 
 
 def paired(groups: Sequence[Group], metric: Metric) -> Table | None:

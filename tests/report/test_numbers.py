@@ -8,6 +8,7 @@ import pytest
 from lit_pfl.cli.report import read, run_folders
 from lit_pfl.errors import ConfigError
 from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, summary
+from lit_pfl.report.charts import client_by_client, distributions
 from lit_pfl.report.numbers import Metric, byte_unit, curve, last_scores
 from report.made import make_run, make_runs, write
 
@@ -147,6 +148,31 @@ def test_a_later_test_of_another_state_does_not_change_whose_scores_are_shown(tm
     assert sorted(last_scores(run, ACC).values(), reverse=True) == shown
 
 
+def test_an_earlier_test_and_other_data_are_not_the_last_scores(tmp_path):
+    """A run of 6 rounds, tested after 3 and interrupted later: shown are none, or its validation where tables are."""
+    make_run(tmp_path / "a", "FedAvg", 1, clients=2)
+    rows = [[k, 3, "test", "personalized:before", 5, 0.4] for k in (0, 1)]
+    rows += [[k, r, "val", "personalized:before", 5, r / 10] for r in (5, 6) for k in (0, 1)]
+    write(tmp_path / "a/clients.csv", "client round split model n acc", rows)
+    run = read(tmp_path / "a")
+    assert last_scores(run, ACC) == {}
+    assert last_scores(run, Metric("acc", "val/acc", "val/acc")) == {0: 60.0, 1: 60.0}
+
+
+def test_charts_of_clients_say_on_which_data_and_how_many_runs_are_left_out(tmp_path):
+    runs = [make_run(tmp_path / f"seed_{seed}", "FedAvg", seed) for seed in (1, 2, 3)]
+    drawn = (distributions, client_by_client)
+    groups = grouped([read(run) for run in runs])
+    for draw in drawn:
+        assert "on test data" in draw(groups, ACC).says
+        assert "Left out" not in draw(groups, ACC).says
+    for name in ("metrics.csv", "clients.csv"):  # interrupted before its test
+        path = runs[1] / name
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]))
+    for draw in drawn:
+        assert "Left out, without such scores of the last round: 1 of 3 runs." in draw(groups, ACC).says
+
+
 @pytest.mark.parametrize(
     ("columns", "chosen"),
     [
@@ -161,6 +187,11 @@ def test_a_later_test_of_another_state_does_not_change_whose_scores_are_shown(tm
 def test_the_metric_to_compare_by(tmp_path, columns, chosen):
     write(tmp_path / "a/metrics.csv", f"round {columns}", [[1, *[0.5] * len(columns.split())]])
     assert main_metric([read(tmp_path / "a")]) == chosen
+
+
+def test_runs_without_a_test_of_their_last_round_are_compared_by_validation(tmp_path):
+    write(tmp_path / "a/metrics.csv", "round val/acc test/acc", [[1, 0.5, 0.4], [2, 0.6, ""]])
+    assert main_metric([read(tmp_path / "a")]) == Metric("acc", "val/acc", "val/acc")
 
 
 def test_a_run_that_is_not_finished_is_not_in_the_table(tmp_path):
