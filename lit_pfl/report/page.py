@@ -13,7 +13,7 @@ import vl_convert
 from lit_pfl.report import charts, maps, tables
 from lit_pfl.report.numbers import Metric
 from lit_pfl.report.pictures import Picture
-from lit_pfl.report.runs import Group, short
+from lit_pfl.report.runs import Group, differing, short
 from lit_pfl.report.tables import Table
 from lit_pfl.report.theme import CONFIG, DARK, FONT, LIGHT, printable, style_sheet
 
@@ -129,7 +129,8 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 def _lead(groups: Sequence[Group]) -> str:
-    options = groups[0].options
+    apart = differing([group.options for group in groups])
+    options = {name: value for name, value in groups[0].options.items() if name not in apart}
     number = sum(len(group.runs) for group in groups)
     said = [f"{number} run{'s' * (number > 1)}"]
     if "data" in options:

@@ -37,8 +37,9 @@ class Run:
 
     @property
     def seed(self) -> Any:
-        """The seed of its initial weights and draws."""
-        return self.options.get(SEED)
+        """The seed of its initial weights and draws; None where nobody knows, or where it was told to have none."""
+        seed = self.options.get(SEED)
+        return None if isinstance(seed, bool) else seed
 
     @property
     def rounds(self) -> int:
@@ -50,6 +51,10 @@ class Run:
         """Whether all its rounds are there, and a test of the last one."""
         wanted = self.options.get("trainer.max_epochs") or 0
         return self.rounds >= wanted and any(name.startswith("test/") for row in self.metrics[-1:] for name in row)
+
+    def last(self, name: str) -> list[float]:
+        """Return a metric after the last round, nothing where it is not there."""
+        return [row[name] for row in self.metrics[-1:] if name in row]
 
     def table(self, name: str, *columns: str) -> list[Row]:
         """Return the rows of one of its CSV files, none where there is no such file.
@@ -85,8 +90,13 @@ class Group:
         return self.runs[0].options
 
     def by_seed(self, name: str) -> dict[Any, float]:
-        """Return a metric after the last round, by seed; of runs that have it there."""
-        return {run.seed: run.metrics[-1][name] for run in self.runs if run.metrics and name in run.metrics[-1]}
+        """Return a metric after the last round, by seed; of runs that have both."""
+        return {run.seed: value for run in self.runs if run.seed is not None for value in run.last(name)}
+
+    def last(self, name: str) -> list[float]:
+        """Return a metric after the last round: of every seed once, and of every run of which the seed is not known."""
+        unknown = [value for run in self.runs if run.seed is None for value in run.last(name)]
+        return [*self.by_seed(name).values(), *unknown]
 
 
 def check(runs: Sequence[Run]) -> None:

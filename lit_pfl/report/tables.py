@@ -62,10 +62,10 @@ def summary(groups: Sequence[Group], metric: Metric) -> Table:
     sent = "comm/total_bytes"
     rows = []
     for group in groups:
-        row = [group.name, str(len(group.by_seed(metric.last)))]
-        row += [written(list(group.by_seed(column).values()), metric.scale) for column in scores.values()]
+        row = [group.name, str(len(group.last(metric.last)))]
+        row += [written(group.last(column), metric.scale) for column in scores.values()]
         if sent in found:
-            totals = list(group.by_seed(sent).values())
+            totals = group.last(sent)
             row.append(human_bytes(over_seeds(totals)[0]) if totals else NOTHING)
         rows.append(row)
     columns = ["method", "seeds", *scores, *(["sent, both ways"] if sent in found else [])]
@@ -75,7 +75,7 @@ def summary(groups: Sequence[Group], metric: Metric) -> Table:
 def paired(groups: Sequence[Group], metric: Metric) -> Table | None:
     """Return by how much one group is above another: mean and deviation of the differences at the same seeds.
 
-    None where no two groups have a seed in common.
+    None where no two groups have a seed in common; two runs whose seeds nobody knows have not.
     """
     scores = [group.by_seed(metric.last) for group in groups]
     rows, any_there = [], False

@@ -98,6 +98,20 @@ def test_only_common_seeds_are_paired(tmp_path):
     assert paired(groups[:1] + [Group("other", groups[1].runs[1:])], ACC) is None
 
 
+@pytest.mark.parametrize("seed", [{}, {"seed_everything": None}, {"seed_everything": False}])
+def test_runs_whose_seed_nobody_knows_are_tabled_and_not_paired(tmp_path, seed):
+    folders = [make_run(tmp_path / m, m, 1) for m in ("SimFed", "FedAvg")]
+    groups = [Group(folder.name, [Run(folder, seed), Run(folder, seed)]) for folder in folders]
+    assert paired(groups, ACC) is None
+    assert [row[1] for row in summary(groups, ACC).rows] == ["2", "2"]
+    assert summary(groups, ACC).rows[0][2] == f"{100 * last(groups, 'test/acc')[0, 0]:.2f} ± 0.00"
+
+
+def test_a_seed_of_zero_is_one(tmp_path):
+    folders = [make_run(tmp_path / m, m, 0) for m in ("SimFed", "FedAvg")]
+    assert paired(grouped([read(folder) for folder in folders]), ACC) is not None
+
+
 def test_markdown_and_latex_hold_the_same_cells(groups):
     table = summary(groups, ACC)
     markdown = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.markdown().splitlines()]

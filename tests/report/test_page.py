@@ -128,6 +128,14 @@ def test_a_run_of_one_round_and_one_client(tmp_path):
         check_charts(page)
 
 
+def test_the_lead_names_only_what_all_runs_have(tmp_path):
+    make_run(tmp_path / "a", "FedAvg", 1, clients=3, rounds=2)
+    make_run(tmp_path / "b", "FedAvg", 1, clients=4, rounds=2)
+    assert "2 runs · Digits · 2 rounds" in report_of(tmp_path).read_text()
+    write(tmp_path / "c/metrics.csv", "round val/acc", [[1, 0.1]])  # nobody knows of what
+    assert "3 runs · 2 rounds" in report_of(tmp_path).read_text()
+
+
 def test_names_from_outside_stay_text(tmp_path):
     name = "</script><script>alert(1)</script>"
     make_run(tmp_path / "a", "FedAvg", 1)
