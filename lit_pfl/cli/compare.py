@@ -130,5 +130,8 @@ QUIET = ("--trainer.enable_progress_bar=false",)
 def _chooses_method(config: str) -> bool:
     files = with_fragments(config) if Path(config).is_file() else []
     texts = [Path(file).read_text() for file in files] or [config]
-    models = [content.get("model") for text in texts if isinstance(content := yaml.safe_load(text), dict)]
+    try:
+        models = [content.get("model") for text in texts if isinstance(content := yaml.safe_load(text), dict)]
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config: {config} is not YAML: {' '.join(str(error).split())}") from None
     return any(isinstance(model, str) or (isinstance(model, dict) and "class_path" in model) for model in models)
