@@ -133,5 +133,5 @@ def _chooses_method(config: str) -> bool:
     try:
         models = [content.get("model") for text in texts if isinstance(content := yaml.safe_load(text), dict)]
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config: {config} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(" ".join(f"--config: {config} is not YAML: {error}".split())) from None
     return any(isinstance(model, str) or (isinstance(model, dict) and "class_path" in model) for model in models)

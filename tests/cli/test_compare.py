@@ -81,7 +81,7 @@ def test_a_methods_own_file_comes_before_what_all_have_in_common():
         (["SimFed", "SimFed"], [1], [], "SimFed is there twice"),
         (["SimFed"], [1, 1], [], "--seeds: 1 is there twice"),
         (["none.yaml"], [1], [], "there is no file none.yaml"),
-        (["one.yaml"], [1], ["{trainer: {max_epochs: 5}"], r"^--config: \{trainer: .* is not YAML: [^\n]+$"),
+        (["one.yaml"], [1], ["{trainer:\n {max_epochs: 5}"], r"^--config: {trainer: .* is not YAML: [^\n]+$"),
         (["one.yaml"], [1], ["{model: FedAvg}"], "would replace that of one.yaml"),
         (["one.yaml"], [1], ["{model: {class_path: FedAvg}}"], "would replace that of one.yaml"),
     ],
