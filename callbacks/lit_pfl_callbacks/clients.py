@@ -13,6 +13,7 @@ from rich.table import Table
 from lit_pfl_callbacks.baseline import Baseline, of_own_models
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.protocols import HasScores, HasTraffic, Row
+from lit_pfl_callbacks.rounds import keeps, writes
 from lit_pfl_callbacks.run_folder import (
     append_rows,
     read_rows,
@@ -80,7 +81,7 @@ class ClientsTable(L.Callback):
 
     def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         rows = _rows(pl_module)
-        if not rows or rows is self._written or not trainer.is_global_zero or not trainer.loggers:
+        if not rows or rows is self._written or not writes(trainer):
             return
         self._written = rows
         path = run_folder(trainer) / "clients.csv"
@@ -105,7 +106,7 @@ class ClientsTable(L.Callback):
     def _add(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put scores of one round among those of all rounds, in place of the same ones."""
         rows = _rows(pl_module)
-        if not rows or not trainer.is_global_zero or not trainer.loggers:
+        if not rows or not writes(trainer):
             return
         path = run_folder(trainer) / "clients.csv"
         records = self._records(pl_module)
@@ -199,7 +200,7 @@ class ClientsTable(L.Callback):
         return [*rows[:half], None, *rows[-half:]]
 
     def _say_what_next(self, console: Console, trainer: L.Trainer) -> None:
-        if not trainer.loggers:
+        if not keeps(trainer):
             return
         folder = run_folder(trainer)
         console.print(f"Run folder: {folder}", highlight=False, soft_wrap=True)

@@ -76,3 +76,12 @@ def test_a_module_that_tells_no_scores_has_no_table(tmp_path, capsys):
     trainer(tmp_path, 1, [ClientsTable()]).fit(Line(), batches(), batches())
     assert not (tmp_path / "run" / "clients.csv").exists()
     assert "client" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("start", "data"), [("fit", [batches(), batches()]), ("validate", [batches()])])
+def test_code_that_is_only_tried_out_writes_no_file(start, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # where a Trainer without a logger of its own has its root
+    (tmp_path / "clients.csv").write_text("name,city\nAda,London\n")
+    getattr(trainer(tmp_path, 1, [ClientsTable()], fast_dev_run=2), start)(Scored(), *data)
+    assert (tmp_path / "clients.csv").read_text() == "name,city\nAda,London\n"
+    assert "Run folder" not in capsys.readouterr().out
