@@ -24,6 +24,7 @@ from lit_pfl_callbacks.run_folder import (
 )
 
 COLUMNS = ["client", "round", "split", "model", "n"]  # and a column for every metric
+KEY = ["client", "round", "split", "model"]  # there are no two lines with the same
 TITLES = {"acc": "accuracy"}
 
 
@@ -104,15 +105,14 @@ class ClientsTable(L.Callback):
         append_rows(path, records, list(records[0]))
 
     def _add(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put scores of one round among those of all rounds, in place of the same ones."""
+        """Put scores of one round among those of all rounds, in place of the same clients' same ones."""
         rows = _rows(pl_module)
         if not rows or not writes(trainer):
             return
         path = run_folder(trainer) / "clients.csv"
         records = self._records(pl_module)
-        new = {(str(row.round), row.split, row.model) for row in rows}
-        kept = [row for row in read_rows(path) if (row["round"], row["split"], row["model"]) not in new]
-        write_rows(path, sorted(kept + records, key=lambda row: (int(row["round"]), row["split"] == "test")))
+        lines = {tuple(str(row[name]) for name in KEY): row for row in [*read_rows(path), *records]}
+        write_rows(path, sorted(lines.values(), key=lambda row: (int(row["round"]), row["split"] == "test")))
 
     def _show(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         rows = of_own_models([row for row in _rows(pl_module) if row.n])

@@ -85,3 +85,18 @@ def test_code_that_is_only_tried_out_writes_no_file(start, data, tmp_path, monke
     getattr(trainer(tmp_path, 1, [ClientsTable()], fast_dev_run=2), start)(Scored(), *data)
     assert (tmp_path / "clients.csv").read_text() == "name,city\nAda,London\n"
     assert "Run folder" not in capsys.readouterr().out
+
+
+def test_scores_of_some_clients_replace_theirs_and_leave_the_others(tmp_path):
+    trainer(tmp_path, 1, [ClientsTable()]).fit(Scored(), batches(), batches())
+    before = rows(tmp_path / "run" / "clients.csv")
+
+    class One(Scored):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            own = [row for row in self.rows if row.client == 1]
+            self.rows = [row._replace(round=1, scores={"acc": 0.9, "loss": 1.0}) for row in own]
+
+    trainer(tmp_path, 1, [ClientsTable()]).validate(One(), batches())
+    expected = [{**line, "acc": "0.9"} if line["client"] == "1" else line for line in before]
+    assert rows(tmp_path / "run" / "clients.csv") == expected
