@@ -16,8 +16,7 @@ from lit_pfl_callbacks.protocols import HasScores, HasTraffic, Row
 from lit_pfl_callbacks.rounds import keeps, writes
 from lit_pfl_callbacks.run_folder import (
     append_rows,
-    read_rows,
-    read_rows_before,
+    checked_rows,
     resume_command,
     run_folder,
     write_rows,
@@ -44,7 +43,8 @@ class ClientsTable(L.Callback):
             has gained over the last scores there is added to the file, as ``acc_gain``.
 
     Raises:
-        MisconfigurationException: when there are no scores in that folder.
+        MisconfigurationException: when there are no scores in that folder; as a run begins, when the ``clients.csv`` of
+            its own folder is not one to go on with.
     """
 
     def __init__(self, show: bool = True, most: int = 40, baseline: str | Path | None = None) -> None:
@@ -55,6 +55,11 @@ class ClientsTable(L.Callback):
         self._began = False
         self._validated = False  # in the round that is going on
         self._written: Sequence[Any] | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Look whether the run can go on with its file, before anything is computed that would be lost."""
+        if writes(trainer) and isinstance(pl_module, HasScores):
+            checked_rows(run_folder(trainer) / "clients.csv", KEY)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write and show the scores of an evaluation by itself; those of a round wait until the round is complete."""
@@ -96,8 +101,8 @@ class ClientsTable(L.Callback):
             step = rows[0].round + (split == "test")
             kept = [
                 row
-                for row in read_rows_before(path, step, "round")
-                if (row["split"], row["round"]) != (split, str(rows[0].round))
+                for row in checked_rows(path, KEY)
+                if int(float(row["round"])) < step and (row["split"], row["round"]) != (split, str(rows[0].round))
             ]
             write_rows(path, kept + records)
             self._began = True
@@ -111,8 +116,8 @@ class ClientsTable(L.Callback):
             return
         path = run_folder(trainer) / "clients.csv"
         records = self._records(pl_module)
-        lines = {tuple(str(row[name]) for name in KEY): row for row in [*read_rows(path), *records]}
-        write_rows(path, sorted(lines.values(), key=lambda row: (int(row["round"]), row["split"] == "test")))
+        lines = {tuple(str(row[name]) for name in KEY): row for row in [*checked_rows(path, KEY), *records]}
+        write_rows(path, sorted(lines.values(), key=lambda row: (int(float(row["round"])), row["split"] == "test")))
 
     def _show(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         rows = of_own_models([row for row in _rows(pl_module) if row.n])

@@ -2,7 +2,9 @@
 
 import csv
 import io
+import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,11 @@ import lightning as L
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_pfl_callbacks.files import replacing
+
+_REMEDY = "mend it, or move it away"
 
 
 def run_folder(trainer: L.Trainer) -> Path:
@@ -89,6 +94,15 @@ class RunLogger(CSVLogger):
         """Do nothing: ``config.yaml`` says it all."""
 
     @rank_zero_only
+    def log_graph(self, *args: Any, **kwargs: Any) -> None:
+        """Look whether the run can go on with its ``metrics.csv``: a Trainer calls this before a run's first batch.
+
+        Raises:
+            MisconfigurationException: when it cannot.
+        """
+        checked_rows(Path(self.log_dir) / "metrics.csv", ["round"])
+
+    @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Write metrics of a step."""
         path = Path(self.log_dir) / "metrics.csv"
@@ -96,7 +110,8 @@ class RunLogger(CSVLogger):
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         round = int(values.get("round", step or 0))
         if self._rows is None:
-            self._rows = read_rows(path) if self.add_only else read_rows_before(path, round + 1, "round")
+            self._rows = checked_rows(path, ["round"])
+            self._rows = [row for row in self._rows if self.add_only or int(float(row["round"])) <= round]
         row = next((row for row in self._rows if int(float(row["round"])) == round), None)
         if row is None:
             row = {}
@@ -123,9 +138,48 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return [row for row in csv.DictReader(file) if None not in row.values()]
 
 
+def checked_rows(path: Path, columns: Sequence[str], step: str = "round") -> list[dict[str, Any]]:
+    """Return the rows of a CSV file that a run goes on with.
+
+    Args:
+        path: the file.
+        columns: columns that it must have.
+        step: the one of them that holds numbers.
+
+    Raises:
+        MisconfigurationException: when it is another file, or a damaged one; it says where.
+    """
+    if not path.exists():
+        return []
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            lines = [(reader.line_num, row) for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise MisconfigurationException(f"{path}: is no CSV file ({error}); {_REMEDY}.") from None
+    missing = [name for name in columns if name not in (reader.fieldnames or columns)]
+    if missing:
+        raise MisconfigurationException(f"{path}: has no column {missing[0]!r}; {_REMEDY}.")
+    for number, row in lines:
+        if None in row:
+            raise MisconfigurationException(f"{path}: line {number} has more fields than line 1 names; {_REMEDY}.")
+        if None not in row.values() and not _is_number(row[step]):
+            raise MisconfigurationException(
+                f"{path}: line {number} has {row[step]!r} as {step!r}, which must be a number; {_REMEDY}."
+            )
+    return [row for _, row in lines if None not in row.values()]  # a last line that was cut off does not count
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
 def read_rows_before(path: Path, step: int, column: str) -> list[dict[str, Any]]:
     """Return the rows of a CSV file that belong to earlier steps: what an interrupted run has left to go on from."""
-    return [row for row in read_rows(path) if int(float(row[column])) < step]
+    return [row for row in checked_rows(path, [column], column) if int(float(row[column])) < step]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

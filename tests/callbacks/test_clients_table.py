@@ -100,3 +100,38 @@ def test_scores_of_some_clients_replace_theirs_and_leave_the_others(tmp_path):
     trainer(tmp_path, 1, [ClientsTable()]).validate(One(), batches())
     expected = [{**line, "acc": "0.9"} if line["client"] == "1" else line for line in before]
     assert rows(tmp_path / "run" / "clients.csv") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("name,city\nAda,London\n", "has no column 'client'"),
+        ("client,round,split,model,n\n0,1,val,own,8\n0,one,val,own,8\n", "line 3 has 'one' as 'round'"),
+        ("client,round,split,model,n\n0,1,val,own,8,9\n", "line 2 has more fields"),
+        ("client,round,split,model,n\n0,nan,val,own,8\n", "line 2 has 'nan' as 'round'"),
+    ],
+)
+def test_a_damaged_file_is_refused_before_anything_is_computed(content, said, tmp_path):
+    class Never(Scored):
+        def on_train_start(self):
+            raise AssertionError
+
+        on_validation_start = on_train_start
+
+    path = tmp_path / "run" / "clients.csv"
+    path.parent.mkdir()
+    path.write_text(content)
+    for start in ("fit", "validate"):
+        data = [batches()] * (1 + (start == "fit"))
+        with pytest.raises(MisconfigurationException, match=f"{path}: {said}.*; mend it, or move it away"):
+            getattr(trainer(tmp_path, 1, [ClientsTable()]), start)(Never(), *data)
+        assert path.read_text() == content
+
+
+def test_a_last_line_that_was_cut_off_does_not_count(tmp_path):
+    path = tmp_path / "run" / "clients.csv"
+    path.parent.mkdir()
+    path.write_text("client,round,split,model,n,acc\n0,0,val,personalized:before,8,0.25\n1,0,val,pers")
+    trainer(tmp_path, 1, [ClientsTable()]).fit(Scored(), batches(), batches())
+    assert rows(path)[0]["acc"] == "0.25"
+    assert len(rows(path)) == 1 + 6

@@ -295,6 +295,21 @@ def test_a_folder_of_a_run_is_not_begun_anew(run, capsys):
     refused(capsys, run, [*words, "--trainer.logger.name", ""], "trainer.logger.version: there is a run in ")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("metrics.csv", b"round,val/acc\none,0.5\n", "line 2 has 'one' as 'round', which must be a number"),
+        ("metrics.csv", b"epoch,val/acc\n1,0.5\n", "has no column 'round'"),
+        ("metrics.csv", b"round,val/acc\n1,\xff\n", "is no CSV file"),
+        ("clients.csv", b"name,city\nAda,London\n", "has no column 'client'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_damaged_table_is_refused_before_a_round_is_computed(command, name, content, said, run, capsys):
+    (run / name).write_bytes(content)
+    refused(capsys, run, [command, *resume(run)[1:]], f"run/{name}: {said}")
+
+
 class TestInPython:
     """What the federation knows by itself."""
 
