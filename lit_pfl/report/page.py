@@ -16,6 +16,7 @@ from lit_pfl.report.pictures import Picture
 from lit_pfl.report.runs import Group, differing, short
 from lit_pfl.report.tables import Table
 from lit_pfl.report.theme import CONFIG, DARK, FONT, LIGHT, printable, style_sheet
+from lit_pfl_callbacks.files import replacing
 
 TEMPLATE = Path(__file__).with_name("page.html")
 #: how much larger a PNG is than the chart, for paper
@@ -69,8 +70,9 @@ def write(groups: Sequence[Group], metric: Metric | None, path: Path, pictures: 
     """
     parts = sections(groups, metric)
     drawn = {p.name: specification(p.chart) for part in parts for p in part.pictures if p is not None}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(groups, parts, drawn), encoding="utf-8")
+    whole = page(groups, parts, drawn).encode()
+    with replacing(path) as file:
+        file.write(whole)
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
         for name, spec in drawn.items():

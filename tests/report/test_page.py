@@ -1,6 +1,8 @@
 """The page and its pictures: whole, small, legible, and nothing leaves it."""
 
+import errno
 import json
+import os
 import re
 from itertools import combinations
 from pathlib import Path
@@ -173,3 +175,17 @@ def test_pictures_are_files_in_the_colours_for_paper(tmp_path):
         assert svg.startswith("<svg")
         assert "var(--" not in svg
         assert (tmp_path / f"run/report/{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_full_disk_leaves_the_former_page(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    make_run(tmp_path / "a", "FedAvg", 1)
+    page = report_of(tmp_path)
+    before = page.read_bytes()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        report_of(tmp_path)
+    assert page.read_bytes() == before
+    assert not list(page.parent.glob("*.part"))
