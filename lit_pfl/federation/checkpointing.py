@@ -65,7 +65,7 @@ class Checkpointing(Parts):
             raise ConfigError(f"The checkpoint is no federation's, or not whole: {error!r}.") from error
 
     def _refuse_another_run(self, state: dict[str, Any]) -> None:
-        if state["under_way"]:
+        if state.get("under_way"):
             raise ConfigError(
                 f"The checkpoint was written in the middle of round {state['coordinator']['round'] + 1}, and no run "
                 "can go on from there; give one of a whole round, such as checkpoints/last.ckpt."
