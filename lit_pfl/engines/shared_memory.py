@@ -130,7 +130,7 @@ class Home:
         for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
             if shape.nbytes:
                 flat = torch.frombuffer(memory, dtype=shape.dtype, count=prod(shape.shape), offset=start)
-                self.tensors[number] = flat.as_strided(shape.shape, shape.stride).copy_(tensor)
+                self.tensors[number] = flat.as_strided(shape.shape, shape.stride).copy_(tensor.detach())
                 self._places[flat.data_ptr()] = start, shape
             start += _padded(shape.nbytes)
 
