@@ -197,7 +197,6 @@ class LocalEngine:
             if len(own) > 1:  # it has trained
                 # at once, as it may be scored before it trains again; first, since shapes may depend on it
                 self.clients[client].on_load_checkpoint(own)
-            self.clients[client].load_state_dict(own["state_dict"])
-            if len(own) > 1:
                 self._restored[client] = {name: own[name] for name in (*TRAINER_STATE, *own)}
                 self.hub.stream(client).load_state_dict(state["streams"][client])
+            self.clients[client].load_state_dict(own["state_dict"])

@@ -146,7 +146,7 @@ class PerFedAvg(Client):
                         for name, part in _gradients(self.loss(self.learner, batch, index), weights).items():
                             gradient[name] += part * (size_of(batch) / n)
                         seen += size_of(batch)
-        step = self.alpha * n / max(seen, 1)
+        step = self.alpha * (n / max(seen, 1))  # in this order, so that without skipped batches it is alpha
         before = {name: weight.detach().clone() for name, weight in weights.items()}
         load_tensors(self.learner, {name: weight - step * gradient[name] for name, weight in before.items()})
         try:
