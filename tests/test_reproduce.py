@@ -236,6 +236,20 @@ def test_results_lie_in_order_and_go_by_their_configuration(reproduce, tiny):
     assert results.of(changed, 1) is None
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "reproduction").glob("*.jsonl")), ids=lambda path: path.stem)
+def test_what_was_measured_is_of_configurations_there_are(reproduce, path):
+    """Whoever changes a paper's configuration takes out what was measured with the former one."""
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    tables = [name for paper, name in TABLES if paper == path.stem]
+    of_now = {
+        run.fingerprint
+        for scale in {result["scale"] for result in results}
+        for name in tables
+        for run, _ in reproduce.tables.Table(PAPERS / path.stem, name, scale).runs()
+    }
+    assert [result["run"] for result in results if result["configuration"] not in of_now] == []
+
+
 # ------------------------------------------------------------------------------------------------------------- the page
 
 
