@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from lit_pfl.engines import Trains, Upload
 from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.ranks import Ranks
+from lit_pfl.engines.shared_mean import shared_mean
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
@@ -139,6 +141,8 @@ class Coordinator:
                 raise ConfigError(f"Client {client} has no training sample.")
         self._layout = {client: _layout(info.initial) for client, info in clients.items()}
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
+        if self.ranks.size > 1:
+            self.server.mean = partial(shared_mean, self.ranks)
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
 

@@ -1,6 +1,6 @@
 """The server's side of a method. It sees payloads only: never a client's data, module or Trainer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +38,8 @@ class Server:
         McMahan et al. 2017, Algorithm 1.
     """
 
+    #: averages payloads in :meth:`aggregate`; where several processes do so at once, each may do a part
+    mean: Callable[..., Payload] = staticmethod(weighted_mean)
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
@@ -76,7 +78,7 @@ class Server:
             round: the round's number, from 1.
             uploads: by client id, in increasing order; checked: the names, shapes and types of the first round, finite.
         """
-        self.model = weighted_mean(list(uploads.values()), self.shares(round, uploads), list(self.model))
+        self.model = self.mean(list(uploads.values()), self.shares(round, uploads), list(self.model))
 
     def reply(self, client: int) -> Payload:
         """Return what this client loads before it trains again. Called any number of times, changing nothing."""

@@ -77,7 +77,8 @@ class Carrier:
 
     def place(self, tensor: Tensor) -> Place:
         """Say what a tensor of this process is like, and where it is."""
-        return Place(Shape.of(tensor), self._home.place(tensor) if self._home else None)
+        home = self._home.place(tensor) if self._home else None
+        return Place(Shape.of(tensor), None) if home is None else Place(home[1], home[0])
 
     def bring(
         self, tensors: list[Tensor], places: list[list[Place]], only_to: int | None, kept: bool

@@ -19,7 +19,7 @@ from lit_pfl.errors import RankError
 #: bytes of a message that travel at once, its length among them; most have no more
 HEAD = 4096
 #: seconds between two looks at what one waits for: at first, and at most
-NAPS = 2e-4, 2e-3
+NAPS = 2e-5, 2e-3
 #: seconds for which a process that ends waits for what it has given up
 GIVEN_UP = 5.0
 

@@ -129,7 +129,8 @@ class ManyRanks(Ranks):
     def exchange(  # noqa: D102
         self, words: Any = None, tensors: Sequence[Tensor] = (), only_to: int | None = None, kept: bool = False
     ) -> list[Told]:
-        distinct = {_identity(tensor): tensor for tensor in tensors}
+        keys = [_identity(tensor) for tensor in tensors]
+        distinct = dict(zip(keys, tensors, strict=True))
         places = {key: place for place, key in enumerate(distinct)}
         head: dict[str, Any] = {"words": words}
         if tensors:
@@ -141,7 +142,7 @@ class ManyRanks(Ranks):
                 "shapes": [kinds[shape] for shape in shapes],
                 "homes": [place.home for place in lie],
                 "elsewhere": [place for place, tensor in enumerate(distinct.values()) if tensor.device.type != "cpu"],
-                "tensors": [places[_identity(tensor)] for tensor in tensors],
+                "tensors": [places[key] for key in keys],
             }
         heads = self._heads(head)
         if not any("tensors" in head for head in heads):

@@ -33,6 +33,10 @@ class Shape:
         """Return how a copy of a tensor lies: as the tensor itself, where that leaves no gaps."""
         return cls(tensor.dtype, tuple(tensor.shape), _dense(tensor.shape, tensor.stride()))
 
+    def is_that_of(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in just this way."""
+        return tensor.dtype == self.dtype and tensor.shape == self.shape and tensor.stride() == self.stride
+
     @property
     def nbytes(self) -> int:
         """Number of bytes."""
@@ -139,10 +143,10 @@ class Home:
         """Where others of the machine find it, see :func:`seen_at`."""
         return self._memory.path
 
-    def place(self, tensor: Tensor) -> int | None:
-        """Return at which byte a tensor lives here, or None if it is none of those that do."""
-        start, shape = self._places.get(tensor.data_ptr(), (None, None))
-        return start if shape == Shape(tensor.dtype, tuple(tensor.shape), tensor.stride()) else None
+    def place(self, tensor: Tensor) -> tuple[int, Shape] | None:
+        """Return at which byte a tensor lives here and how it lies, or None if it is none of those that do."""
+        found = self._places.get(tensor.data_ptr())
+        return found if found and found[1].is_that_of(tensor) else None
 
 
 def seen_at(path: str, nbytes: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
-from lit_pfl.ops import Linkage, bipartition, cosine_similarity_matrix, weighted_mean
+from lit_pfl.ops import Linkage, bipartition, cosine_similarity_matrix
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl.sharing import EVERYTHING
@@ -157,7 +157,7 @@ class ClusteredFLServer(Server):
                 continue
             for part, group in self._split(round, cluster, clients, uploads).items():
                 equal = [1 / len(group)] * len(group)
-                self.models[part] = weighted_mean([uploads[client] for client in group], equal, list(self.model))
+                self.models[part] = self.mean([uploads[client] for client in group], equal, list(self.model))
         self._forget()
 
     def _updates(self, clients: list[int], uploads: Mapping[int, Payload]) -> Tensor:

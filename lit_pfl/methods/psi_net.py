@@ -13,7 +13,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.learners import BackboneCallable, OptimizerCallable
 from lit_pfl.models import VGG9, Backbone, Boundary, GroupedNorms, Structure, psi
 from lit_pfl.nn import class_groups, row_groups, trim
-from lit_pfl.ops import mean_of_rows, weighted_mean
+from lit_pfl.ops import mean_of_rows
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, Server
 
@@ -159,7 +159,7 @@ class PsiNetServer(Server):
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         common = [name for name in self.model if name not in self.row_groups]
-        means = dict(weighted_mean(list(uploads.values()), self.shares(round, uploads), common))
+        means = dict(self.mean(list(uploads.values()), self.shares(round, uploads), common))
         for name in self.model.keys() - means.keys():
             parts = []
             for client, upload in uploads.items():

@@ -11,7 +11,6 @@ from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import single_optimizer
 from lit_pfl.nn import Memory
-from lit_pfl.ops import weighted_mean
 from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, UniformServer
 from lit_pfl.sharing import EVERYTHING
@@ -162,7 +161,7 @@ class ScaffoldServer(UniformServer):
             }
             self.model = Payload({**self.model, **moved}, self.model.sparse)
         counts = [self._size(client) / len(self.num_samples) for client in uploads]
-        changes = weighted_mean(list(uploads.values()), counts, [CONTROL + name for name in self.control])
+        changes = self.mean(list(uploads.values()), counts, [CONTROL + name for name in self.control])
         self.control = {name: control + changes[CONTROL + name] for name, control in self.control.items()}
 
     def _size(self, client: int) -> float:

@@ -15,8 +15,10 @@ from lit_pfl.engines.carrier import Carrier
 from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.processes import Processes
 from lit_pfl.engines.ranks import ManyRanks
+from lit_pfl.engines.shared_mean import shared_mean
 from lit_pfl.errors import RankError, UploadError
 from lit_pfl.low_rank import LowRank
+from lit_pfl.ops import weighted_mean
 
 
 def tensors_of(rank: int) -> list[Tensor]:
@@ -114,6 +116,30 @@ def check_settled(ranks: ManyRanks) -> None:
         ranks.exchange()
 
 
+def check_mean(ranks: ManyRanks) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"rows": (130, 40), "one row": (1, 7000), "picture": (6, 3, 64, 64), "small": (5,), "number": ()}
+
+    def payload() -> Payload:
+        tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        tensors["picture"] = tensors["picture"].contiguous(memory_format=torch.channels_last)
+        whole = torch.randint(100, (9000,), generator=draw)
+        return Payload({**tensors, "turned": torch.randn(40, 500, generator=draw).T, "whole": whole}, ["rows"])
+
+    everybody = [payload() for _ in range(4)]
+    for weights in ([0.1, 0.2, 0.3, 0.4], [0.0, 0.5, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0]):
+        for names in (None, ["small", "turned", "rows"]):
+            expected = weighted_mean(everybody, weights, names)
+            with patch("lit_pfl.engines.shared_mean.WORTH_SHARING", 0):
+                mean = shared_mean(ranks, everybody, weights, names)
+            assert list(mean) == list(expected)
+            assert mean.sparse == expected.sparse
+            for name in mean:
+                assert torch.equal(mean[name], expected[name])
+                assert mean[name].stride() == expected[name].stride()
+                assert mean[name].dtype == expected[name].dtype
+
+
 def check_failure(ranks: ManyRanks) -> None:
     if ranks.rank == 1:
         ranks.fail("no more")
@@ -148,4 +174,5 @@ if __name__ == "__main__":
         check_uploads(ranks)
         check_one_copy(ranks)
         check_settled(ranks)
+        check_mean(ranks)
         check_failure(ranks)
