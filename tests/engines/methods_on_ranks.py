@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from lit_pfl import Federation
+import lit_pfl.methods
+from lit_pfl import Client, Federation
 from lit_pfl.data import Digits
 from lit_pfl.methods import Ditto, FactorizedFL, FedSLR, PsiNet, Scaffold, SimFed
 from lit_pfl.models import VGG9
+from lit_pfl.testing import MethodTester
 from tiny import client, digits, trainer
 
 
@@ -24,7 +26,7 @@ def small_vgg(channels: int, classes: int) -> VGG9:
     return VGG9(channels, classes, width=8, norm="batch")
 
 
-#: every method as it is tested, on every engine
+#: methods with all that methods have, as they are tested on every engine
 METHODS: dict[str, Any] = {
     "SimFed": lambda: client(SimFed),
     "FactorizedFL": lambda: client(FactorizedFL),
@@ -32,6 +34,12 @@ METHODS: dict[str, Any] = {
     "Ditto": lambda: client(Ditto),
     "FedSLR": lambda: client(FedSLR),
     "PsiNet": lambda: PsiNet(backbone=small_vgg),
+}
+#: those that are left, with a network that each can use
+OTHERS: dict[str, Any] = {
+    name: MethodTester(kind).method
+    for name in lit_pfl.methods.__all__
+    if issubclass(kind := getattr(lit_pfl.methods, name), Client) and name not in METHODS
 }
 ROUNDS, CLIENTS, PARTICIPATION, SEED = 4, 6, 0.5, 3
 
@@ -41,7 +49,7 @@ def data() -> Digits:
 
 
 def run(method: str, devices: int, **options: Any) -> Federation:
-    federation = Federation(METHODS[method](), seed=SEED, threads=1, participation=PARTICIPATION)
+    federation = Federation((METHODS | OTHERS)[method](), seed=SEED, threads=1, participation=PARTICIPATION)
     strategy = "federated" if devices > 1 else "auto"
     trainer(ROUNDS, devices=devices, strategy=strategy, **options).fit(federation, datamodule=data())
     return federation

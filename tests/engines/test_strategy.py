@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from methods_on_ranks import METHODS, outcome, run
+from methods_on_ranks import METHODS, OTHERS, outcome, run
 
 from lit_pfl import Federation
 from lit_pfl.cli import main
@@ -48,10 +48,12 @@ def of_all(folder: Path, method: str) -> dict:
     return {**first, "clients": dict(sorted(first["clients"].items()))}
 
 
-def test_two_processes_end_as_one(tmp_path):
-    """Weights, what the server has, byte counts and scores, bit for bit, of methods with all that methods have."""
-    assert started("methods_on_ranks.py", tmp_path, 2, *METHODS).returncode == 0
-    for method in METHODS:
+@pytest.mark.parametrize("methods", [METHODS, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
+def test_two_processes_end_as_one(tmp_path, methods):
+    """Weights, what the server has, byte counts and scores, bit for bit, of all methods."""
+    came = started("methods_on_ranks.py", tmp_path, 2, *methods)
+    assert came.returncode == 0, came.stderr
+    for method in methods:
         one, two = outcome(run(method, 1)), of_all(tmp_path, method)
         assert len(two["clients"]) == 6
         assert_equal(one, two, method)
