@@ -239,6 +239,8 @@ class PartitionedDataModule(FederatedDataModule):
             return train, self._some(val, len(pool)), test
         n = len(members)
         num_train, num_test = round(n * self.train_fraction), round(n * self.test_fraction)
+        if self.train_fraction + self.test_fraction > 1 - 1e-9:
+            num_test = n - num_train  # both may have been rounded down, and nothing is to be left
         train, test, val = np.split(members[self._order(n)], [num_train, num_train + num_test])
         return train, self._some(val, n), test
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from lit_pfl.data.datamodule import PartitionedDataModule
 from lit_pfl.data.loader import leaves_one_out
-from lit_pfl.data.loaders import example_of, in_order
+from lit_pfl.data.loaders import FixedDraws, example_of, in_order
 from lit_pfl.data.partition import Partition, Uniform
 from lit_pfl.data.randomness import random_state, same_state
 from lit_pfl.data.tensors import SampleSet, TensorLoader, relabelled
@@ -18,6 +18,8 @@ from lit_pfl.errors import ConfigError
 
 #: how something is found of every sample: an attribute of the dataset, a function of a sample, or a sequence
 Lookup = Callable[[Any], Any] | str | Sequence[Any]  # in the order in which the command line tries them
+#: of how many classes a sample is looked at, whether it ends with its label
+LOOKED_AT = 5
 
 
 class FromDataset(PartitionedDataModule):
@@ -88,9 +90,11 @@ class FromDataset(PartitionedDataModule):
             labels, num_classes, names = self._classes(self._found(self.labels, "labels"))
         if self.group_of is not None:
             self.names, groups = _numbered(self._found(self.group_of, "groups"), "groups")
-        if self.permute_labels:
-            self._check_that_samples_end_with(labels)
-        self._example = example_of(DataLoader(self.dataset, 1, collate_fn=self.collate_fn))
+        samples = self.dataset
+        if option := self._renumbers(num_classes, groups):
+            self._check_that_samples_end_with(labels, option)
+            samples = _Relabelled(samples, torch.zeros(num_classes or 1, dtype=torch.int64))  # a label of everybody's
+        self._example = example_of(DataLoader(samples, 1, collate_fn=self.collate_fn))
         return SampleSet(self._content(), labels, num_classes, groups, names)
 
     def _found(self, lookup: Lookup, option: str) -> np.ndarray:
@@ -120,14 +124,23 @@ class FromDataset(PartitionedDataModule):
             raise ConfigError(f"data.labels: classes are numbered from 0; there is a {found.min()}.")
         return torch.from_numpy(found.astype(np.int64)), int(found.max(initial=-1)) + 1, None
 
-    def _check_that_samples_end_with(self, labels: Tensor) -> None:
-        sample = self.dataset[0]
-        last = sample[-1] if isinstance(sample, list | tuple) and len(sample) > 1 else None
-        if not isinstance(last, int | np.integer | Tensor) or not np.array_equal(last, labels[0]):
-            raise ConfigError(
-                "data.permute_labels=true: samples must end with their label, a number, and a dataset's first sample "
-                f"of class {int(labels[0])} ends with {last!r}."
-            )
+    def _renumbers(self, num_classes: int | None, groups: Tensor | None) -> str:
+        """Return the option for which clients number classes in their own way; empty if none does."""
+        if self.permute_labels:
+            return "permute_labels=true"
+        if num_classes is None or groups is not None:
+            return ""
+        return "" if self.partition.domains(num_classes) == [list(range(num_classes))] else "partition"
+
+    def _check_that_samples_end_with(self, labels: Tensor, option: str) -> None:
+        for first in np.unique(labels, return_index=True)[1][:LOOKED_AT].tolist():
+            sample = FixedDraws(self.dataset)[first]
+            last = sample[-1] if isinstance(sample, list | tuple) and len(sample) > 1 else None
+            if not isinstance(last, int | np.integer | Tensor) or not np.array_equal(last, labels[first]):
+                raise ConfigError(
+                    f"data.{option}: samples must end with their label, a number, and the dataset's first sample of "
+                    f"class {int(labels[first])} ends with {last!r}."
+                )
 
     def _content(self) -> Any:
         """Return the samples stacked, or None where they cannot be."""

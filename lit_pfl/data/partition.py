@@ -90,6 +90,13 @@ class IID(Partition):
         return [np.sort(share) for share in shares]
 
 
+def _concentration(alpha: float) -> float:
+    """Return a Dirichlet distribution's concentration, if it is one."""
+    if not 0 < alpha < math.inf:
+        raise ConfigError(f"data.partition.alpha={alpha}: give a number above 0; for equal shares choose IID.")
+    return alpha
+
+
 class Dirichlet(Partition):
     """Every class is divided among the clients by proportions from a symmetric Dirichlet distribution.
 
@@ -105,7 +112,7 @@ class Dirichlet(Partition):
     """
 
     def __init__(self, alpha: PositiveFloat = 0.5, min_samples: NonNegativeInt = 10) -> None:
-        self.alpha = alpha
+        self.alpha = _concentration(alpha)
         self.min_samples = min_samples
 
     def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
@@ -170,7 +177,7 @@ class ClientDirichlet(Partition):
     """
 
     def __init__(self, alpha: PositiveFloat = 0.1, exhausted: Literal["redraw", "reuse"] = "redraw") -> None:
-        self.alpha = alpha
+        self.alpha = _concentration(alpha)
         self.exhausted = exhausted
 
     def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102

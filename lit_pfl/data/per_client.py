@@ -110,6 +110,11 @@ class PerClient(FederatedDataModule):
                     "its training DataLoader draws from a generator of its own, which a resumed run does not know; "
                     "leave out generator=."
                 )
+            if any(getattr(loader, "persistent_workers", False) for loader in (train, val, test)):
+                raise ConfigError(
+                    "one of its DataLoaders has persistent_workers=True, whose random numbers go on from epoch to "
+                    "epoch where a resumed run does not know them; leave it out."
+                )
             classes = self.num_classes or getattr(module, "num_classes", None)
             return ClientData(train, val, test, example_of(train), classes, self.labels_agree)
         except ConfigError as error:

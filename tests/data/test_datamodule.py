@@ -589,6 +589,14 @@ def test_an_empty_part_has_no_batches():
     assert (len(val), list(val)) == (0, [])
 
 
+@pytest.mark.parametrize("train_fraction", [0.5, 0.8])
+def test_training_and_test_data_that_are_all_there_are_leave_nothing_for_validation(train_fraction):
+    """Not even one of 1797 images, of which both halves would be rounded down; clients would be scored on that one."""
+    data = digits(train_fraction=train_fraction, test_fraction=1 - train_fraction)
+    data.setup()
+    assert len(data.whole["val"]) == 0
+
+
 @pytest.mark.parametrize(("clients", "lists", "longest"), [(1, 1, 1), (10, 10, 1), (11, 6, 2), (100, 10, 10)])
 def test_a_round_of_many_clients_is_a_few_lists(clients, lists, longest):
     """A Trainer's hooks at every list would take as long as small clients do."""

@@ -54,6 +54,16 @@ class Stream(IterableDataset):
         return iter(range(4))
 
 
+class ThirdLast(Numbers):
+    """Samples end with something else than their label, which is the same for a while."""
+
+    def __getitem__(self, i):
+        return *super().__getitem__(i), torch.tensor(i % 3)
+
+
+DOMAINS = Domains([[0, 1], [2, 3]])
+
+
 def ready(dataset=None, **options) -> FromDataset:
     data = FromDataset(Numbers() if dataset is None else dataset, **{"num_clients": 4, "batch_size": 8, **options})
     data.setup()
@@ -184,6 +194,13 @@ def test_domains_number_their_classes():
         assert (client.num_classes, client.labels_agree) == (2, False)
         for x, y in client.train:
             assert [classes[label] for label in y] == [int(i) % 5 for i in x]
+
+
+def test_the_example_s_label_is_one_of_everybody_s():
+    """Whose domain the first sample is of makes no difference."""
+    data = ready(TensorDataset(torch.zeros(N), 4 - torch.arange(N) % 5), labels=(4 - np.arange(N) % 5),
+                 partition=Domains([[0, 1], [2, 3, 4]]), num_clients=2)  # fmt: skip
+    assert [data.client(k).example[-1].tolist() for k in range(2)] == [[0], [0]]
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -351,6 +368,14 @@ def test_held_samples_move_to_the_device():
         ({"num_clients": 200}, "more than the 162 training samples of FromDataset; choose at most 162"),
         ({"labels": [4] * N, "permute_labels": True}, r"first sample of class 4 ends with 0"),
         ({"dataset": torch.zeros(N), "labels": [0] * N, "permute_labels": True}, "samples must end with their label"),
+        (
+            {"dataset": TensorDataset(torch.arange(N) % 3), "labels": [i % 5 for i in range(N)], "partition": DOMAINS},
+            "data.partition: samples must end with their label, a number, and the dataset's first sample of class 0 e",
+        ),
+        (
+            {"dataset": ThirdLast(), "labels": "targets", "partition": DOMAINS},
+            r"data.partition: samples must end with .* first sample of class 3 ends with tensor\(0\)",
+        ),
         ({"train_fraction": 1.5}, "must be above 0"),
     ],
 )

@@ -1,5 +1,7 @@
 """How samples are dealt to clients."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,14 @@ def test_dirichlet_always_ends_and_uses_everything_once(alpha, min_samples):
             assert len(clients) == num_clients
             assert_deals_each_once(clients, n)
             assert min(map(len, clients)) >= min(min_samples, n // num_clients)
+
+
+@pytest.mark.parametrize("alpha", [0, -1, math.inf, math.nan])
+@pytest.mark.parametrize("kind", [Dirichlet, BalancedDirichlet, ClientDirichlet])
+def test_a_concentration_is_a_number_above_zero(kind, alpha):
+    """NumPy draws no proportions for another, and one client would get everything."""
+    with pytest.raises(ConfigError, match=f"data.partition.alpha={alpha}: give a number above 0"):
+        kind(alpha)
 
 
 def test_dirichlet_may_leave_clients_empty_only_with_min_samples_zero():

@@ -164,6 +164,7 @@ class Stream(IterableDataset):
 
 
 OWN_DRAWS = DataLoader(torch.zeros(4, 1), shuffle=True, generator=torch.Generator())
+KEEPING = DataLoader(torch.zeros(4, 1), num_workers=1, persistent_workers=True)
 OWN_SAMPLER = DataLoader(torch.zeros(4, 1), sampler=RandomSampler(range(4), generator=torch.Generator()))
 
 
@@ -182,6 +183,8 @@ OWN_SAMPLER = DataLoader(torch.zeros(4, 1), sampler=RandomSampler(range(4), gene
         (lambda: ready([Site()]).client(1), "no client 1; data.modules has 1"),
         (lambda: ready([with_loaders(train=OWN_DRAWS)]).client(0), r"data.modules\[0\], Made: .*generator of its own"),
         (lambda: ready([with_loaders(train=OWN_SAMPLER)]).client(0), "Made: .*generator of its own"),
+        (lambda: ready([with_loaders(train=KEEPING)]).client(0), "Made: .* has persistent_workers=True"),
+        (lambda: ready([with_loaders(val=KEEPING)]).client(0), "Made: .* has persistent_workers=True"),
         (
             lambda: ready([with_loaders(train=DataLoader(Stream()))]).client(0),
             "Made: Stream does not tell",
