@@ -1,17 +1,21 @@
 """Rounds, order, evaluation, bad uploads."""
 
 import math
+import random
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
 from lit_pfl import Federation, Payload
 from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.evaluation import Row, score, summary
+from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedAvg, SimFed, StandAlone
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from tiny import Backwards, TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
@@ -185,6 +189,68 @@ def test_a_second_fit_goes_on_where_the_first_ended():
     first.fit_loop.max_epochs = 4
     first.fit(federation, datamodule=digits())
     assert_equal(weights(federation), weights(run(client(SimFed), rounds=4)))
+
+
+def test_a_federation_that_has_run_goes_on_from_a_checkpoint_like_a_new_one(tmp_path):
+    """Of what it did meanwhile nothing is left, not even of clients that had not trained yet in the checkpoint."""
+
+    def federation():
+        return Federation(client(FedAvg), seed=3, threads=1, participation=0.25)
+
+    first = federation()
+    trainer(1, callbacks=[LastCheckpoint(tmp_path)], enable_checkpointing=True).fit(first, datamodule=digits())
+    new, used = federation(), federation()
+    trainer(6).fit(used, datamodule=digits())
+    for one in (new, used):
+        trainer().test(one, datamodule=digits(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert [row.model for row in new.rows].count("personalized:joining") == 3
+    assert used.rows == new.rows
+    for one in (new, used):
+        trainer(6).fit(one, datamodule=digits(), ckpt_path=tmp_path / "last.ckpt")
+    assert used.rows == new.rows
+    assert_equal(weights(used), weights(new))
+
+
+@pytest.mark.parametrize("options", [{"seed": 5}, {"evaluate_on": "all"}, {"num_clients": 3}, {"num_clients": 5}])
+def test_other_data_than_the_clients_were_made_with_are_refused(options):
+    """They would be scored on the former data under the latter's name."""
+    federation = run(client(FedAvg), rounds=1)
+    with pytest.raises(ConfigError, match="datamodule: the clients of this federation were made with other data"):
+        trainer().test(federation, datamodule=digits(**options), verbose=False)
+
+
+class Sampling(L.LightningModule):
+    """Is scored by what it draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.layer(batch[0].flatten(1)), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("drawn", torch.rand(()) + random.random() + np.random.rand())  # noqa: NPY002
+
+    def predict_step(self, batch, batch_idx):
+        return torch.rand(len(batch[0]), 10)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_a_learner_draws_when_it_is_scored_is_its_own():
+    """The same in every evaluation, so that a resumed run is the same run, whoever else is scored."""
+    federation = Federation(FedAvg(learner=Sampling()), seed=3, threads=1)
+    trainer(1).fit(federation, datamodule=digits())
+    drawn = {row.client: row.scores["drawn"] for row in federation.rows}
+    assert len(set(drawn.values())) == 4
+    before = torch.get_rng_state()
+    trainer().validate(federation, datamodule=digits(), verbose=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {row.client: row.scores["drawn"] for row in federation.rows} == pytest.approx(drawn)
+    first, again = (trainer().predict(federation, datamodule=digits()) for _ in range(2))
+    assert_equal(again, first)
 
 
 class Broken(FedAvg):

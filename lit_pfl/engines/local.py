@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_pfl.client import Client
 from lit_pfl.data import LateLoader
 from lit_pfl.engines.last_good import LastGoodState
-from lit_pfl.engines.streams import random_state_kept
+from lit_pfl.engines.streams import random_state_kept, scoring_draws
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.evaluation import Score, Split, score
 from lit_pfl.learners import call_step, evaluating
@@ -154,7 +154,8 @@ class LocalEngine:
 
     @contextmanager
     def _shown(self, client: int, model: str, reply: Payload | None, trainer: L.Trainer) -> Iterator[L.LightningModule]:
-        with self._holding(client, reply, trainer) as module, module.shown(model) as learner:
+        draws = scoring_draws(self.hub.seed, client)
+        with self._holding(client, reply, trainer) as module, module.shown(model) as learner, draws:
             yield learner
 
     @contextmanager
@@ -192,6 +193,9 @@ class LocalEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`."""
+        # of what these clients did before nothing is left, nor of those that have not trained yet in that state
+        self._restored.clear()
+        self.hub.streams.clear()
         for client in self.clients:
             own = state["clients"][client]
             if len(own) > 1:  # it has trained

@@ -15,11 +15,11 @@ class RandomStream:
 
     Args:
         seed: the federation's seed.
-        client: the client's id. Streams of different clients are independent.
+        purpose: the client's id, and what else tells streams apart. Different ones are independent.
     """
 
-    def __init__(self, seed: int, client: int) -> None:
-        words = np.random.SeedSequence([seed, client]).generate_state(4, np.uint32).tolist()
+    def __init__(self, seed: int, *purpose: int) -> None:
+        words = np.random.SeedSequence([seed, *purpose]).generate_state(4, np.uint32).tolist()
         self._state = _RandomState(
             torch.Generator().manual_seed(words[0] << 32 | words[1]).get_state(),
             words[0] << 32 | words[1],
@@ -60,6 +60,18 @@ def random_state_kept() -> Iterator[None]:
         yield
     finally:
         _set_random_state(outside)
+
+
+@contextmanager
+def scoring_draws(seed: int, client: int = 0) -> Iterator[None]:
+    """Let a model that is scored draw the same at every evaluation, whoever else is scored; see `random_state_kept`.
+
+    Args:
+        seed: the federation's seed.
+        client: whose model it is.
+    """
+    with random_state_kept(), RandomStream(seed, client, 1).active():
+        yield
 
 
 class _RandomState(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.client import Client
+from lit_pfl.data import FederatedDataModule
 from lit_pfl.draws import Draws
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.parts import Parts
@@ -21,6 +22,7 @@ class Checkpointing(Parts):
     local_epochs: int
     participation: float
     _given_seed: int | None
+    _made_with: FederatedDataModule
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the whole federation: clients with optimizers, schedulers and random streams, server, byte counts."""
@@ -47,7 +49,20 @@ class Checkpointing(Parts):
 
     @cached_property
     def _fingerprints(self) -> dict[int, str]:
-        return self.ranks.merged({client: fingerprint(self.data.client(client)) for client in self.clients})
+        own = {client: module.data for client, module in self.clients.items()}
+        return self.ranks.merged({client: fingerprint(data) for client, data in own.items() if data})
+
+    def _refuse_other_data(self, data: FederatedDataModule) -> None:
+        """See that a data module is what the clients were made with, which they go on to train and to be scored on.
+
+        Raises:
+            ConfigError: when it holds other samples, or deals them otherwise.
+        """
+        if {client: fingerprint(data.client(client)) for client in data.clients} != self._fingerprints:
+            raise ConfigError(
+                "datamodule: the clients of this federation were made with other data, or other labels; give the "
+                "data module that they were made with, or a new Federation."
+            )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the whole federation.

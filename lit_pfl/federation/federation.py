@@ -156,6 +156,8 @@ class Federation(Scoring, Checkpointing):
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.if_not_saved)
         data, device = self.data, self.trainer.strategy.root_device
         self._meet(ranks_of(self.trainer))
+        if self.clients and data is not self._made_with:
+            self._refuse_other_data(data)
         data.participants, data.validated = self.participants, self.validated
         data.all_at_once = self.ranks.size > 1 or self.stacked  # processes meet once a round, and stacks are to be full
         if not self.clients and self.ranks.size > 1 and device.type == "cpu":
@@ -170,7 +172,7 @@ class Federation(Scoring, Checkpointing):
             self.draws = Draws(self.seed)
             self._start_alike()
             own = self.ranks.dealt({client: data.client(client).num_samples for client in data.clients})
-            self.clients = {client: self._build(client) for client in own}
+            self.clients, self._made_with = {client: self._build(client) for client in own}, data
             self._place_on(device)  # before the server takes its first tensors from them
             self.engine = self._make_engine()
             self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lit_pfl.data import labels_of, samples_of
+from lit_pfl.engines.streams import scoring_draws
 from lit_pfl.engines.threads import computing
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import Row, Split, summary
@@ -21,6 +22,7 @@ class Scoring(Parts):
 
     evaluate: Literal["before", "after", "global"]
     global_model: GlobalModel
+    seed: int | None
     threads: int | None
 
     def __init__(self, higher_is_better: dict[str, bool]) -> None:
@@ -105,7 +107,11 @@ class Scoring(Parts):
             if self.evaluate == "global":
                 if self.ranks.rank != 0:
                     return
-                score = None if self.rows else self.global_model.score(self.data.everything(split), split, self.trainer)
+                if self.rows:
+                    return
+                assert self.seed is not None
+                with scoring_draws(self.seed):
+                    score = self.global_model.score(self.data.everything(split), split, self.trainer)
                 if score is not None:
                     self.rows = [Row(GlobalModel.ID, self.coordinator.round, split, "global", score.n, score.values)]
                 return
