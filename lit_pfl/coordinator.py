@@ -16,7 +16,7 @@ from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.ranks import Ranks
 from lit_pfl.engines.shared_mean import shared_mean
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.payload import Payload
+from lit_pfl.payload import TYPES, Payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl_callbacks.protocols import Direction, Transfer, Watcher
 
@@ -131,7 +131,7 @@ class Coordinator:
             clients: those of this process, by id.
 
         Raises:
-            ConfigError: when there is no client, or one without samples.
+            ConfigError: when there is no client, or one without samples, or with a tensor that cannot travel.
         """
         clients = self._from_all_ranks(clients)
         if not clients:
@@ -139,6 +139,12 @@ class Coordinator:
         for client, info in clients.items():
             if info.num_samples < 1:
                 raise ConfigError(f"Client {client} has no training sample.")
+            for name, tensor in info.initial.items():
+                if tensor.dtype not in TYPES:
+                    raise ConfigError(
+                        f"Client {client}: tensor {name!r} is {tensor.dtype}, which a payload does not hold; real and "
+                        "whole numbers travel, and a complex tensor as its two real parts (torch.view_as_real)."
+                    )
         self._layout = {client: _layout(info.initial) for client, info in clients.items()}
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
         if self.ranks.size > 1:

@@ -40,6 +40,8 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _ORDER = list(_DTYPES)
+#: the types of tensors that a payload holds
+TYPES = _DTYPES.keys()
 
 
 class Payload(Mapping[str, Tensor]):

@@ -373,3 +373,10 @@ class Forgets(Server):
 def test_a_reply_of_nothing_is_named():
     with pytest.raises(ConfigError, match=r"Forgets.reply\(0\) returns a NoneType; it must be .* tensors by name"):
         started(Forgets()).reply(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
+def test_a_tensor_that_cannot_travel_is_named_before_the_first_round(dtype):
+    initial = Payload({"w": torch.zeros(2), "phase": torch.zeros(2, dtype=dtype)})
+    with pytest.raises(ConfigError, match=f"Client 4: tensor 'phase' is {dtype}, which a payload does not hold"):
+        Coordinator(Server()).start({4: ClientInfo(10, initial)})
