@@ -22,7 +22,8 @@ class PerClient(FederatedDataModule):
     They are not torn down, since scoring and a further fit go on with the same loaders.
 
     Training loaders are PyTorch DataLoaders over map-style datasets. They shuffle by PyTorch's default generator, which
-    each client has for itself: then it does not matter who else trains, and a resumed run is the same run.
+    each client has for itself: then it does not matter who else trains, and a resumed run is the same run. So they
+    have no generator, and no loader has persistent workers.
 
     Args:
         modules: the data modules; or what makes one from a client's id, with ``num_clients``.
