@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev
 from typing import Any, Literal, NamedTuple
 
 import lightning as L
@@ -14,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.learners import SkipBatch, call_step, evaluating, recorded, size_of, training_loss, unchanged
 from lit_pfl.lightning_internals import in_hook
-from lit_pfl_callbacks.clients import worst_tenth
+from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
 
 Split = Literal["val", "test"]
 STAGES: dict[str, str] = {"val": "validation", "test": "test"}
@@ -131,11 +130,11 @@ def _summary_of_one(scored: list[Row], prefix: str, higher_is_better: Mapping[st
     names = dict.fromkeys(name for row in scored for name in row.scores)
     metrics: dict[str, float] = {}
     for name in names:
-        values = sorted(row.scores[name] for row in scored if name in row.scores)
-        metrics[f"{prefix}/{name}"] = fmean(values)
+        values = [row.scores[name] for row in scored if name in row.scores]
+        metrics[f"{prefix}/{name}"] = mean(values)
         if LOSS.search(name):
             continue
-        metrics[f"{prefix}/{name}_std"] = pstdev(values)
+        metrics[f"{prefix}/{name}_std"] = deviation(values)
         if (higher := higher_is_better.get(name)) is not None:
-            metrics[f"{prefix}/{name}_worst10"] = fmean(worst_tenth(values, higher))
+            metrics[f"{prefix}/{name}_worst10"] = mean(worst_tenth(values, higher))
     return metrics

@@ -116,6 +116,17 @@ def test_summary_counts_clients_equally_and_leaves_empty_ones_out():
     assert summary(twenty, "val", {"acc": True})["val/acc_worst10"] == pytest.approx((0 + 1 / 20) / 2)
 
 
+@pytest.mark.parametrize(("bad", "worst"), [(float("nan"), "nan"), (float("inf"), "inf")])
+@pytest.mark.parametrize("place", range(3))
+def test_a_client_whose_score_is_no_number_is_the_worst(bad, worst, place):
+    values = [0.5, 0.9]
+    values.insert(place, bad)
+    rows = [Row(k, 1, "val", "", 1, {"rmse": value}) for k, value in enumerate(values)]
+    metrics = summary(rows, "val", {"rmse": False})
+    assert str(metrics["val/rmse"]) == str(metrics["val/rmse_worst10"]) == worst
+    assert math.isnan(metrics["val/rmse_std"])
+
+
 def test_evaluation_before_and_after_aggregation():
     """After aggregation all clients of FedAvg have the server's model, before it each its own. The run is the same."""
     before, after = run(client(FedAvg), evaluate="before"), run(client(FedAvg), evaluate="after")

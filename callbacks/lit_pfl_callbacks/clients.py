@@ -1,15 +1,14 @@
 """What every client achieved: ``clients.csv`` during the run, a table at its end."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any
 
 import lightning as L
 from rich.console import Console
 from rich.table import Table
 
+from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
 from lit_pfl_callbacks.baseline import Baseline, of_own_models
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.protocols import HasScores, HasTraffic, Row
@@ -154,19 +153,19 @@ class ClientsTable(L.Callback):
             table.add_row(str(row.client), str(row.n), *own, *gain, *sent)
         table.add_section()
         total = [human_bytes(sum(sizes[way] for sizes in traffic.values())) for way in (0, 1)]
-        columns = {name: sorted(row.scores[name] for row in rows if name in row.scores) for name in names}
-        gained = [sorted(by_client.values()) for by_client in gains.values()]
-        means = [_number(fmean(values)) for values in columns.values()]
-        table.add_row("mean", "", *means, *(_signed(fmean(values)) for values in gained), *total)
+        columns = {name: [row.scores[name] for row in rows if name in row.scores] for name in names}
+        gained = [list(by_client.values()) for by_client in gains.values()]
+        means = [_number(mean(values)) for values in columns.values()]
+        table.add_row("mean", "", *means, *(_signed(mean(values)) for values in gained), *total)
         spread = (name for name in names if not name.endswith("loss"))
-        std = {name: _number(pstdev(columns[name])) for name in spread}
-        deviations = [*(std.get(name, "") for name in names), *(_number(pstdev(values)) for values in gained)]
+        std = {name: _number(deviation(columns[name])) for name in spread}
+        deviations = [*(std.get(name, "") for name in names), *(_number(deviation(values)) for values in gained)]
         table.add_row("std", "", *deviations, "(all)", "(all)")
         worst = {
-            name: _number(fmean(worst_tenth(columns[name], directions[name]))) for name in names if name in directions
+            name: _number(mean(worst_tenth(columns[name], directions[name]))) for name in names if name in directions
         }
         if worst:
-            least = [_signed(fmean(worst_tenth(values, True))) for values in gained]
+            least = [_signed(mean(worst_tenth(values, True))) for values in gained]
             table.add_row("worst 10%", "", *(worst.get(name, "") for name in names), *least, "", "")
         console = Console(width=max(80, Console().width))
         console.print(table)
@@ -230,12 +229,6 @@ def _number(value: float | None) -> str:
 
 def _signed(value: float | None) -> str:
     return "" if value is None else f"{value:+.4f}"
-
-
-def worst_tenth(values: list[float], higher_is_better: bool) -> list[float]:
-    """Return the worst tenth of sorted values, at least one."""
-    count = math.ceil(len(values) / 10)
-    return values[:count] if higher_is_better else values[-count:]
 
 
 def human_bytes(size: float) -> str:

@@ -1,7 +1,6 @@
 """Charts of methods: how good over rounds and bytes, clients, traffic, time, sparsity."""
 
 from collections.abc import Collection, Sequence
-from statistics import fmean
 from typing import Any
 
 import altair as alt
@@ -11,6 +10,7 @@ from lit_pfl.report.numbers import Metric, byte_unit, curve, last_scores, spread
 from lit_pfl.report.pictures import Picture, inline
 from lit_pfl.report.runs import Group, Row
 from lit_pfl.report.theme import Palette
+from lit_pfl_callbacks.averages import mean
 
 #: the largest number of clients that are drawn one by one
 CLIENTS = 40
@@ -155,7 +155,7 @@ def client_by_client(groups: Sequence[Group], metric: Metric) -> Picture | None:
         for run in runs:
             for client, score in run.items():
                 scores.setdefault(client, []).append(score)
-        rows += [{"method": group.name, "client": c, "score": fmean(s)} for c, s in sorted(scores.items())]
+        rows += [{"method": group.name, "client": c, "score": mean(s)} for c, s in sorted(scores.items())]
     ids = sorted({row["client"] for row in rows})
     if len(ids) < 2:
         return None
@@ -275,7 +275,7 @@ def layers(groups: Sequence[Group]) -> list[Picture]:
             nonzeros, elements = (sum(float(row[name]) for row in measured) for name in ("nonzeros", "elements"))
             ranks = [float(row["rank"]) for row in measured if row["rank"] not in ("", None)]
             row = {"method": group.name, "layer": layer, "share": 100 * nonzeros / elements if elements else 0.0}
-            rows.append(row | {"rank": fmean(ranks) if ranks else None})
+            rows.append(row | {"rank": mean(ranks) if ranks else None})
     says = "After the last round that was measured; mean over clients and seeds."
     titles = {"share": "entries that are not zero (%)", "rank": "rank"}
     pictures = []

@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
 from typing import NamedTuple
 
 from lit_pfl.report.runs import Group, Row, Run
+from lit_pfl_callbacks.averages import deviation, mean
 
 #: the metric that an image classifier has, its title and unit, and what it is multiplied by
 TITLES = {"acc": ("accuracy (%)", 100.0)}
@@ -79,7 +79,7 @@ def main_metric(runs: Sequence[Run]) -> Metric | None:
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean and the standard deviation (of a sample: n - 1); None of a single value."""
-    return fmean(values), stdev(values) if len(values) > 1 else None
+    return mean(values), deviation(values, of_sample=True) if len(values) > 1 else None
 
 
 def curve(group: Group, column: str, scale: float = 1.0) -> list[Row]:
@@ -91,11 +91,11 @@ def curve(group: Group, column: str, scale: float = 1.0) -> list[Row]:
                 by_round.setdefault(int(row["round"]), []).append(row)
     rows = []
     for round, found in sorted(by_round.items()):
-        mean, deviation = over_seeds([row[column] * scale for row in found])
-        spread = deviation or 0.0
+        middle, spread = over_seeds([row[column] * scale for row in found])
+        spread = spread or 0.0
         rows.append({
-            "method": group.name, "round": round, "mean": mean, "low": mean - spread, "high": mean + spread,
-            "bytes": fmean(row.get("comm/total_bytes", 0.0) for row in found),
+            "method": group.name, "round": round, "mean": middle, "low": middle - spread, "high": middle + spread,
+            "bytes": mean([row.get("comm/total_bytes", 0.0) for row in found]),
         })  # fmt: skip
     return rows
 

@@ -8,7 +8,7 @@ import pytest
 from lit_pfl.cli.report import read, run_folders
 from lit_pfl.errors import ConfigError
 from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, summary
-from lit_pfl.report.charts import client_by_client, distributions
+from lit_pfl.report.charts import client_by_client, distributions, losses, over_rounds
 from lit_pfl.report.numbers import Metric, byte_unit, curve, last_scores
 from report.made import make_run, make_runs, write
 
@@ -131,6 +131,24 @@ def test_the_curve_is_mean_and_deviation_over_seeds(groups):
     np.testing.assert_allclose([row["mean"] for row in rows], values.mean(0))
     np.testing.assert_allclose([row["high"] - row["low"] for row in rows], 2 * values.std(0, ddof=1))
     np.testing.assert_allclose([row["bytes"] for row in rows], [2 * 12 * 400_000 * r for r in range(1, 5)])
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+def test_a_run_that_came_to_no_number_is_reported(tmp_path, bad):
+    pytest.importorskip("altair")
+    for seed in (1, 2):
+        make_run(tmp_path / str(seed), "SimFed", seed, rounds=2)
+    path = tmp_path / "1" / "metrics.csv"
+    head, first, last = path.read_text().splitlines()
+    names, cells = head.split(","), last.split(",")
+    for name in ("train/loss", "val/acc", "test/acc"):
+        cells[names.index(name)] = bad
+    path.write_text("\n".join([head, first, ",".join(cells)]) + "\n")
+    groups = grouped([read(tmp_path / seed) for seed in ("1", "2")])
+    assert f"| {bad} ± nan |" in summary(groups, ACC).markdown()
+    assert str(curve(groups[0], "val/acc")[-1]["mean"]) == bad
+    assert losses(groups) is not None
+    assert over_rounds(groups, ACC) is not None
 
 
 def test_the_last_scores_are_those_on_test_data(groups):
