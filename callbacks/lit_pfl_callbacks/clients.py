@@ -51,7 +51,7 @@ class ClientsTable(L.Callback):
         self.most = most
         self.baseline = None if baseline is None else Baseline(Path(baseline))
         self._dashboard = Dashboard()
-        self._began = False
+        self._file: tuple[Path, list[str]] | None = None  # that was begun, and its columns
         self._validated = False  # in the round that is going on
         self._written: Sequence[Any] | None = None
 
@@ -95,7 +95,7 @@ class ClientsTable(L.Callback):
         for name in dict.fromkeys(name for row in own for name in row.scores):
             scores = [row.scores[name] for row in own if name in row.scores]
             self._dashboard.histogram(trainer, own[0].round, f"clients/{own[0].split}/{name}", scores)
-        if not self._began:
+        if self._file is None or self._file[0] != path or not records[0].keys() <= set(self._file[1]):
             split = rows[0].split  # a test of the last round comes after that round's validation, and beside it
             step = rows[0].round + (split == "test")
             kept = [
@@ -103,10 +103,9 @@ class ClientsTable(L.Callback):
                 for row in checked_rows(path, KEY)
                 if int(float(row["round"])) < step and (row["split"], row["round"]) != (split, str(rows[0].round))
             ]
-            write_rows(path, kept + records)
-            self._began = True
+            self._file = path, write_rows(path, kept + records)
             return
-        append_rows(path, records, list(records[0]))
+        append_rows(path, records, self._file[1])
 
     def _add(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put scores of one round among those of all rounds, in place of the same clients' same ones."""

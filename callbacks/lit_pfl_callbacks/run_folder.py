@@ -182,8 +182,8 @@ def read_rows_before(path: Path, step: int, column: str) -> list[dict[str, Any]]
     return [row for row in checked_rows(path, [column], column) if int(float(row[column])) < step]
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a CSV file whole, under a temporary name, and rename it."""
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """Write a CSV file whole, under a temporary name, and rename it; return its columns."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
@@ -191,10 +191,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     writer.writerows(rows)
     with replacing(path) as file:
         file.write(text.getvalue().encode())
+    return columns
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """Write rows at the end of a CSV file: all of them, or none where the disk is full."""
+    """Write rows at the end of a CSV file with these columns: all of them, or none where the disk is full."""
     size = path.stat().st_size
     try:
         with path.open("a", newline="") as file:

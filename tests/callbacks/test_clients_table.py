@@ -135,3 +135,22 @@ def test_a_last_line_that_was_cut_off_does_not_count(tmp_path):
     trainer(tmp_path, 1, [ClientsTable()]).fit(Scored(), batches(), batches())
     assert rows(path)[0]["acc"] == "0.25"
     assert len(rows(path)) == 1 + 6
+
+
+def test_metrics_that_come_later_have_columns_of_their_own(tmp_path):
+    class Changing(Scored):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            scores = [{"acc": 0.1, "loss": 1.0}, {"f1": 0.2, "acc": 0.3}, {"loss": 4.0}][self.current_epoch]
+            self.rows = [row._replace(scores=scores) for row in self.rows[:2]]
+
+    trainer(tmp_path, 3, [ClientsTable()]).fit(Changing(), batches(), batches())
+    found = [(line["acc"], line["loss"], line["f1"]) for line in rows(tmp_path / "run" / "clients.csv")]
+    assert found == [("0.1", "1.0", "")] * 2 + [("0.3", "", "0.2")] * 2 + [("", "4.0", "")] * 2
+
+
+def test_another_run_of_the_same_callback_has_a_file_of_its_own(tmp_path):
+    table = ClientsTable()
+    for name in ("one", "two"):
+        trainer(tmp_path / name, 2, [table]).fit(Scored(), batches(), batches())
+    assert rows(tmp_path / "two" / "run" / "clients.csv") == rows(tmp_path / "one" / "run" / "clients.csv")
