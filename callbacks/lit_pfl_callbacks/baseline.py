@@ -32,7 +32,8 @@ class Baseline:
             own = [line for line in lines if line["split"] == split]
             last = max(int(line["round"]) for line in own)
             own = of_own_models([line for line in own if int(line["round"]) == last], lambda line: line["model"])
-            self._scores[split] = {int(line["client"]): line for line in own}
+            # a client's first line is of the run's own evaluation; a later test may have scored another state, below it
+            self._scores[split] = {int(line["client"]): line for line in reversed(own)}
 
     def gains(self, rows: Sequence[Row], higher_is_better: Mapping[str, bool]) -> dict[str, dict[int, float]]:
         """Return by how much clients are better, by metric and client.

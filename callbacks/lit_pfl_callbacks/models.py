@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save
 from torch import nn
 
+from lit_pfl_callbacks.baseline import of_own_models
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.files import replacing
 from lit_pfl_callbacks.protocols import HasModels, HasRanks, HasScores
@@ -83,4 +84,4 @@ def _file(network: nn.Module) -> bytes:
 
 def _scores(pl_module: Any) -> Mapping[str, Any]:
     rows = pl_module.rows if isinstance(pl_module, HasScores) else ()
-    return {f"client_{row.client}": dict(row.scores) for row in rows}
+    return {f"client_{row.client}": dict(row.scores) for row in of_own_models(rows)}

@@ -67,6 +67,14 @@ def test_where_less_is_better_a_gain_is_what_is_less(tmp_path):
     assert table.baseline.gains([row._replace(split="test")], module.higher_is_better) == {}
 
 
+def test_a_later_test_of_another_state_does_not_change_a_baseline(tmp_path):
+    folder = baseline(tmp_path / "alone", {0: 0.4})
+    with (folder / "clients.csv").open("a") as file:
+        file.write("0,2,val,personalized:before,8,0.1,1.0\n")
+    row = Score(0, 3, "val", "personalized:before", 8, {"acc": 0.5})
+    assert ClientsTable(baseline=folder).baseline.gains([row], {"acc": True})["acc"][0] == pytest.approx(0.1)
+
+
 def test_a_baseline_without_scores_is_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match="baseline='.*nowhere'.*clients.csv"):
         ClientsTable(baseline=tmp_path / "nowhere")

@@ -1,11 +1,13 @@
 """Models as files when a fit ends."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 
-from callbacks.plain import Group, Line, batches, trainer
+from callbacks.plain import Group, Line, Score, batches, trainer
 from lit_pfl import Federation
 from lit_pfl.methods import APFL
 from lit_pfl_callbacks import PersonalizedModels, RunLogger
@@ -30,6 +32,24 @@ def test_some_clients_of_many(tmp_path):
     trainer(tmp_path / "one", 1, [PersonalizedModels([1])]).fit(group, batches())
     [path] = (tmp_path / "one" / "run" / "models").iterdir()
     assert torch.equal(load_file(path)["weight"], group.clients[1].weight)
+
+
+def test_loggers_are_told_the_scores_of_these_models_and_no_other_ones(tmp_path):
+    told = {}
+
+    class Models(PersonalizedModels):
+        def __init__(self):
+            super().__init__()
+            self._dashboard = SimpleNamespace(files=lambda trainer, name, paths, about: told.update(about))
+
+    group = Group()
+    group.rows = [
+        Score(client, 1, "test", f"{model}:before", 8, {"acc": acc})
+        for client in range(3)
+        for model, acc in (("personalized", 0.9), ("other", 0.4))
+    ]
+    trainer(tmp_path, 1, [Models()]).fit(group, batches())
+    assert told == {f"client_{client}": {"acc": 0.9} for client in range(3)}
 
 
 def test_of_a_federation_those_that_are_scored(tmp_path):
