@@ -18,6 +18,7 @@ from lit_pfl.evaluation import Row, score, summary
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedAvg, SimFed, StandAlone
 from lit_pfl_callbacks import ClientsTable, RunLogger
+from lit_pfl_callbacks.run_folder import read_rows
 from tiny import Backwards, TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
 
 METHODS = [StandAlone, FedAvg, SimFed]
@@ -179,6 +180,18 @@ def test_evaluating_a_sample_of_clients():
     assert_equal(weights(federation), weights(everybody))
     trainer().validate(federation, datamodule=digits(10), verbose=False)
     assert len(federation.rows) == 10
+
+
+def test_everybody_is_tested_where_a_sample_is_validated_on_test_data(tmp_path):
+    federation = Federation(client(FedAvg), seed=3, threads=1, evaluate_clients=2)
+    logger = RunLogger(str(tmp_path), name="", version="run")
+    data = digits(5, train_fraction=0.5, val_fraction=0.0, test_fraction=0.5)
+    trainer(2, logger=logger, callbacks=[ClientsTable(show=False)]).fit(federation, datamodule=data)
+    assert [row.client for row in federation.rows] == list(range(5))
+    lines = read_rows(tmp_path / "run" / "clients.csv")
+    assert [line["round"] for line in lines] == ["1"] * 2 + ["2"] * 5
+    accuracies = [float(line["acc"]) for line in lines[2:]]
+    assert float(read_rows(tmp_path / "run" / "metrics.csv")[-1]["test/acc"]) == pytest.approx(sum(accuracies) / 5)
 
 
 def test_validate_test_and_predict_on_a_finished_federation():

@@ -88,20 +88,21 @@ class ClientsTable(L.Callback):
         rows = _rows(pl_module)
         if not rows or rows is self._written or not writes(trainer):
             return
-        self._written = rows
-        path = run_folder(trainer) / "clients.csv"
+        # of a round some clients may be scored, and then all; these take the place of those
+        again = bool(self._written) and _which(self._written[0]) == _which(rows[0])
+        self._written, path = rows, run_folder(trainer) / "clients.csv"
         records = self._records(pl_module)
         own = of_own_models(rows)
         for name in dict.fromkeys(name for row in own for name in row.scores):
             scores = [row.scores[name] for row in own if name in row.scores]
             self._dashboard.histogram(trainer, own[0].round, f"clients/{own[0].split}/{name}", scores)
-        if self._file is None or self._file[0] != path or not records[0].keys() <= set(self._file[1]):
-            split = rows[0].split  # a test of the last round comes after that round's validation, and beside it
-            step = rows[0].round + (split == "test")
+        if again or self._file is None or self._file[0] != path or not records[0].keys() <= set(self._file[1]):
+            split, round = _which(rows[0])
+            step = round + (split == "test")  # a test of the last round comes after its validation, and beside it
             kept = [
                 row
                 for row in checked_rows(path, KEY)
-                if int(float(row["round"])) < step and (row["split"], row["round"]) != (split, str(rows[0].round))
+                if int(float(row["round"])) < step and (row["split"], row["round"]) != (split, str(round))
             ]
             self._file = path, write_rows(path, kept + records)
             return
@@ -220,6 +221,10 @@ class ClientsTable(L.Callback):
 
 def _rows(pl_module: L.LightningModule) -> Sequence[Row]:
     return pl_module.rows if isinstance(pl_module, HasScores) else ()
+
+
+def _which(row: Row) -> tuple[str, int]:
+    return row.split, row.round
 
 
 def _number(value: float | None) -> str:

@@ -142,8 +142,9 @@ class Scoring(Parts):
         return self.coordinator.server.reply(client)
 
     def _test_last_round(self) -> None:
-        if self.rows and (self.rows[0].split, self.rows[0].round) == ("test", self.coordinator.round):
-            return  # there were no validation data
+        everybody = {GlobalModel.ID} if self.evaluate == "global" else {*self.data.clients}
+        if {row[:3] for row in self.rows} == {(client, self.coordinator.round, "test") for client in everybody}:
+            return  # there were no validation data, and nobody was left out
         self.rows = []
         with torch.no_grad():
             self._evaluate(list(self.clients), "test")
