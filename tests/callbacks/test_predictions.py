@@ -1,0 +1,41 @@
+"""Predictions of every test sample as a file."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from callbacks.plain import rows, trainer
+from lit_pfl_callbacks import Predictions
+
+
+def predicted(folder, outputs, labels=(0, 1, 1), times=1):
+    module = SimpleNamespace(test_samples=lambda client: (torch.tensor([7, 8, 9]), torch.tensor(labels)))
+    callback, predicting = Predictions(), trainer(folder, 1, [])
+    for _ in range(times):
+        callback.on_predict_start(predicting, module)
+        callback.on_predict_batch_end(predicting, module, {4: outputs}, [4], 0)
+        callback.on_predict_end(predicting, module)
+    return rows(folder / "run" / "predictions.csv")
+
+
+def test_a_second_look_takes_the_place_of_the_first(tmp_path):
+    logits = torch.tensor([[2.0, 0.0], [0.0, 2.0], [3.0, 0.0]])
+    found = predicted(tmp_path, logits, times=2)
+    assert [row["sample"] for row in found] == ["7", "8", "9"]
+    assert [row["prediction"] for row in found] == ["0", "1", "0"]
+    assert float(found[2]["probability"]) == pytest.approx(float(logits.softmax(1)[2, 0]), abs=1e-6)
+
+
+def test_a_single_logit_is_no_class(tmp_path):
+    found = predicted(tmp_path, torch.tensor([[-1.5], [0.25], [3.0]]))
+    assert [(row["prediction"], row["probability"]) for row in found] == [("-1.5", ""), ("0.25", ""), ("3.0", "")]
+
+
+@pytest.mark.parametrize(
+    "outputs", [[{"logits": torch.ones(3, 2)}], [(torch.ones(3, 2), torch.ones(3))], torch.ones(2, 2)]
+)
+def test_what_is_not_one_prediction_a_sample_is_told(tmp_path, outputs):
+    with pytest.raises(MisconfigurationException, match="Client 4: .* for 3 samples"):
+        predicted(tmp_path, outputs)
