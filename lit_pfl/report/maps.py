@@ -12,6 +12,8 @@ from lit_pfl.report.runs import Group, Row
 
 #: the largest number of clients in a picture, of those whose data are shown, and of those compared in pairs
 HOLDERS, PAIRED = 200, 32
+#: what stands for a pair of which nothing is known, as of clients that did not take part
+UNKNOWN = "-"
 #: clients up to whose number each is a column of circles
 CIRCLES = 40
 
@@ -74,7 +76,7 @@ def similarities(groups: Sequence[Group]) -> Picture | None:
     return _pairs(
         groups, "similarity.csv", "cosine", name="similarity", title="How alike clients are",
         says="Cosine similarity of every two clients, of the first seed: of what, stands above each map; the slider "
-        "goes through the rounds, each with what was last measured.",
+        "goes through the rounds, each with what was last measured. Pairs that were not measured then are empty.",
     )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def _pairs(groups: Sequence[Group], file: str, value: str, name: str, title: str
             rows += [{"panel": panel, **row} for row in _matrices(own, value)]
     if not rows:
         return None
-    percents = [int(cell) for row in rows for cell in row["cells"].split()]
+    percents = [int(cell) for row in rows for cell in row["cells"].split() if cell != UNKNOWN]
     compared = max(len(row["ids"].split()) for row in rows)
     order = list(dict.fromkeys(row["panel"] for row in rows))
     side = compared * max(6, min(24, (210 if len(order) > 1 else 320) // compared))
@@ -111,6 +113,7 @@ def _pairs(groups: Sequence[Group], file: str, value: str, name: str, title: str
         .transform_calculate(id="split(datum.ids, ' ')", cell="split(datum.cells, ' ')")
         .transform_calculate(place="sequence(0, length(datum.cell))", size="length(datum.id)")
         .transform_flatten(["cell", "place"])
+        .transform_filter(f"datum.cell != '{UNKNOWN}'")
         .transform_calculate(
             client="toNumber(datum.id[floor(datum.place / datum.size)])",
             other="toNumber(datum.id[datum.place % datum.size])",
@@ -135,8 +138,8 @@ def _pairs(groups: Sequence[Group], file: str, value: str, name: str, title: str
 def _matrices(rows: Sequence[Row], value: str) -> list[Row]:
     """Return a row a round: the ``ids`` of the clients, and as ``cells`` the matrix in percent, line by line.
 
-    A file may have one half of a matrix only, and has no diagonal. Text of three characters a cell is a tenth of what
-    a row a cell would be.
+    A file may have one half of a matrix only, and has no diagonal; what is not there else, or NaN, is ``UNKNOWN``. Text
+    of three characters a cell is a tenth of what a row a cell would be.
     """
     ids = spread_evenly(sorted({int(row[end]) for row in rows for end in ("client", "other")}), PAIRED)
     after = dict(steps(int(row["round"]) for row in rows))
@@ -150,10 +153,10 @@ def _matrices(rows: Sequence[Row], value: str) -> list[Row]:
     for when, matrix in matrices.items():
         whole = np.where(np.isnan(matrix), matrix.T, matrix)
         np.fill_diagonal(whole, 1)
-        cells = np.rint(100 * np.nan_to_num(whole)).astype(int)
+        cells = [UNKNOWN if np.isnan(share) else str(round(100 * share)) for share in whole.ravel().tolist()]
         result.append({
             "round": when, "next": after[when],
-            "ids": " ".join(map(str, ids)), "cells": " ".join(map(str, cells.ravel().tolist())),
+            "ids": " ".join(map(str, ids)), "cells": " ".join(cells),
         })  # fmt: skip
     return result
 

@@ -9,6 +9,7 @@ from lit_pfl.cli.report import read, run_folders
 from lit_pfl.errors import ConfigError
 from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, summary
 from lit_pfl.report.charts import client_by_client, distributions, losses, over_rounds
+from lit_pfl.report.maps import similarities
 from lit_pfl.report.numbers import Metric, byte_unit, curve, last_scores
 from report.made import make_run, make_runs, write
 
@@ -261,6 +262,20 @@ def test_a_file_without_its_columns_is_named(tmp_path):
     write(tmp_path / "clients.csv", "who acc", [[1, 0.5]])
     with pytest.raises(ConfigError, match="clients.csv has no column 'client'"):
         last_scores(read(tmp_path), ACC)
+
+
+def test_of_clients_that_were_not_measured_nothing_is_drawn(tmp_path):
+    vl_convert = pytest.importorskip("vl_convert")
+    folder = make_run(tmp_path / "run", "SimFed", 1)
+    pairs = [(1, 0, 1, 0.5), (1, 0, 2, "nan"), (5, 1, 2, -0.25)]  # two of three took part in round 5
+    lines = [[round, "update", *others] for round, *others in pairs]
+    write(folder / "similarity.csv", "round group client other cosine", lines)
+    picture = similarities(grouped([read(folder)]))
+    chart = picture.chart.to_dict()
+    for cells in ("100 50 - 50 100 - - - 100", "100 - - - 100 -25 - -25 100"):
+        assert cells in str(chart)
+    drawn = vl_convert.vegalite_to_svg(chart).count('aria-roledescription="rect mark"')
+    assert drawn == 3 + 2  # of the last round
 
 
 def test_units_of_bytes():
