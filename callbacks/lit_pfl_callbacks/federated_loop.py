@@ -129,6 +129,12 @@ class FederatedLoop(L.Callback):
                 f"after epoch {trainer.current_epoch}, and the server's reply would undo what was trained in it. "
                 f"Resume from one that was saved {over} epoch{'s' * (over > 1)} earlier."
             )
+        if trainer.fit_loop.restarted_mid_epoch:  # as with every_n_train_steps, or where it was saved after validation
+            raise MisconfigurationException(
+                f"FederatedLoop(every_n_epochs={self.every_n_epochs}): the checkpoint was saved before its epoch had "
+                "ended, and the server's reply would undo what was trained in it. Resume from one that was saved at an "
+                "epoch's end: ModelCheckpoint(save_on_train_epoch_end=True)."
+            )
         shared = pl_module.initial() if _decides(pl_module) else self._shared(pl_module)
         info = JoinInfo(self._count_samples(trainer), shared)
         with self._waiting():

@@ -149,6 +149,13 @@ def test_a_reply_of_none_ends_the_fit_and_the_link_hears_of_the_samples():
     assert (trainer.current_epoch, link.exchanged, link.info.num_samples) == (6, 2, 100)
 
 
+class Again(Ends):
+    """A link that sends back what it gets."""
+
+    def exchange(self, upload):
+        return upload
+
+
 class Answers(Ends):
     def __init__(self, reply):
         super().__init__()
@@ -210,6 +217,38 @@ def test_a_checkpoint_of_the_middle_of_a_round_is_refused(tmp_path):
     ):
         fit(6, ckpt_path=tmp_path / "epoch=2.ckpt")
     fit(6, ckpt_path=tmp_path / "epoch=3.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"every_n_train_steps": 2}, ["epoch=0-step=2", "epoch=0-step=4", "epoch=1-step=6", "epoch=1-step=8"]),
+        ({"save_on_train_epoch_end": False, "every_n_epochs": 1}, ["epoch=0-step=4", "epoch=1-step=8"]),
+        ({"save_on_train_epoch_end": True}, []),
+    ],
+)
+def test_a_checkpoint_from_before_an_epoch_s_end_is_refused(tmp_path, options, refused):
+    """Where rounds are single epochs too, the reply would undo what was trained, and be uploaded as it came."""
+
+    class Validated(PlainModule):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def fit(epochs, *callbacks, **options):
+        trainer = L.Trainer(
+            max_epochs=epochs, callbacks=[FederatedLoop(Again()), *callbacks], accelerator="cpu", logger=False,
+            enable_progress_bar=False, limit_train_batches=4, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(Validated(), loaders()[3], loaders()[3], **options)
+
+    fit(2, ModelCheckpoint(tmp_path / "saved", filename="{epoch}-{step}", save_top_k=-1, **options))
+    for path in sorted((tmp_path / "saved").iterdir()):
+        if path.stem in refused:
+            with pytest.raises(MisconfigurationException, match=r"before its epoch had ended.*save_on_train_epoch_end"):
+                fit(3, ckpt_path=path)
+        else:
+            fit(3, ckpt_path=path)
+    assert not refused or sorted(path.stem for path in (tmp_path / "saved").iterdir()) == refused
 
 
 @pytest.mark.parametrize("why", ["no batch", "no epoch", "no callback"])
