@@ -1,5 +1,6 @@
 """How a federation is doing while it runs."""
 
+import math
 import time
 from typing import Any
 
@@ -49,8 +50,9 @@ class RoundProgress(ProgressBar):
         )
         clients, rounds = self._clients(trainer), trainer.max_epochs or 0
         self._task = self._bar.add_task(
-            "", total=clients * rounds if rounds > 0 else None, completed=clients * trainer.current_epoch,
-            round=self._rounds(trainer), client=f"0/{clients}", score="not validated", sent="0 B",
+            "", total=clients * rounds if clients and rounds > 0 else None,
+            completed=(clients or 0) * trainer.current_epoch,
+            round=self._rounds(trainer), client=_of(0, clients), score="not validated", sent="0 B",
         )  # fmt: skip
         self._bar.start()
 
@@ -59,9 +61,9 @@ class RoundProgress(ProgressBar):
     ) -> None:
         """Move on by a client."""
         if self._bar is not None:
-            each = len(batch) if isinstance(batch, list) else 1  # a batch is a list of clients, mostly of one
-            done, clients = min((batch_idx + 1) * each, self._clients(trainer)), self._clients(trainer)
-            client, sent = f"{done}/{clients}", self._sent(pl_module)
+            # where the loader tells clients, a batch is a list of some, mostly of one
+            each = len(batch) if hasattr(trainer.train_dataloader, "clients") else 1
+            client, sent = _of((batch_idx + 1) * each, self._clients(trainer)), self._sent(pl_module)
             self._bar.update(self._task, advance=each, round=self._rounds(trainer), client=client, sent=sent)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -84,11 +86,10 @@ class RoundProgress(ProgressBar):
             if trainer.max_epochs and trainer.max_epochs > 0:
                 seconds = (time.monotonic() - self._began) / done * (trainer.max_epochs - trainer.current_epoch - 1)
                 left = f" · {seconds:.0f} s left"
-            print(
-                f"round {self._rounds(trainer)} · {self._clients(trainer)} clients · {shown} · "
-                f"{self._sent(pl_module)} so far{left}",
-                flush=True,
-            )
+            clients = self._clients(trainer)
+            some = "" if clients is None else f" · {clients} clients"
+            sent = f"{self._sent(pl_module)} so far"
+            print(f"round {self._rounds(trainer)}{some} · {shown} · {sent}{left}", flush=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the line down."""
@@ -109,10 +110,13 @@ class RoundProgress(ProgressBar):
             self._bar.stop()
             self._bar = None
 
-    def _clients(self, trainer: L.Trainer) -> int:
-        """Return how many clients train in a round: where batches hold several, the loader tells them."""
+    def _clients(self, trainer: L.Trainer) -> int | None:
+        """Return how many clients train in a round, if that is known: where batches hold several, the loader tells."""
         clients = getattr(trainer.train_dataloader, "clients", None)
-        return int(self.total_train_batches) if clients is None or trainer.fast_dev_run else len(clients)  # type: ignore[attr-defined]
+        if clients is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            batches = self.total_train_batches
+            return int(batches) if math.isfinite(batches) else None
+        return len(clients)
 
     @staticmethod
     def _rounds(trainer: L.Trainer) -> str:
@@ -122,3 +126,7 @@ class RoundProgress(ProgressBar):
     @staticmethod
     def _sent(pl_module: L.LightningModule) -> str:
         return human_bytes(pl_module.traffic.total if isinstance(pl_module, HasTraffic) else 0)
+
+
+def _of(done: int, clients: int | None) -> str:
+    return str(done) if clients is None else f"{min(done, clients)}/{clients}"

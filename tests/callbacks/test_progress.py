@@ -1,0 +1,44 @@
+"""The live line, under Trainers that know nothing of clients."""
+
+import pytest
+from rich.console import Console
+from torch.utils.data import DataLoader, IterableDataset
+
+from callbacks.plain import Line, batches, trainer
+from lit_pfl_callbacks import RoundProgress
+
+
+class Endless(IterableDataset):
+    """Samples of which nobody knows how many there are."""
+
+    def __iter__(self):
+        data = batches().dataset
+        yield from (data[i] for i in range(8))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_batches_whose_number_is_not_known(tmp_path, capsys, terminal):
+    progress = RoundProgress()
+    progress.console = Console(force_terminal=terminal)
+    fitting = trainer(tmp_path, 2, [progress], enable_progress_bar=True)
+    fitting.fit(Line(), DataLoader(Endless(), batch_size=4), batches())
+    assert fitting.global_step == 4
+    shown = capsys.readouterr().out
+    assert terminal or "round 2/2 · accuracy" in shown
+
+
+def test_a_batch_of_inputs_and_targets_is_one(tmp_path, monkeypatch):
+    seen = []
+    progress = RoundProgress()
+    progress.console = Console(force_terminal=True)
+    show = RoundProgress.on_train_batch_end
+
+    def noted(self, *args):
+        show(self, *args)
+        [task] = self._bar.tasks
+        seen.append((task.fields["client"], task.completed, task.total))
+
+    monkeypatch.setattr(RoundProgress, "on_train_batch_end", noted)
+    data = DataLoader(batches().dataset, batch_size=2)  # batches are lists of two tensors
+    trainer(tmp_path, 1, [progress], enable_progress_bar=True).fit(Line(), data)
+    assert seen == [(f"{done}/4", done, 4) for done in range(1, 5)]
