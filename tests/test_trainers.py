@@ -5,6 +5,7 @@ import sys
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -133,6 +134,14 @@ def test_every_client_has_callbacks_of_its_own():
         len(each.data.train) for each in both.clients.values()
     ]
     assert_equal(weights(both), weights(again))
+
+
+@pytest.mark.parametrize("kind", [EMAWeightAveraging, lambda: StochasticWeightAveraging(swa_lrs=0.01)])
+def test_averaged_weights_that_nobody_would_score_are_refused(kind):
+    """They would be in the models after a fit, and in its checkpoint, but not in its scores."""
+    for callbacks in (kind(), [Listens(), kind()]):
+        with pytest.raises(ConfigError, match=r"^federation\.client_trainer\.callbacks: \w+WeightAveraging puts"):
+            Federation(client(FedAvg), client_trainer={"callbacks": callbacks})
 
 
 class OpensAFile(L.Callback):

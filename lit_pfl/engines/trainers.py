@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -38,6 +39,12 @@ def check_client_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in OWNED:
             raise ConfigError(f"federation.client_trainer.{name}: the federation decides this: {OWNED[name]}.")
+    for callback in _several(options.get("callbacks")):
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigError(
+                f"federation.client_trainer.callbacks: {type(callback).__name__} puts averaged weights in place when a "
+                "Trainer validates, saves or ends; clients are scored, sent and resumed as they are trained."
+            )
 
 
 def check_outer(trainer: L.Trainer) -> None:
@@ -159,11 +166,14 @@ def planned_rounds(outer: L.Trainer) -> int:
 
 def _own(callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback]:
     """Return copies of callbacks: they may keep what they know of one client's training."""
-    several = [callbacks] if isinstance(callbacks, L.Callback) else list(callbacks or [])
     try:
-        return copy.deepcopy(several)
+        return copy.deepcopy(_several(callbacks))
     except (TypeError, RuntimeError) as error:
         raise ConfigError(
             "federation.client_trainer.callbacks: every client has callbacks of its own, and one of these cannot be "
             f"copied: {error}."
         ) from None
+
+
+def _several(callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback]:
+    return [callbacks] if isinstance(callbacks, L.Callback) else list(callbacks or [])
