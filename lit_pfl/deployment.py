@@ -1,5 +1,6 @@
 """A model with all that is needed to use it elsewhere, in a folder that needs nothing of this library."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -59,7 +60,8 @@ class Deployment:
     Args:
         network: the model, with its preprocessing; it stays as it is.
         examples: (B, ...) inputs of it, B at least 2, on which what is written is compared with it.
-        labels: names of the classes, in the order of the logits; None where there are none.
+        labels: names of the classes, in the order of the logits; None where there are none. Of a model that has not as
+            many outputs, such as a single logit, they are left out.
         about: further entries of ``model.json``.
         facts: lines of the model card, by what they are about.
     """
@@ -89,14 +91,13 @@ class Deployment:
         """
         check_packages(onnx)
         folder, network = Path(folder), to_dense(self.network).eval()
-        with torch.no_grad():
-            expected = self.network.eval()(self.examples)
+        expected = self._outputs()
         save_model(network, folder / WEIGHTS)
         try:
             save_program(network, folder / PROGRAM, self.examples)
         except Exception as error:  # whatever a forward pass may do with what is no tensor
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"{type(self.network).__name__} cannot be exported by torch.export: {first}") from error
+            name = type(self.network).__name__
+            raise ConfigError(f"{name} cannot be exported by torch.export: {_first_line(error)}") from error
         with torch.no_grad():
             found = {PROGRAM: torch.export.load(folder / PROGRAM).module()(self.examples)}
         if onnx:
@@ -106,13 +107,28 @@ class Deployment:
         for file, difference in differences.items():
             if not difference <= LARGEST_DIFFERENCE:
                 raise ConfigError(f"{folder / file} does not compute what the model does: it is off by {difference:g}.")
-        self._describe(folder, differences)
+        logits = self.labels is not None and expected.shape[1:] == (len(self.labels),)
+        self._describe(folder, differences, self.labels if logits else None)
         return differences
 
-    def _describe(self, folder: Path, differences: Mapping[str, float]) -> None:
+    def _outputs(self) -> Tensor:
+        """Return what the model computes of the examples."""
+        name = type(self.network).__name__
+        try:
+            with torch.no_grad():
+                outputs = copy.deepcopy(self.network).eval()(self.examples)
+        except Exception as error:  # whatever somebody's forward pass may do
+            raise ConfigError(f"{name} cannot be exported: its forward does not run: {_first_line(error)}") from error
+        if not isinstance(outputs, Tensor):
+            raise ConfigError(
+                f"{name} cannot be exported: its forward returns a {type(outputs).__name__}; it must return a tensor."
+            )
+        return outputs
+
+    def _describe(self, folder: Path, differences: Mapping[str, float], labels: Sequence[str] | None) -> None:
         shape = list(self.examples.shape[1:])
         about = {"input": {"name": "inputs", "shape": [None, *shape], "dtype": str(self.examples.dtype)[6:]}}
-        labels = None if self.labels is None else list(self.labels)
+        labels = None if labels is None else list(labels)
         _write(folder / ABOUT, json.dumps({**about, "labels": labels, **self.about}, indent=2) + "\n")
         files = [WEIGHTS, *differences, ABOUT]
         if ONNX in differences and self.about.get("mode") and labels is not None:
@@ -120,6 +136,10 @@ class Deployment:
             files.append(SCRIPT)
         sizes = {file: (folder / file).stat().st_size for file in files}
         _write(folder / CARD, card(self.facts, labels, sizes, differences, shape))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_packages(onnx: bool) -> None:

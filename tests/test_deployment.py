@@ -187,6 +187,37 @@ def test_what_cannot_be_exported_is_said():
         deployment(federation, data, 7)
 
 
+class Forward(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.net, self.own = nn.Linear(3, 1), forward
+
+    def forward(self, x):
+        return self.own(self.net(x))
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (L.LightningModule(), r'LightningModule cannot be exported: .*does not run: .*"forward"'),
+        (Forward(lambda x: {"logits": x}), "Forward cannot be exported: its forward returns a dict"),
+        (Forward(lambda x: x.reshape(7, 7)), "Forward cannot be exported: its forward does not run"),
+    ],
+)
+def test_a_forward_that_gives_no_tensor_is_told_before_anything_is_written(tmp_path, network, said):
+    with pytest.raises(ConfigError, match=said):
+        Deployment(network, torch.ones(2, 3)).save(tmp_path / "export", onnx=False)
+    assert not (tmp_path / "export").exists()
+
+
+def test_labels_are_not_those_of_a_single_logit_and_the_network_stays_as_it_is(tmp_path):
+    network = nn.Linear(3, 1)
+    Deployment(network, torch.ones(2, 3), labels=["no", "yes"]).save(tmp_path, onnx=False)
+    assert json.loads((tmp_path / "model.json").read_text())["labels"] is None
+    assert "## Labels" not in (tmp_path / "README.md").read_text()
+    assert network.training
+
+
 def test_a_format_that_computes_something_else_is_refused(monkeypatch):
     monkeypatch.setattr("lit_pfl.deployment.save_onnx", lambda program, path: Path(path).write_bytes(b""))
     monkeypatch.setattr("lit_pfl.deployment.run_onnx", lambda path, inputs: inputs * 1.001)
