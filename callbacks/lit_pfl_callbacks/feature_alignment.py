@@ -157,6 +157,10 @@ def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | Non
                 logits.gather(1, labels[:, None]).sum(),
                 [activation for activation, _ in layers.values()],
             )
+            if not activations:
+                raise MisconfigurationException(
+                    f"FeatureAlignment: {type(module).__name__} has no layer before its classifier to look at."
+                )
             gradients = torch.autograd.grad(own, activations, allow_unused=True, materialize_grads=True)
             for (name, (activation, dim)), gradient in zip(layers.items(), gradients, strict=True):
                 values = activation.detach().movedim(dim, 1), gradient.movedim(dim, 1)

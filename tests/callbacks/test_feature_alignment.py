@@ -144,5 +144,8 @@ def test_what_is_no_classifier_is_refused():
     for module, data, words in ((Images(), samples(), "logits"), (Classifier(), samples().tensors[0], "labels")):
         with pytest.raises(MisconfigurationException, match=words):
             measure_features(module, DataLoader(data, batch_size=4))
+    alone = torch.nn.Linear(5, 3)
+    with pytest.raises(MisconfigurationException, match="Linear has no layer before its classifier"):
+        measure_features(alone, [(torch.ones(2, 5), torch.tensor([0, 1]))])
     with pytest.raises(MisconfigurationException, match="batches=0"):
         FeatureAlignment(batches=0)
