@@ -4,6 +4,7 @@ W&B, TensorBoard and MLflow get heat maps, histograms, tables, curves, maps and 
 loggers get the numbers. :class:`~lit_pfl_callbacks.RunLogger` gets nothing: callbacks write files beside its own.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ class Dashboard:
             board.image(round, name, heat(matrix))
 
     def histogram(self, trainer: L.Trainer, round: int, name: str, values: Sequence[float]) -> None:
-        """Show how values are distributed."""
-        for board in self.boards(trainer):
+        """Show how values are distributed, those that are finite."""
+        values = [value for value in values if math.isfinite(value)]  # of others no logger knows a histogram
+        for board in self.boards(trainer) if values else ():
             board.histogram(round, name, values)
 
     def table(self, trainer: L.Trainer, round: int, name: str, rows: Rows) -> None:
@@ -146,7 +148,9 @@ class WandbBoard(Board):
     def _table(self, rows: Rows) -> Any:
         import wandb
 
-        return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        # a column is of one type; an empty cell is None in all of them
+        cells = [[None if cell == "" else cell for cell in row.values()] for row in rows]
+        return wandb.Table(columns=list(rows[0]), data=cells)
 
     def table(self, round: int, name: str, rows: Rows) -> None:  # noqa: D102
         self.scalars(round, {name: self._table(rows)})

@@ -1,10 +1,13 @@
 """What loggers are shown."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from callbacks.plain import Line, batches, rows, trainer
-from lit_pfl_callbacks import RoundTimer, RunLogger, SparsityMonitor
+from callbacks.plain import Group, Line, Score, batches, rows, trainer
+from lit_pfl_callbacks import ClientsTable, RoundTimer, RunLogger, SparsityMonitor
 from lit_pfl_callbacks.dashboard import Board, MLflow, NoBoard, TensorBoard, WandbBoard, board_of, heat
 
 
@@ -25,6 +28,30 @@ def test_every_logger_has_the_board_of_its_kind(tmp_path):
     assert type(board_of(CSVLogger(str(tmp_path)))) is Board
     for kind, board in ((WandbLogger, WandbBoard), (TensorBoardLogger, TensorBoard), (MLFlowLogger, MLflow)):
         assert type(board_of(kind.__new__(kind))) is board
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scores_that_are_missing_or_no_numbers_end_no_run(tmp_path, bad):
+    pytest.importorskip("wandb")
+    shown = []
+    weights_and_biases = WandbLogger(str(tmp_path), offline=True)
+    weights_and_biases._experiment = SimpleNamespace(
+        define_metric=lambda *_, **__: None, log=lambda metrics, **_: shown.append(metrics)
+    )
+    weights_and_biases.log_metrics = lambda metrics, step: shown.append(metrics)
+    loggers = [TensorBoardLogger(str(tmp_path), name="", version="board"), weights_and_biases]
+    fitting = trainer(tmp_path, 1, [ClientsTable()], logger=loggers)
+
+    class Missing(Group):
+        def validation_step(self, batch, batch_idx):
+            scores = [{"acc": 0.5}, {"acc": bad}, {}]
+            self.rows = [Score(k, 1, "val", "own:before", len(own), own) for k, own in enumerate(scores)]
+
+    fitting.fit(Missing(), batches(), batches())
+    [histogram] = [metrics[name] for metrics in shown for name in metrics if name == "clients/val/acc"]
+    assert sum(histogram.histogram) == 1
+    [table] = [metrics[name] for metrics in shown for name in metrics if name == "clients/val"]
+    assert [row[table.columns.index("acc")] for row in table.data][::2] == [0.5, None]
 
 
 def test_other_loggers_get_numbers(tmp_path):
