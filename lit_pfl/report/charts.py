@@ -1,6 +1,7 @@
 """Charts of methods: how good over rounds and bytes, clients, traffic, time, sparsity."""
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -106,7 +107,7 @@ def distributions(groups: Sequence[Group], metric: Metric) -> Picture | None:
     boxes, points = [], []
     found = [[last_scores(run, metric) for run in group.runs] for group in groups]
     for group, runs in zip(groups, found, strict=True):
-        scores = [score for run in runs for score in run.values()]
+        scores = [score for run in runs for score in run.values() if math.isfinite(score)]
         if len(scores) < 2:
             continue
         low, q1, median, q3, high = np.quantile(scores, [0, 0.25, 0.5, 0.75, 1]).tolist()
@@ -138,11 +139,14 @@ def distributions(groups: Sequence[Group], metric: Metric) -> Picture | None:
     return Picture("clients", says, chart)
 
 
-def _left_out(found: Sequence[Sequence[Collection[int]]]) -> str:
-    """Say how many runs have no scores to show: those that were interrupted before a test, beside others' tests."""
+def _left_out(found: Sequence[Sequence[Mapping[int, float]]]) -> str:
+    """Say how many runs have no scores, being interrupted before a test beside others' tests, and how many are NaN."""
     runs = [scores for group in found for scores in group]
     missing = sum(not scores for scores in runs)
-    return f" Left out, without such scores of the last round: {missing} of {len(runs)} runs." if missing else ""
+    text = f" Left out, without such scores of the last round: {missing} of {len(runs)} runs." if missing else ""
+    scores = [score for run in runs for score in run.values()]
+    bad = sum(not math.isfinite(score) for score in scores)
+    return text + (f" Not drawn, since they are no numbers: {bad} of {len(scores)} scores." if bad else "")
 
 
 def client_by_client(groups: Sequence[Group], metric: Metric) -> Picture | None:

@@ -152,6 +152,21 @@ def test_a_run_that_came_to_no_number_is_reported(tmp_path, bad):
     assert over_rounds(groups, ACC) is not None
 
 
+def test_a_client_whose_score_is_no_number_hides_no_other_one(tmp_path):
+    pytest.importorskip("altair")
+    make_run(tmp_path / "run", "SimFed", 1)
+    path = tmp_path / "run" / "clients.csv"
+    *lines, last = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, last.rpartition(",")[0].rpartition(",")[0] + ",nan,1.0"]) + "\n")
+    groups = grouped([read(tmp_path / "run")])
+    picture = distributions(groups, ACC)
+    known = [score for score in last_scores(groups[0].runs[0], ACC).values() if score == score]
+    box = next(iter(picture.chart.to_dict()["datasets"].values())).splitlines()[1].split(",")
+    assert [float(cell) for cell in box[1:]] == pytest.approx(np.quantile(known, [0, 0.25, 0.5, 0.75, 1]), rel=1e-5)
+    for one in (picture, client_by_client(groups, ACC)):
+        assert one.says.endswith("Not drawn, since they are no numbers: 1 of 5 scores.")
+
+
 def test_the_last_scores_are_those_on_test_data(groups):
     scores = last_scores(groups[0].runs[0], ACC)
     assert len(scores) == 12
