@@ -53,7 +53,7 @@ class ClientsTable(L.Callback):
         self._dashboard = Dashboard()
         self._file: tuple[Path, list[str]] | None = None  # that was begun, and its columns
         self._validated = False  # in the round that is going on
-        self._written: Sequence[Any] | None = None
+        self._written: Sequence[Any] = ()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Look whether the run can go on with its file, before anything is computed that would be lost."""
