@@ -97,8 +97,9 @@ def write_picture(spec: dict[str, Any], path: Path) -> None:
     if whole.get("width") == "container":
         whole["width"] = 520
     svg = vl_convert.vegalite_to_svg(whole)
-    path.with_name(path.name + ".svg").write_text(svg, encoding="utf-8")
-    path.with_name(path.name + ".png").write_bytes(vl_convert.svg_to_png(svg, scale=SCALE))
+    for ending, content in (("svg", svg.encode()), ("png", vl_convert.svg_to_png(svg, scale=SCALE))):
+        with replacing(path.with_name(f"{path.name}.{ending}")) as file:
+            file.write(content)
 
 
 def page(groups: Sequence[Group], parts: Sequence[Section], drawn: dict[str, dict[str, Any]]) -> str:

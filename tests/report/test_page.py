@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lit_pfl.cli.report import read, run_folders, write_report
+from lit_pfl.report.page import write_picture
 from lit_pfl.report.theme import DARK, DASHES, HUES, LIGHT, SHAPES
 from report.browser import opened
 from report.made import make_run, make_runs, write
@@ -177,10 +178,22 @@ def test_pictures_are_files_in_the_colours_for_paper(tmp_path):
         assert (tmp_path / f"run/report/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_full_disk_leaves_the_former_page(tmp_path, monkeypatch):
-    def full(handle):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def full(handle):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+def test_a_full_disk_leaves_the_former_pictures(tmp_path, monkeypatch):
+    spec = {"data": {"values": [{"x": 1}]}, "mark": "bar", "encoding": {"x": {"field": "x", "type": "quantitative"}}}
+    write_picture(spec, tmp_path / "bar")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert set(before) == {"bar.svg", "bar.png"}
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_picture({**spec, "mark": "point"}, tmp_path / "bar")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_full_disk_leaves_the_former_page(tmp_path, monkeypatch):
     make_run(tmp_path / "a", "FedAvg", 1)
     page = report_of(tmp_path)
     before = page.read_bytes()
