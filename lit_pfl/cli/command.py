@@ -1,6 +1,5 @@
 """``lit-pfl fit|validate|test|predict``: LightningCLI over every method and data set."""
 
-import importlib.util
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +13,11 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lit_pfl.methods  # noqa: F401 - imported, like data and models, so that classes go by their short names
+from lit_pfl.cli.folders import refuse_to_overwrite, taken_folder
+from lit_pfl.cli.loggers import begins_anew, go_on, is_run_logger, name_of, place, refuse_missing
 from lit_pfl.cli.messages import refuse_abstract, say
 from lit_pfl.cli.options import by_name, of_a_run
-from lit_pfl.cli.record import RunRecord, alone_in
+from lit_pfl.cli.record import RunRecord
 from lit_pfl.cli.resuming import folder_of, saved_record, taken
 from lit_pfl.cli.stopping import Stopped, Stops
 from lit_pfl.client import Client
@@ -32,7 +33,6 @@ from lit_pfl_callbacks import (
     Predictions,
     RoundProgress,
     RoundTimer,
-    RunLogger,
     Similarity,
     SparsityMonitor,
     resume_command,
@@ -57,7 +57,7 @@ class FederatedCLI(LightningCLI):
         self.words = args if isinstance(args, list) else sys.argv[1:]
         self.changed: dict[str, tuple[Any, Any]] = {}
         self.folder: Path | None = None  # the run folder that the checkpoint is in
-        self.wandb_run: str | None = None  # the id of the run that is resumed
+        self.loggers: list[list[Any]] = []  # those of the run that is resumed
         self.stops = Stops()
         super().__init__(Client, FederatedDataModule, args=args, **kwargs)
 
@@ -103,6 +103,7 @@ class FederatedCLI(LightningCLI):
             raise ConfigError("ckpt_path: predict needs a checkpoint; give --ckpt_path RUN/checkpoints/last.ckpt.")
         elif self.scoring:
             say("No --ckpt_path is given: the weights are untrained, and nothing is written.")
+        self._refuse_folder()
         self._set_up_loggers()
         trainer = self.own.trainer
         if trainer.strategy == "auto" and (trainer.devices not in (1, "1") or trainer.num_nodes > 1):
@@ -116,76 +117,61 @@ class FederatedCLI(LightningCLI):
         self.folder = folder_of(Path(path))
         if record is None:
             return  # written from Python: the federation compares what it knows
-        before, self.wandb_run = record["options"], record.get("wandb")
+        before = record["options"]
+        self.loggers = record.get("loggers") or [["WandbLogger", record.get("wandb")]]  # the second: of before
         self.changed = taken(before, by_name(of_a_run(self.given)), self.scoring)
         if self.changed and not self.scoring:
             say("Goes on with " + ", ".join(f"{k}: {new} (was {old})" for k, (old, new) in self.changed.items()))
 
+    def _refuse_folder(self) -> None:
+        """See that a folder is asked for where there is none yet."""
+        if self.own.folder is None:
+            return
+        if self.folder is not None and self.folder.resolve() != Path(self.own.folder).resolve():
+            raise ConfigError(
+                f"folder={self.own.folder}: what is of a checkpoint is written into the run that it is of, "
+                f"{self.folder}; leave --folder out{'' if self.scoring else ', or --ckpt_path for a run of its own'}."
+            )
+        if self.scoring and self.own.ckpt_path is None:
+            raise ConfigError(
+                f"folder={self.own.folder}: {self.subcommand} writes only what is of a checkpoint; give --ckpt_path "
+                f"{self.own.folder}/checkpoints/last.ckpt, or leave --folder out."
+            )
+
     def _set_up_loggers(self) -> None:
         trainer = self.own.trainer
-        loggers = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
-        kept = []
-        for one in loggers:
-            name = getattr(one, "class_path", "").rpartition(".")[2]
-            if name == "TensorBoardLogger" and not any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
-                raise ConfigError(
-                    "trainer.logger=TensorBoardLogger needs TensorBoard: pip install 'lit-pfl[tensorboard]'."
-                )
-            if name == "WandbLogger" and not self.scoring and not (one.init_args.id or one.init_args.version):
-                one.init_args.id = self.wandb_run  # a resumed run is one run there too
-            if _is_run_logger(one):
-                if self.scoring and self.own.ckpt_path is None:
-                    continue
-                options = one.init_args
-                options.add_only = self.scoring
-                folder = self.folder or (self.own.folder and Path(self.own.folder))
-                if folder:
-                    options.save_dir, options.name, options.version = str(folder.parent), "", folder.name
-                elif options.name is None:
-                    method, data = (self.own[key].class_path.rpartition(".")[2] for key in ("model", "data"))
-                    options.name = f"{method}-{data}"
-            kept.append(one)
-        if self.own.folder and not self.scoring and not any(_is_run_logger(one) for one in kept):
+        several = isinstance(trainer.logger, list)
+        loggers = [one for one in (trainer.logger if several else [trainer.logger]) if one]
+        refuse_missing(loggers)
+        if self.scoring and self.own.ckpt_path is None:
+            loggers = []
+        if not self.scoring:
+            go_on(loggers, self.loggers)
+            if loggers and self.folder is not None and begins_anew(loggers[0]):
+                say(f"{name_of(loggers[0])} cannot go on with a run: this one gets another folder than {self.folder}.")
+        folder = self.folder or (self.own.folder and Path(self.own.folder))
+        if folder and loggers:
+            place(loggers, folder)
+        for options in (one.init_args for one in loggers if is_run_logger(one)):
+            options.add_only = self.scoring
+            if options.name is None:
+                method, data = (self.own[key].class_path.rpartition(".")[2] for key in ("model", "data"))
+                options.name = f"{method}-{data}"
+        if self.own.folder and self.folder is None and not any(map(is_run_logger, loggers)):
             raise ConfigError("folder: RunLogger writes there, and trainer.logger has none; leave one of the two out.")
-        trainer.logger = (kept or False) if isinstance(trainer.logger, list) or not kept else kept[0]
+        trainer.logger = loggers if several and loggers else loggers[0] if loggers else False
 
     def instantiate_classes(self) -> None:
         """Make the Trainer, the data and the federation, and take the run folder."""
         super().instantiate_classes()
         _try_optimizer(self.model)
         self.model = Federation(self.model, **self._get(self.config_init, "federation"))
-        if self.trainer.loggers and not self.trainer.fast_dev_run and self.trainer.is_global_zero:  # type: ignore[attr-defined]
-            self._take_folder()
-        elif not self.trainer.loggers:
-            self._refuse_to_overwrite()
-
-    def _refuse_to_overwrite(self) -> None:
-        """Without a logger there is no run folder, and the only checkpoint would be that of another run."""
-        last = Path(self.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
-        keeps = any(isinstance(callback, LastCheckpoint) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        if not self.scoring and keeps and self.own.ckpt_path is None and last.exists():
-            raise ConfigError(
-                f"trainer.default_root_dir: {last} would be overwritten. Go on with it by --ckpt_path, or give another "
-                "folder, or --trainer.enable_checkpointing false."
-            )
-
-    def _take_folder(self) -> None:
-        folder, logger, made = run_folder(self.trainer), self.trainer.loggers[0], False
-        try:
-            if self.folder is None and isinstance(logger, RunLogger):
-                if any((folder / name).exists() for name in ("config.yaml", "metrics.csv", "checkpoints")):
-                    raise ConfigError(
-                        f"trainer.logger.version: there is a run in {folder}. Go on with it by --ckpt_path "
-                        f"{folder}/checkpoints/last.ckpt, or leave the version out."
-                    )
-                made = not folder.exists()
-                folder = logger.make_folder() if made else folder
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"The run folder cannot be written: {error}. Choose another with --trainer.logger.save_dir FOLDER."
-            ) from None
-        self.held.enter_context(alone_in(folder, made))
+        trainer = self.trainer
+        if trainer.loggers and not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
+            option = "trainer.logger.version" if self.own.folder is None else "folder"
+            self.held.enter_context(taken_folder(trainer, self.folder is not None, option))
+        elif not trainer.loggers and not self.scoring and self.own.ckpt_path is None:
+            refuse_to_overwrite(trainer)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with what a run shows and keeps by default."""
@@ -269,10 +255,6 @@ class Loading(L.Callback):
         self.going_on = False
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
-
-
-def _is_run_logger(options: Any) -> bool:
-    return bool(getattr(options, "class_path", "").rpartition(".")[2] == RunLogger.__name__)
 
 
 def _try_optimizer(model: Client) -> None:

@@ -1,8 +1,6 @@
 """What is kept of how a run was made: its configuration in its folder, its options in checkpoints and loggers."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +8,10 @@ from typing import Any, Literal
 import lightning as L
 import numpy as np
 import yaml
-from lightning.pytorch.loggers import WandbLogger
 
+from lit_pfl.cli.loggers import runs_of
 from lit_pfl.cli.options import by_name, nested, of_a_run
 from lit_pfl.data import FederatedDataModule
-from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks import run_folder
 from lit_pfl_callbacks.files import replacing
 from lit_pfl_callbacks.rounds import writes
@@ -39,13 +36,12 @@ class RunRecord(L.Callback):
         self.config = of_a_run(config)
         self.changed = changed
         self._written = False
-        self._wandb_run: str | None = None
+        self._runs: list[list[Any]] = []
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell the loggers, before they are first saved."""
         self._tell_loggers(trainer)
-        ids = [logger.version for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-        self._wandb_run = str(ids[0]) if ids and ids[0] is not None else None
+        self._runs = runs_of(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record a run that is new."""
@@ -78,8 +74,8 @@ class RunRecord(L.Callback):
             self._tell_loggers(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options by name and the W&B run's id, for a checkpoint."""
-        return {"options": by_name(self.config), "wandb": self._wandb_run}
+        """Return the options by name and the loggers' runs, for a checkpoint."""
+        return {"options": by_name(self.config), "loggers": self._runs}
 
     def _tell_loggers(self, trainer: L.Trainer) -> None:
         for logger in trainer.loggers:
@@ -102,34 +98,3 @@ def _write_partition(path: Path, data: FederatedDataModule) -> None:
     ]
     if rows:
         write_rows(path, rows)
-
-
-@contextmanager
-def alone_in(folder: Path, made: bool) -> Iterator[None]:
-    """Keep a run folder to this process; the lock goes with it, however it ends.
-
-    Args:
-        folder: the folder.
-        made: whether it was made for this run; then it is removed if it ends empty.
-
-    Raises:
-        ConfigError: when another process has it.
-    """
-    import fcntl  # POSIX only, as the signals are
-
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"Another process is at work in {folder}; wait for it, or choose another folder."
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(handle)
-        if made:
-            with suppress(OSError):
-                folder.rmdir()

@@ -52,6 +52,11 @@ def resume(folder: Path, *words: str) -> list[str]:
     return ["fit", "--config", config, "--ckpt_path", checkpoint, "--trainer.max_epochs", "2", *words]
 
 
+def made(folder: str) -> Path:
+    Path(folder).mkdir(exist_ok=True)
+    return Path(folder)
+
+
 def state(folder: Path) -> dict[str, Any]:
     checkpoint = torch.load(folder / "checkpoints/last.ckpt")
     return {key: checkpoint["federation"][key] for key in ("coordinator", "clients", "streams")}
@@ -293,6 +298,55 @@ def test_a_run_is_resumed_again_and_again(run, capsys):
 def test_a_folder_of_a_run_is_not_begun_anew(run, capsys):
     words = ["fit", *TINY, "--trainer.logger.save_dir", str(run.parent), "--trainer.logger.version", run.name]
     refused(capsys, run, [*words, "--trainer.logger.name", ""], "trainer.logger.version: there is a run in ")
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (["metrics.csv"], "It has no checkpoint to go on from; move it away, or choose another folder."),
+        (["checkpoints"], "Go on with it by --ckpt_path cut/checkpoints/last.ckpt, or choose another folder."),
+    ],
+)
+def test_a_folder_of_a_whole_round_is_not_begun_anew(left, said, run, capsys):
+    for name in left:
+        (shutil.copytree if (run / name).is_dir() else shutil.copy)(run / name, made("cut") / name)
+    refused(capsys, Path("cut"), ["fit", *TINY, "--folder", "cut"], f"folder: there is a run in cut. {said}")
+
+
+def test_a_run_that_was_cut_off_in_its_first_round_is_begun_anew_in_its_folder(run, capsys):
+    for name in ("config.yaml", "partition.csv"):
+        made("cut").joinpath(name).write_text("of before")
+    (Path("cut") / "checkpoints").mkdir()
+    assert typed(capsys, "fit", *TINY, "--folder", "cut", "--trainer.max_epochs", "1").errors == []
+    config = yaml.safe_load(Path("cut/config.yaml").read_text())
+    assert config["trainer"]["max_epochs"] == 1
+    for name in ("partition.csv", "metrics.csv", "clients.csv"):
+        assert Path("cut", name).read_bytes() == (run / name).read_bytes()
+
+
+def test_a_run_whose_first_logger_is_another_one_goes_on_in_its_folder(capsys):
+    pytest.importorskip("tensorboard")
+    loggers = [{"class_path": name, "init_args": {"save_dir": "runs"}} for name in ("TensorBoardLogger",) * 2]
+    Path("loggers.yaml").write_text(yaml.safe_dump({"trainer": {"logger": loggers}}))
+    words = [*TINY, "--config", "loggers.yaml", "--trainer.max_epochs"]
+    assert typed(capsys, "fit", *words, "1").errors == []
+    [last] = Path("runs").rglob("last.ckpt")
+    moved = Path(shutil.move(last.parent.parent, "moved"))
+    again = [*words, "2", "--ckpt_path", str(moved / "checkpoints/last.ckpt")]
+    assert typed(capsys, "fit", *again).errors == []
+    assert [row["round"] for row in rows(moved / "times.csv")[::4]] == ["1", "2"]
+    assert (moved / "config.resumed_1.yaml").exists()
+    assert {path.parent for path in Path().rglob("events.*")} == {moved, last.parent.parent.with_name("version_1")}
+    assert typed(capsys, "test", *again).errors == []
+    assert "test" in {row["split"] for row in rows(moved / "clients.csv")}
+
+
+def test_a_logger_that_cannot_go_on_is_told_of(capsys):
+    words = [*TINY, "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "runs", "--trainer.max_epochs"]
+    typed(capsys, "fit", *words, "1")
+    [last] = Path("runs").rglob("last.ckpt")
+    came = typed(capsys, "fit", *words, "2", "--ckpt_path", str(last))
+    assert f"CSVLogger cannot go on with a run: this one gets another folder than {last.parent.parent}." in came.out
 
 
 @pytest.mark.parametrize(

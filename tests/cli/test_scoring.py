@@ -1,6 +1,7 @@
 """``test``, ``validate`` and ``predict`` write into the run that they score, and change nothing else of it."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,44 @@ def test_progress_says_of_which_round_an_accuracy_is(capsys):
     assert "not validated" in lines[0]
     assert f"accuracy {acc} ·" in lines[1]
     assert f"accuracy {acc} (of round 2) ·" in lines[2]
+
+
+def test_a_folder_beside_a_checkpoint_is_the_one_of_its_run(scored, capsys):
+    before = contents(Path("runs"))
+    for command in ("test", "validate", "predict", "fit"):
+        came = typed(capsys, command, *scored, "--folder", "elsewhere")
+        assert came.code == 2
+        said = f"folder=elsewhere: what is of a checkpoint is written into the run that it is of, {RUN}; leave --folder"
+        assert came.errors[0].startswith(f"lit-pfl: error: {said}")
+    assert contents(Path("runs")) == before
+    assert typed(capsys, "test", *scored, "--folder", f"./{RUN}/").code == 0
+    assert not Path("elsewhere").exists()
+
+
+def test_a_checkpoint_that_is_in_no_run_is_scored_into_the_folder_that_is_asked_for(scored, capsys):
+    shutil.copy(RUN / "checkpoints/last.ckpt", "alone.ckpt")
+    assert typed(capsys, "test", *scored[:3], "alone.ckpt", "--folder", "elsewhere").code == 0
+    assert rows(Path("elsewhere/metrics.csv"))[0]["test/acc"] == rows(RUN / "metrics.csv")[-1]["test/acc"]
+
+
+def test_without_a_checkpoint_there_is_nothing_to_write_into_a_folder(capsys):
+    came = typed(capsys, "test", *TINY, "--folder", "runs/mine")
+    assert came.errors[0].startswith("lit-pfl: error: folder=runs/mine: test writes only what is of a checkpoint; give "
+                                     "--ckpt_path runs/mine/checkpoints/last.ckpt")  # fmt: skip
+    assert typed(capsys, "test", *TINY, "--trainer.logger", "TensorBoardLogger").code == 0
+    assert not Path("lightning_logs").exists()
+
+
+@pytest.mark.parametrize("command", ["test", "predict", "fit"])
+def test_a_folder_that_cannot_be_written_is_noticed_before_anything_is_computed(command, scored, capsys, monkeypatch):
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    before = contents(RUN)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # since root may write into any folder
+    came = typed(capsys, command, *scored, *(["--trainer.max_epochs", "3"] if command == "fit" else []))
+    assert came.code == 2
+    said = f"The run folder cannot be written: [Errno 13] Permission denied: '{RUN}'. Make it writable, or copy it."
+    assert came.errors == [f"lit-pfl: error: {said}"]
+    assert "Personalized models" not in came.out
+    assert contents(RUN) == before

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cli.typed import TINY, rows, typed
-from lit_pfl.cli.record import alone_in
+from lit_pfl.cli.folders import alone_in
 from lit_pfl.errors import SaveError
 from lit_pfl.federation import Federation
 from lit_pfl.lightning_internals import AtomicCheckpointIO, read_checkpoint

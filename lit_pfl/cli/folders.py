@@ -1,0 +1,110 @@
+"""The folder of a run: nobody else's, empty if the run is a new one, and one that can be written."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import lightning as L
+
+from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import LastCheckpoint
+from lit_pfl_callbacks import RunLogger, run_folder
+
+#: what a run leaves before its first round is over
+BEGUN = ("config.yaml", "partition.csv")
+
+
+@contextmanager
+def taken_folder(trainer: L.Trainer, known: bool, option: str) -> Iterator[None]:
+    """Take the folder of a Trainer's run, and keep it to this process.
+
+    Args:
+        trainer: the Trainer.
+        known: whether it is the folder of a checkpoint that was given, so that there is to be a run in it.
+        option: what it was chosen by.
+
+    Raises:
+        ConfigError: when there is a run in it, when it cannot be written, or when another process has it.
+    """
+    folder, logger = run_folder(trainer), trainer.loggers[0]
+    new = not known and isinstance(logger, RunLogger)
+    made = new and not folder.exists()
+    try:
+        folder = logger.make_folder() if made and isinstance(logger, RunLogger) else folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for place in (folder, folder / "checkpoints"):
+            if place.exists():  # the permissions that a folder has do not say all
+                with tempfile.TemporaryFile(dir=place):
+                    pass
+    except OSError as error:
+        how = "Make it writable, or copy it" if known else "Choose another with --folder FOLDER"
+        raise ConfigError(f"The run folder cannot be written: {error}. {how}.") from None
+    with alone_in(folder, made):
+        if new:
+            _refuse_a_run_in(folder, option)
+            for name in BEGUN:  # what is left of a run that was cut off in its first round
+                (folder / name).unlink(missing_ok=True)
+        yield
+
+
+def _refuse_a_run_in(folder: Path, option: str) -> None:
+    """See that there is no run in a folder.
+
+    Raises:
+        ConfigError: when there is one that has come to the end of a round.
+    """
+    checkpoints = sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: (path.name != "last.ckpt", path))
+    if checkpoints:
+        how = f"Go on with it by --ckpt_path {checkpoints[0]}"
+    elif (folder / "metrics.csv").exists():
+        how = "It has no checkpoint to go on from; move it away"
+    else:
+        return
+    raise ConfigError(f"{option}: there is a run in {folder}. {how}, or choose another folder.")
+
+
+def refuse_to_overwrite(trainer: L.Trainer) -> None:
+    """Without a logger there is no run folder: see that the only checkpoint would not be that of another run.
+
+    Raises:
+        ConfigError: when it would.
+    """
+    last = Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+    if last.exists() and any(isinstance(callback, LastCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"trainer.default_root_dir: {last} would be overwritten. Go on with it by --ckpt_path, or give another "
+            "folder, or --trainer.enable_checkpointing false."
+        )
+
+
+@contextmanager
+def alone_in(folder: Path, made: bool) -> Iterator[None]:
+    """Keep a run folder to this process; the lock goes with it, however it ends.
+
+    Args:
+        folder: the folder.
+        made: whether it was made for this run; then it is removed if it ends empty.
+
+    Raises:
+        ConfigError: when another process has it.
+    """
+    import fcntl  # POSIX only, as the signals are
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"Another process is at work in {folder}; wait for it, or choose another folder."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+        if made:
+            with suppress(OSError):
+                folder.rmdir()
