@@ -213,8 +213,8 @@ class ClientsTable(L.Callback):
         ]
         console.print(f"  holds {', '.join(files)}", highlight=False, soft_wrap=True)
         command = resume_command(folder)
-        if command is not None and trainer.state.fn == "fit":
-            rounds = (trainer.max_epochs or 0) * 2
+        rounds = (trainer.max_epochs or 0) * 2
+        if command is not None and trainer.state.fn == "fit" and rounds > 0:
             console.print("Next, twice as many rounds:", highlight=False)
             console.print(f"  {command} --trainer.max_epochs {rounds}", highlight=False, soft_wrap=True)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -20,6 +19,14 @@ from lit_pfl.cli.options import by_name, of_a_run
 from lit_pfl.cli.record import RunRecord
 from lit_pfl.cli.resuming import folder_of, saved_record, taken
 from lit_pfl.cli.stopping import Stopped, Stops
+from lit_pfl.cli.trial import (
+    check_processes,
+    check_rounds,
+    check_seed,
+    open_wandb,
+    refuse_unknown_metrics,
+    try_optimizer,
+)
 from lit_pfl.client import Client
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.engines.strategy import FederatedStrategy
@@ -78,6 +85,11 @@ class FederatedCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Do without LightningCLI's look into the checkpoint for options: it has none there, and this takes time."""
 
+    def _set_seed(self) -> None:
+        """Take the seed, if it is one."""
+        check_seed(self.own.seed_everything)
+        super()._set_seed()
+
     @property
     def own(self) -> Namespace:
         """The configuration of the command that runs."""
@@ -97,6 +109,7 @@ class FederatedCLI(LightningCLI):
         backbone = (self.given["model"].get("init_args") or {}).get("backbone")
         if isinstance(backbone, dict):
             refuse_abstract("model.backbone", backbone["class_path"])
+        check_rounds(self.own.trainer.max_epochs)
         if self.own.ckpt_path is not None:
             self._compare_with_checkpoint()
         elif self.subcommand == "predict":
@@ -164,12 +177,14 @@ class FederatedCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Make the Trainer, the data and the federation, and take the run folder."""
         super().instantiate_classes()
-        _try_optimizer(self.model)
-        self.model = Federation(self.model, **self._get(self.config_init, "federation"))
-        trainer = self.trainer
+        self.model, trainer = Federation(self.model, **self._get(self.config_init, "federation")), self.trainer
+        try_optimizer(self.model, trainer, self.given["model"].get("init_args") or {})
+        if trainer.is_global_zero:
+            check_processes(trainer, self.datamodule)
         if trainer.loggers and not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
             option = "trainer.logger.version" if self.own.folder is None else "folder"
             self.held.enter_context(taken_folder(trainer, self.folder is not None, option))
+            open_wandb(trainer.loggers)
         elif not trainer.loggers and not self.scoring and self.own.ckpt_path is None:
             refuse_to_overwrite(trainer)
 
@@ -237,6 +252,7 @@ class FederatedCLI(LightningCLI):
             command(model, **kwargs)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             if not loading.going_on or kwargs.get("ckpt_path") is None:
+                refuse_unknown_metrics(self.trainer)
                 raise
             raise ConfigError(f"{kwargs['ckpt_path']} is no whole checkpoint: {error!r}.") from error
 
@@ -255,16 +271,3 @@ class Loading(L.Callback):
         self.going_on = False
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
-
-
-def _try_optimizer(model: Client) -> None:
-    """See whether the options of optimizer and scheduler are any good, before there are clients."""
-    try:
-        optimizer = model.make_optimizer([torch.nn.Parameter(torch.zeros(1))])
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"model.optimizer: {error}") from None
-    if model.make_scheduler is not None:
-        try:
-            model.make_scheduler(optimizer)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(f"model.scheduler: {error}") from None

@@ -1,6 +1,7 @@
 """The loggers of a command: what they need to be there, and with which of their runs they go on."""
 
 import importlib.util
+import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def go_on(loggers: Iterable[Any], runs: Iterable[Sequence[Any]]) -> None:
             option = GOES_ON_BY[known[0]]
             if one.init_args.version is one.init_args[option] is None:
                 one.init_args[option] = known[1]
+        if name_of(one) == "WandbLogger" and one.init_args.version is one.init_args.id is None:
+            one.init_args.id = secrets.token_hex(4)  # else its folder has no name before W&B has given it one
 
 
 def begins_anew(logger: Any) -> bool:

@@ -181,12 +181,12 @@ class Federation(Scoring, Checkpointing):
             self.ranks.settle([tensor for client in self.clients.values() for tensor in client.travellers()])
             if self.evaluate == "global":
                 self.__dict__["global_model"] = GlobalModel(self._fresh(data.clients[0]), self.coordinator)
-            if self.threads is None:
-                client = next(iter(self.clients.values()))
-                batch_size = getattr(data, "batch_size", None)
-                stacked = min(self.stack_size, len(self.clients)) if self.stacked else 1
-                threads = choose_threads(client.learner, client.spec.example, batch_size, stacked)
-                self.threads = self.ranks.of_first(threads)  # other threads may add up in another order
+            client = next(iter(self.clients.values()))
+            batch_size = getattr(data, "batch_size", None)
+            stacked = min(self.stack_size, len(self.clients)) if self.stacked else 1
+            # whatever is given, since this is the first look whether the learner can do with the data
+            threads = choose_threads(client.learner, client.spec.example, batch_size, stacked)
+            self.threads = self.threads or self.ranks.of_first(threads)  # others may add up in another order
         self._place_on(device)
 
     def _meet(self, ranks: Ranks) -> None:

@@ -164,3 +164,29 @@ def test_the_run_folder_is_the_one_that_is_asked_for(capsys):
     again = typed(capsys, "fit", *TINY, *loggers, "--folder=here/mine")
     assert "there is a run in here/mine" in again.errors[0]
     finish()
+
+
+def test_wandb_without_an_account_is_told_before_anything_is_computed(capsys, monkeypatch):
+    import wandb
+
+    def no_account(**options):
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", no_account)
+    came = typed(capsys, *with_logger("wandb"))
+    assert came.errors == [
+        "lit-pfl: error: trainer.logger=WandbLogger: No API key configured. Use `wandb login` to log in. Without an "
+        "account or a network: WANDB_MODE=offline."
+    ]
+    assert not list(Path("runs").glob("SimFed-Digits/*"))
+
+
+def test_wandb_as_the_only_logger_has_one_folder_before_and_after_a_resume(capsys):
+    words = ["fit", *TINY, "--trainer.logger", "WandbLogger", "--trainer.logger.save_dir", "runs"]
+    assert typed(capsys, *words, "--trainer.max_epochs", "1").code == 0
+    [last] = Path("runs").rglob("last.ckpt")
+    finish()
+    assert typed(capsys, *words, "--ckpt_path", str(last)).code == 0
+    finish()
+    assert [path.name for path in last.parent.parent.parent.iterdir()] == [last.parent.parent.name]
+    assert [row["round"] for row in rows(last.parent.parent / "times.csv")[::4]] == ["1", "2"]

@@ -42,7 +42,17 @@ from lit_pfl.cli.overview import methods
         ("--federation.participation x", "federation.participation=x: expected a number."),
         ("--trainer.max_epochs x", "trainer.max_epochs=x: expected a whole number or null."),
         ("--model.optimizer.lr x", "model.optimizer.lr=x: expected a number."),
-        ("--model.optimizer.lr -1", "model.optimizer: Invalid learning rate: -1.0"),
+        ("--model.optimizer.lr -1", "model.optimizer=SGD(lr=-1.0, "),
+        ("--model.optimizer SparseAdam", "model.optimizer=SparseAdam("),
+        ("--model.scheduler StepLR --model.scheduler.step_size 0", "model.scheduler=StepLR(step_size=0, "),
+        ("--model.scheduler OneCycleLR --model.scheduler.max_lr 1 --model.scheduler.total_steps 1",
+         "model.scheduler=OneCycleLR(max_lr=1.0, total_steps=1, "),
+        ("--model.scheduler torch.optim.lr_scheduler.ReduceLROnPlateau", "model.scheduler=ReduceLROnPlateau("),
+        ("--seed_everything -1", "seed_everything=-1: give a whole number from 0 to 4294967295, true for any one, or "),
+        ("--trainer.max_epochs -2", "trainer.max_epochs=-2: give the number of rounds, or -1 for no end."),
+        ("--trainer.devices 4", "trainer.devices=4: 4 processes are more than the 3 clients; give as many at most."),
+        ("--trainer.callbacks EarlyStopping --trainer.callbacks.monitor val/akk",
+         "trainer.callbacks: EarlyStopping(monitor=val/akk): there is no such metric; choose one of comm/down_bytes, "),
         ("--trainer.accelerator banana", "trainer: You selected an invalid accelerator name"),
         ("--trainer.strategy banana", "trainer: You selected an invalid strategy name"),
         ("--trainer.check_val_every_n_epoch 0", "trainer.check_val_every_n_epoch=0: give 1 or more rounds"),
@@ -144,3 +154,27 @@ def test_without_a_logger_no_other_run_s_checkpoint_is_overwritten(capsys):
     [error] = came.errors
     assert (came.code, Path("checkpoints/last.ckpt").read_bytes()) == (2, before)
     assert error.startswith("lit-pfl: error: trainer.default_root_dir: ")
+
+
+def test_a_learner_that_cannot_do_with_the_data_is_named_whatever_threads_are_given(capsys):
+    Path("narrow.py").write_text(
+        "import lightning as L, torch\n"
+        "class Narrow(L.LightningModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.out = torch.nn.Linear(7, 10)\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        return self.out(batch[0].flatten(1)).mean()\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+    )
+    words = ["--model", "FedAvg", "--model.learner", "narrow.Narrow", "--federation.threads", "1"]
+    [error] = typed(capsys, "fit", *words).errors
+    said = "model.learner: Narrow has no training loss for a batch of this data, (float32[1, 1, 16, 16], int64[1]): "
+    assert error.startswith(f"lit-pfl: error: {said}")
+
+
+def test_rounds_without_end_are_not_doubled(capsys):
+    came = typed(capsys, "fit", *TINY, "--trainer.max_epochs", "-1", "--trainer.max_steps", "1")
+    assert (came.code, came.errors) == (0, [])
+    assert "Next, " not in came.out

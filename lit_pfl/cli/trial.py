@@ -1,0 +1,138 @@
+"""What options come to, tried before there are clients and processes."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import WandbLogger
+
+from lit_pfl.client import Client
+from lit_pfl.data import FederatedDataModule
+from lit_pfl.engines.trainers import planned_rounds
+from lit_pfl.errors import ConfigError
+from lit_pfl.federation import Federation
+
+SEEDS = 2**32
+#: steps of a scheduler that are tried where it is not known how many there will be, and at most
+FEW, MANY = 2, 10_000
+
+
+def check_seed(seed: int | bool) -> None:
+    """See that a seed is one.
+
+    Raises:
+        ConfigError: when NumPy cannot take it.
+    """
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(
+            f"seed_everything={seed}: give a whole number from 0 to {SEEDS - 1}, true for any one, or false for none."
+        )
+
+
+def check_rounds(rounds: int | None) -> None:
+    """See that a number of rounds is one.
+
+    Raises:
+        ConfigError: when it is not.
+    """
+    if rounds is not None and rounds < -1:
+        raise ConfigError(f"trainer.max_epochs={rounds}: give the number of rounds, or -1 for no end.")
+
+
+def check_processes(trainer: L.Trainer, data: FederatedDataModule) -> None:
+    """See that there is a client for every process, where data are asked for a number of clients.
+
+    Raises:
+        ConfigError: when there is not.
+    """
+    processes = trainer.num_devices * trainer.num_nodes
+    if processes <= getattr(data, "num_clients", processes):
+        return
+    data.prepare_data()
+    data.setup("fit")  # where groups are clients, it is they that tell their number
+    if processes > len(data.clients):
+        raise ConfigError(
+            f"trainer.devices={trainer.num_devices}: {processes} processes are more than the {len(data.clients)} "
+            "clients; give as many at most."
+        )
+
+
+def try_optimizer(federation: Federation, trainer: L.Trainer, options: Mapping[str, Any]) -> None:
+    """See whether the options of optimizer and scheduler are any good: step by step, as many as are planned.
+
+    Args:
+        federation: the federation.
+        trainer: its Trainer.
+        options: those of the method.
+
+    Raises:
+        ConfigError: when they are not.
+    """
+    client = federation.prototype
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    optimizer: Any = _tried("optimizer", options, lambda: client.make_optimizer([weight]))
+    _tried("optimizer", options, lambda: optimizer.step(lambda: 0.0))
+    if client.make_scheduler is not None:
+        make = client.make_scheduler
+        scheduler: Any = _tried("scheduler", options, lambda: make(optimizer))
+        for step in range(_steps(client, federation, trainer)):
+            _tried("scheduler", options, scheduler.step, f" in epoch {step + 1}")
+
+
+def _steps(client: Client, federation: Federation, trainer: L.Trainer) -> int:
+    """Return how many steps of a scheduler are to be tried: those of a client that is in every round, if all are."""
+    rounds = planned_rounds(trainer)
+    if rounds < 0 or (federation.participation != 1 and client.scheduler_counts == "epochs"):
+        return FEW
+    return min(MANY, rounds * (federation.local_epochs if client.scheduler_counts == "epochs" else 1))
+
+
+def _tried(name: str, options: Mapping[str, Any], make: Any, when: str = "") -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of learning rates that nobody trains with
+            return make()
+    except Exception as error:  # of a class that the user has chosen, by options that the user has given
+        given = options.get(name) or {}
+        kind = given["class_path"].rpartition(".")[2] if isinstance(given, dict) else given
+        values = given.get("init_args") or {} if isinstance(given, dict) else {}
+        written = ", ".join(f"{key}={value}" for key, value in values.items() if value is not None)
+        what = f"={kind}({written})" if kind else ""
+        raise ConfigError(f"model.{name}{what}: {type(error).__name__}{when}: {error}") from error
+
+
+def open_wandb(loggers: Iterable[Any]) -> None:
+    """Begin the runs of W&B's loggers.
+
+    Raises:
+        ConfigError: when W&B has no account, or cannot be reached.
+    """
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            try:
+                _ = logger.experiment
+            except wandb.Error as error:
+                raise ConfigError(
+                    f"trainer.logger=WandbLogger: {error} Without an account or a network: WANDB_MODE=offline."
+                ) from error
+
+
+def refuse_unknown_metrics(trainer: L.Trainer) -> None:
+    """See that callbacks watch metrics that there are, once some are logged.
+
+    Raises:
+        ConfigError: when one watches another.
+    """
+    known = sorted(trainer.callback_metrics)
+    for callback in trainer.callbacks if known else ():  # type: ignore[attr-defined]
+        monitor = getattr(callback, "monitor", None)
+        if monitor is not None and monitor not in known:
+            raise ConfigError(
+                f"trainer.callbacks: {type(callback).__name__}(monitor={monitor}): there is no such metric; choose one "
+                f"of {', '.join(known)}."
+            )
