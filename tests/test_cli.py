@@ -132,7 +132,7 @@ def test_dirichlet_on_cifar100(real_data, data):
         (["--model", "FedAvg", "--ckpt_path", "no.ckpt"], "Checkpoint file not found: no.ckpt"),
         (["--model", "FedAvg", "--federation.participation", "1.5"], "federation.participation=1.5"),
         (["--config", "no.yaml"], "File does not exist"),
-        ([], "the following arguments are required: fit.model"),
+        ([], "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config "),
     ],
 )
 def test_mistakes_get_one_clear_line_and_exit_code_2(arguments, message, capsys):

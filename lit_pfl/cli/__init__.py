@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from lit_pfl.cli.overview import answer
+from lit_pfl.cli.overview import answer, no_command
 from lit_pfl.cli.tools import TOOLS, run_tool
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ def main(args: "ArgsType" = None) -> None:
     if text is not None:
         print(text)
         return
+    if wrong := no_command(words):
+        print(f"lit-pfl: error: {wrong}", file=sys.stderr)
+        sys.exit(2)
     if isinstance(words, list) and words[0] in TOOLS:
         run_tool(words[0], words[1:])
         return

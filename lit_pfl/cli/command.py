@@ -12,7 +12,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lit_pfl.methods  # noqa: F401 - imported, like data and models, so that classes go by their short names
-from lit_pfl.cli.folders import refuse_to_overwrite, taken_folder
+from lit_pfl.cli.folders import check_root, taken_folder
 from lit_pfl.cli.loggers import begins_anew, go_on, is_run_logger, name_of, place, refuse_missing
 from lit_pfl.cli.messages import refuse_abstract, say
 from lit_pfl.cli.options import by_name, of_a_run
@@ -24,6 +24,7 @@ from lit_pfl.cli.trial import (
     check_rounds,
     check_seed,
     open_wandb,
+    refuse_null,
     refuse_unknown_metrics,
     try_optimizer,
 )
@@ -110,6 +111,7 @@ class FederatedCLI(LightningCLI):
         if isinstance(backbone, dict):
             refuse_abstract("model.backbone", backbone["class_path"])
         check_rounds(self.own.trainer.max_epochs)
+        refuse_null(self.given)
         if self.own.ckpt_path is not None:
             self._compare_with_checkpoint()
         elif self.subcommand == "predict":
@@ -186,7 +188,7 @@ class FederatedCLI(LightningCLI):
             self.held.enter_context(taken_folder(trainer, self.folder is not None, option))
             open_wandb(trainer.loggers)
         elif not trainer.loggers and not self.scoring and self.own.ckpt_path is None:
-            refuse_to_overwrite(trainer)
+            check_root(trainer)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with what a run shows and keeps by default."""

@@ -33,11 +33,7 @@ def taken_folder(trainer: L.Trainer, known: bool, option: str) -> Iterator[None]
     made = new and not folder.exists()
     try:
         folder = logger.make_folder() if made and isinstance(logger, RunLogger) else folder
-        folder.mkdir(parents=True, exist_ok=True)
-        for place in (folder, folder / "checkpoints"):
-            if place.exists():  # the permissions that a folder has do not say all
-                with tempfile.TemporaryFile(dir=place):
-                    pass
+        _try_writing(folder)
     except OSError as error:
         how = "Make it writable, or copy it" if known else "Choose another with --folder FOLDER"
         raise ConfigError(f"The run folder cannot be written: {error}. {how}.") from None
@@ -65,14 +61,30 @@ def _refuse_a_run_in(folder: Path, option: str) -> None:
     raise ConfigError(f"{option}: there is a run in {folder}. {how}, or choose another folder.")
 
 
-def refuse_to_overwrite(trainer: L.Trainer) -> None:
-    """Without a logger there is no run folder: see that the only checkpoint would not be that of another run.
+def _try_writing(folder: Path) -> None:
+    """Write into a folder and into that of its checkpoints, as far as they are there: permissions do not say all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in (folder, folder / "checkpoints"):
+        if place.exists():
+            with tempfile.TemporaryFile(dir=place):
+                pass
+
+
+def check_root(trainer: L.Trainer) -> None:
+    """Without a logger there is no run folder: see that the only checkpoint can be written, over none of another run.
 
     Raises:
-        ConfigError: when it would.
+        ConfigError: when it cannot, or would be.
     """
-    last = Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
-    if last.exists() and any(isinstance(callback, LastCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    root = Path(trainer.default_root_dir)
+    last = root / "checkpoints" / "last.ckpt"
+    if not any(isinstance(callback, LastCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        return
+    try:
+        _try_writing(root)
+    except OSError as error:
+        raise ConfigError(f"trainer.default_root_dir: it cannot be written: {error}. Choose another.") from None
+    if last.exists():
         raise ConfigError(
             f"trainer.default_root_dir: {last} would be overwritten. Go on with it by --ckpt_path, or give another "
             "folder, or --trainer.enable_checkpointing false."

@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
+import lightning as L
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,7 +28,14 @@ CLASSES: dict[str, type] = {
     "backbone": Backbone,
     "optimizer": Optimizer,
     "scheduler": LRScheduler,
+    "learner": L.LightningModule,
+    "logger": Logger,
+    "callbacks": L.Callback,
 }
+#: classes that are no choice all the same: a federation's own and Lightning's; one that would have to be told a metric
+NO_CHOICE = {"ServerStep", "DummyLogger", "ReduceLROnPlateau"}
+#: of more names than these none is listed
+MOST = 25
 #: what the parser calls a kind of value, and what people do
 KINDS = {
     "PositiveInt": "a whole number above 0",
@@ -39,6 +48,8 @@ KINDS = {
     "bool": "true or false",
     "str": "text",
     "list": "a list",
+    "Iterable": "a list",
+    "tuple": "a list",
     "dict": "a mapping",
     "NoneType": "null",
 }
@@ -64,6 +75,11 @@ def explained(message: str, known: list[str]) -> str:
         known: names of the options that there are.
     """
     keys = re.findall(r'Parser key "([\w.]+)"', message)
+    if lacking := re.search(r"arguments are required: (\w+)\.(\w+)", message):
+        return (
+            f"{lacking[2]}: give --{lacking[2]} NAME, or a configuration that names it, such as: lit-pfl {lacking[1]} "
+            "--config configs/simfed.yaml"
+        )
     if not keys:
         return message + _did_you_mean(re.findall(r"--([\w.]+)|accept option '([\w.]+)'", message), known)
     option = ".".join(keys)
@@ -71,19 +87,26 @@ def explained(message: str, known: list[str]) -> str:
     reason = re.sub(r".*Problem with given class_path '\S+':", "", reason, flags=re.DOTALL)
     if unknown := re.search(r"Option '([\w.]+)' is not accepted", reason):
         return f"{option}: {unknown[0]}." + _did_you_mean([(unknown[1], "")], _parameters(_innermost_class(message)))
-    wrong = re.search(r"Expected a dot import path string: (\S+)|Expected an instantiatable class", reason)
-    if wrong and keys[-1].rpartition(".")[2] in CLASSES:
-        names = names_of_subclasses(CLASSES[keys[-1].rpartition(".")[2]])
-        given = wrong[1] or _given(message) or ""
+    wrong = re.search(r"dot import path string: (\S+)|Multiple subclasses with name (\w+)|instantiatable class", reason)
+    cls = CLASSES.get(keys[-1].rpartition(".")[2])
+    if wrong and cls is not None:
+        names = names_of_subclasses(cls)
+        given = wrong[1] or wrong[2] or _given(message) or ""
         problem = f"there is no {given!r}" if given.isidentifier() else "it has options, but no name"
-        hint = _did_you_mean([(given, "")], names)
-        return f"{option}: {problem}; choose one of {', '.join(names)}, or a class path of your own.{hint}"
+        if given in names:
+            problem = f"there are several {given!r}"
+        choice = f"choose one of {', '.join(names)}, or" if len(names) <= MOST else "give"
+        return f"{option}: {problem}; {choice} a class path of your own.{_did_you_mean([(given, '')], names)}"
     if needed := re.search(r"the following arguments are required: ([\w., ]+)", reason):
         return f"{option}: give also " + ", ".join(f"{option}.{name}" for name in needed[1].split(", ")) + "."
     if missing := re.search(r"No module named '[\w.]+'|[Mm]odule '[\w.]+' has no attribute '\w+'", reason):
         return f"{option}: {missing[0]}."
     expected, given = _expected(reason), _given(reason) or _given(message)
     if expected and given is not None:
+        if cls is not None:
+            expected = f"the name of a class or {expected}"
+        elif expected == KINDS["NoneType"]:  # a class of one kind, which has no name
+            expected = f"its options, such as --{option}.NAME VALUE, or {expected}"
         return f"{option}={given}: expected {expected}."
     return f"{option}: {re.split(r'Given value type', reason)[0]}"
 
@@ -92,7 +115,7 @@ def names_of_subclasses(cls: type) -> list[str]:
     """Return the names of all classes to choose from: not those that are only there to be built on."""
     subclasses: list[type] = cls.__subclasses__()
     names = {sub.__name__ for sub in subclasses if not sub.__name__.startswith("_") and not inspect.isabstract(sub)}
-    return sorted(names.union(*map(names_of_subclasses, subclasses)))
+    return sorted((names - NO_CHOICE).union(*map(names_of_subclasses, subclasses)))
 
 
 def refuse_abstract(option: str, class_path: str) -> None:
@@ -142,6 +165,7 @@ def _parameters(cls: type | None) -> list[str]:
 
 def _did_you_mean(words: list[tuple[str, str]], known: list[str]) -> str:
     for word in (one or other for one, other in words):
-        if near := get_close_matches(word, known, n=1):
+        near = get_close_matches(word, known, n=1)
+        if near and near[0] != word:
             return f" Did you mean {near[0]}?"
     return ""

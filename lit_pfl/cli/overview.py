@@ -2,12 +2,15 @@
 
 import ast
 import textwrap
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from lit_pfl.cli.tools import TOOLS
 
+#: Lightning's commands
+TRAINERS = ("fit", "validate", "test", "predict")
 PACKAGE = Path(__file__).parent.parent
 OVERVIEW = """\
 usage: lit-pfl COMMAND [options]
@@ -43,6 +46,16 @@ def answer(args: Any) -> str | None:
             methods=textwrap.fill(", ".join(methods()), 100, initial_indent="  ", subsequent_indent="  "),
         )
     return f"lit-pfl {version('lit-pfl')}" if args == ["--version"] else None
+
+
+def no_command(args: Any) -> str | None:
+    """Return what is wrong with the first word if it is to be a command, and none; None where it is one."""
+    word, commands = args[0] if isinstance(args, list) else "-", [*TRAINERS, *TOOLS]
+    if word in commands or word.startswith("-"):
+        return None
+    near = get_close_matches(word, commands, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"there is no command {word!r}; choose one of {', '.join(commands)}.{hint}"
 
 
 def methods() -> list[str]:

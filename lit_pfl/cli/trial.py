@@ -1,7 +1,9 @@
 """What options come to, tried before there are clients and processes."""
 
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
 import lightning as L
@@ -39,6 +41,29 @@ def check_rounds(rounds: int | None) -> None:
     """
     if rounds is not None and rounds < -1:
         raise ConfigError(f"trainer.max_epochs={rounds}: give the number of rounds, or -1 for no end.")
+
+
+def refuse_null(options: Mapping[str, Any]) -> None:
+    """See that no option of the method and of the data is null that may not be: the parser takes it for not given.
+
+    Raises:
+        ConfigError: for the first one that is.
+    """
+    for part in ("model", "data"):
+        for name, value in (options[part].get("init_args") or {}).items():
+            parameter = _parameter(options[part]["class_path"], name)
+            if value is None and parameter is not None and "None" not in str(parameter.annotation):
+                raise ConfigError(f"{part}.{name}=null: give a value, or leave it out for {parameter.default}.")
+
+
+def _parameter(class_path: str, name: str) -> inspect.Parameter | None:
+    """Return a parameter of a class that has a default which is not None; of the first of its bases that names it."""
+    module, _, cls = class_path.rpartition(".")
+    for base in getattr(import_module(module), cls).__mro__[:-1]:
+        found = inspect.signature(base.__init__).parameters.get(name)
+        if found is not None:
+            return None if found.default in (None, inspect.Parameter.empty) else found
+    return None
 
 
 def check_processes(trainer: L.Trainer, data: FederatedDataModule) -> None:

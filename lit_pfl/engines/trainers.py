@@ -40,6 +40,11 @@ def check_client_options(options: Mapping[str, Any]) -> None:
         if name in OWNED:
             raise ConfigError(f"federation.client_trainer.{name}: the federation decides this: {OWNED[name]}.")
     for callback in _several(options.get("callbacks")):
+        if not isinstance(callback, L.Callback):
+            raise ConfigError(
+                f"federation.client_trainer.callbacks={options['callbacks']}: give Callback objects, as a script can, or "
+                "let a learner of your own make them, in its configure_callbacks."
+            )
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
                 f"federation.client_trainer.callbacks: {type(callback).__name__} puts averaged weights in place when a "
@@ -175,5 +180,5 @@ def _own(callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback
         ) from None
 
 
-def _several(callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback]:
-    return [callbacks] if isinstance(callbacks, L.Callback) else list(callbacks or [])
+def _several(callbacks: Any) -> list[Any]:
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]

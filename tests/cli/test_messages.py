@@ -48,6 +48,16 @@ from lit_pfl.cli.overview import methods
         ("--model.scheduler OneCycleLR --model.scheduler.max_lr 1 --model.scheduler.total_steps 1",
          "model.scheduler=OneCycleLR(max_lr=1.0, total_steps=1, "),
         ("--model.scheduler torch.optim.lr_scheduler.ReduceLROnPlateau", "model.scheduler=ReduceLROnPlateau("),
+        ("--model.scheduler ReduceLROnPlateau", "model.scheduler: there is no 'ReduceLROnPlateau'; choose one of "),
+        ("--model.learner Foo", "model.learner: there is no 'Foo'; give a class path of your own."),
+        ("--trainer.logger RunLoger", "trainer.logger: there is no 'RunLoger'; choose one of CSVLogger, "),
+        ("--trainer.callbacks Similarty", "trainer.callbacks: there is no 'Similarty'; give a class path of your own."),
+        ("--model.factorization 3", "model.factorization=3: expected its options, such as --model.factorization.NAME "),
+        ("--federation.client_trainer.callbacks Foo", "federation.client_trainer.callbacks=Foo: give Callback objects"),
+        ("--data.num_clients null", "data.num_clients=null: give a value, or leave it out for 20."),
+        ("--data.seed null", "data.seed=null: give a value, or leave it out for 1234."),
+        ("--trainer.logger false --trainer.default_root_dir /proc/no", "trainer.default_root_dir: it cannot be "),
+        ("--model", "argument --model: expected one argument"),
         ("--seed_everything -1", "seed_everything=-1: give a whole number from 0 to 4294967295, true for any one, or "),
         ("--trainer.max_epochs -2", "trainer.max_epochs=-2: give the number of rounds, or -1 for no end."),
         ("--trainer.devices 4", "trainer.devices=4: 4 processes are more than the 3 clients; give as many at most."),
@@ -70,6 +80,28 @@ def test_a_mistake_is_named_in_one_line(words, said, capsys):
     assert came.code == 2
     [error] = came.errors
     assert error.startswith(f"lit-pfl: error: {said}"), error
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fit"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config configs/"),
+        (["reprot", "runs"], "there is no command 'reprot'; choose one of fit, validate, test, predict, compare, "
+                             "depth, report, export. Did you mean report?"),
+        (["runs/mine"], "there is no command 'runs/mine'; choose one of fit, "),
+    ],
+)  # fmt: skip
+def test_a_command_that_is_none_or_not_whole_is_told_in_one_line(words, said, capsys):
+    came = typed(capsys, *words)
+    assert came.code == 2
+    [error] = came.errors
+    assert error.startswith(f"lit-pfl: error: {said}"), error
+
+
+def test_nothing_is_offered_that_cannot_be_chosen():
+    offered = {name for kind in ("optimizer", "scheduler") for name in names_of_subclasses(CLASSES[kind])}
+    assert offered > {"SGD", "StepLR"}
+    assert not {"ServerStep", "ReduceLROnPlateau"} & offered
 
 
 def test_names_to_choose_from_are_those_of_the_package():
