@@ -63,6 +63,7 @@ class CommunicationLedger(Listening):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen, before anything is sent."""
+        self._table.check(trainer)
         clients = pl_module.clients if isinstance(pl_module, HasClients) else {}
         member = next(iter(clients.values()), pl_module)
         self._roles = member.roles() if isinstance(member, HasRoles) else {}

@@ -43,6 +43,7 @@ class EmbeddingMap(Listening):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen."""
+        self._table.check(trainer)
         super().on_fit_start(trainer, pl_module)
 
     def _note(self, sent: Transfer) -> None:

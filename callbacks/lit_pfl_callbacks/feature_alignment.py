@@ -20,7 +20,7 @@ from lit_pfl_callbacks.features import (
     total_variance,
 )
 from lit_pfl_callbacks.protocols import HasClients
-from lit_pfl_callbacks.run_folder import read_rows_before, run_folder, write_rows
+from lit_pfl_callbacks.run_folder import checked_rows, read_rows_before, run_folder, write_rows
 
 
 class FeatureAlignment(L.Callback):
@@ -65,6 +65,13 @@ class FeatureAlignment(L.Callback):
         self._neurons: list[dict[str, Any]] | None = None
         self._measured = -1
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Look whether it can measure, and go on with its files."""
+        if trainer.world_size > 1 and isinstance(pl_module, HasClients):  # every process has some of them
+            raise MisconfigurationException("FeatureAlignment measures clients of one process: trainer.devices=1.")
+        for name in ("features.csv", "preferences.csv") if trainer.loggers and trainer.is_global_zero else ():
+            checked_rows(run_folder(trainer) / name, ["epoch"], "epoch")
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure every so many epochs."""
         if self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
@@ -78,8 +85,6 @@ class FeatureAlignment(L.Callback):
             rank_zero_info("\n".join(self._table()))
 
     def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
-        if trainer.world_size > 1 and isinstance(pl_module, HasClients):  # every process has some of them
-            raise MisconfigurationException("FeatureAlignment measures clients of one process: trainer.devices=1.")
         if not trainer.is_global_zero:
             return
         self._measured, folder = epoch, run_folder(trainer)

@@ -35,6 +35,7 @@ class RoundTimer(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin."""
+        self._table.check(trainer)
         self._told = seconds_of(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -8,7 +8,7 @@ import lightning as L
 
 from lit_pfl_callbacks.federated_loop import FederatedLoop
 from lit_pfl_callbacks.protocols import HasSeconds
-from lit_pfl_callbacks.run_folder import append_rows, read_rows_before, run_folder, write_rows
+from lit_pfl_callbacks.run_folder import append_rows, checked_rows, run_folder, write_rows
 
 T = TypeVar("T")
 
@@ -86,6 +86,20 @@ class RoundTable:
         self._path: Path | None = None
         self._former: Path | None = None  # the file of the run that is resumed
 
+    def check(self, trainer: L.Trainer) -> None:
+        """Look whether a run can go on with the file, before anything is computed that would be lost.
+
+        Raises:
+            MisconfigurationException: when it cannot.
+        """
+        if writes(trainer):
+            checked_rows(self._source(trainer), self.columns)
+
+    def _source(self, trainer: L.Trainer) -> Path:
+        """Return the file that rows of earlier rounds are in."""
+        path = run_folder(trainer) / self.name
+        return path if path.exists() or self._former is None else self._former
+
     def add(self, trainer: L.Trainer, rows: list[dict[str, Any]]) -> None:
         """Write rows, of one round or of some that follow each other, unless the Trainer keeps nothing."""
         if not rows or not writes(trainer):
@@ -94,8 +108,9 @@ class RoundTable:
         if path == self._path:
             append_rows(path, rows, self.columns)
             return
-        source = path if path.exists() or self._former is None else self._former
-        write_rows(path, read_rows_before(source, min(row["round"] for row in rows), "round") + rows)
+        first = min(row["round"] for row in rows)
+        before = [row for row in checked_rows(self._source(trainer), self.columns) if int(float(row["round"])) < first]
+        write_rows(path, [{column: row[column] for column in self.columns} for row in [*before, *rows]])
         self._path = path
 
     def state_dict(self) -> dict[str, Any]:

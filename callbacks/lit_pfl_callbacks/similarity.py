@@ -84,6 +84,8 @@ class Similarity(Listening):
             raise MisconfigurationException(
                 f"Similarity compares clients, and {type(pl_module).__name__} does not tell its `clients`."
             )
+        self._table.check(trainer)
+        self._matching_table.check(trainer)
         self._ids = spread(list(pl_module.clients), self._share(trainer))
         if self.uploads or self.updates:
             super().on_fit_start(trainer, pl_module)

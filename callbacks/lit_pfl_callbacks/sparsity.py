@@ -65,6 +65,10 @@ class SparsityMonitor(L.Callback):
         self._table = RoundTable("sparsity.csv", COLUMNS)
         self._dashboard = Dashboard()
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Look whether the run can go on with its file."""
+        self._table.check(trainer)
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure, as the weights are after training and before a reply is loaded."""
         round = round_of(trainer)

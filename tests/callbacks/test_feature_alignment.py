@@ -132,6 +132,18 @@ def test_from_the_command_line(tmp_path):
     assert len(list(tmp_path.glob("*/version_0/features.csv"))) == 1
 
 
+def test_a_damaged_file_is_refused_before_a_round_is_computed(tmp_path, capsys):
+    path = tmp_path / "run/features.csv"
+    path.parent.mkdir()
+    path.write_text("no,epoch\n1,one\n")
+    small = ["--config", str(Path(__file__).parents[1] / "conf/tiny.yaml")]
+    with pytest.raises(SystemExit):
+        main(["fit", *small, "--trainer.callbacks+=FeatureAlignment", f"--folder={path.parent}"])
+    printed = capsys.readouterr()
+    assert "features.csv: line 2 has 'one' as 'epoch', which must be a number" in printed.err
+    assert "round 1/" not in printed.out
+
+
 class Images(Classifier):
     def forward(self, x):
         return self.features(x)

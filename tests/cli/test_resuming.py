@@ -364,6 +364,25 @@ def test_a_damaged_table_is_refused_before_a_round_is_computed(command, name, co
     refused(capsys, run, [command, *resume(run)[1:]], f"run/{name}: {said}")
 
 
+@pytest.mark.parametrize("name", ["communication", "times", "sparsity", "similarity", "matching", "embeddings"])
+def test_a_damaged_table_of_a_callback_is_refused_before_a_round_is_computed(name, run, capsys):
+    path = run / f"{name}.csv"
+    head = path.read_text().splitlines()[0]
+    path.write_text(head + "\n" + head.replace("round", "one") + "\n")
+    refused(capsys, run, resume(run), f"run/{name}.csv: line 2 has 'one' as 'round', which must be a number; mend it")
+    path.write_text("round,other\n1,2\n")
+    refused(capsys, run, resume(run), f"run/{name}.csv: has no column ")
+
+
+def test_a_column_that_somebody_has_added_shifts_no_other(run, capsys):
+    lines = (run / "times.csv").read_text().splitlines()
+    (run / "times.csv").write_text("\n".join(f"{line.split(',')[0]},note,{line.partition(',')[2]}" for line in lines))
+    typed(capsys, *resume(run, "--trainer.max_epochs", "3"))
+    found = [(row["round"], row["phase"]) for row in rows(run / "times.csv")]
+    phases = [phase for _, phase in found[: len(lines) - 1]]
+    assert found == [(str(round), phase) for round in (1, 2, 3) for phase in phases]
+
+
 class TestInPython:
     """What the federation knows by itself."""
 
