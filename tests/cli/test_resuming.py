@@ -284,6 +284,9 @@ def test_a_run_is_resumed_again_and_again(run, capsys):
     for rounds in (2, 3):
         typed(capsys, *resume(run, "--trainer.max_epochs", str(rounds)))
     assert [row["round"] for row in rows(run / "metrics.csv")] == ["1", "2", "3"]
+    tested = [[row["round"] for row in rows(run / name) if row.get("split") == "test" or row.get("test/acc")]
+              for name in ("metrics.csv", "clients.csv")]  # fmt: skip
+    assert tested == [["1", "2", "3"], ["1"] * 3 + ["2"] * 3 + ["3"] * 3], "each with the round that it ended with"
     notes = [(run / f"config.resumed_{i}.yaml").read_text().splitlines()[1:3] for i in (1, 2)]
     assert notes == [
         ["# resumed after round 1", "# trainer.max_epochs: 1 -> 2"],
