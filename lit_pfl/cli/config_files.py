@@ -37,6 +37,8 @@ def with_fragments(file: str, above: tuple[Path, ...] = ()) -> list[str]:
         raise ConfigError(f"{file} is not YAML: {error}") from None
     except (OSError, ValueError):
         content = None  # the parser says what is wrong
+    if isinstance(content, str | list):
+        raise ConfigError(f"config={file}: it holds no options by name, such as `trainer: {{max_epochs: 5}}`.")
     fragments = (content.get("fragments") if isinstance(content, dict) else None) or []
     if not isinstance(fragments, list):
         raise ConfigError(f"{file}: fragments: give a list of files, not {fragments!r}.")

@@ -14,6 +14,7 @@ from lit_pfl.errors import ConfigError
 NEEDED = {
     "TensorBoardLogger": (("tensorboard", "tensorboardX"), "TensorBoard: pip install 'lit-pfl[tensorboard]'"),
     "MLFlowLogger": (("mlflow",), "MLflow: pip install mlflow"),
+    "CometLogger": (("comet_ml",), "Comet: pip install comet-ml"),
 }
 #: loggers that have a folder for every run and add to what is there
 IN_A_FOLDER = ("RunLogger", "TensorBoardLogger")

@@ -53,6 +53,8 @@ KINDS = {
     "dict": "a mapping",
     "NoneType": "null",
 }
+#: what to type, by command; of the others a run
+EXAMPLES = {"fit": "--config configs/simfed.yaml"}
 
 
 @rank_zero_only
@@ -76,9 +78,10 @@ def explained(message: str, known: list[str]) -> str:
     """
     keys = re.findall(r'Parser key "([\w.]+)"', message)
     if lacking := re.search(r"arguments are required: (\w+)\.(\w+)", message):
+        example = EXAMPLES.get(lacking[1], "--config RUN/config.yaml --ckpt_path RUN/checkpoints/last.ckpt")
         return (
             f"{lacking[2]}: give --{lacking[2]} NAME, or a configuration that names it, such as: lit-pfl {lacking[1]} "
-            "--config configs/simfed.yaml"
+            f"{example}"
         )
     if not keys:
         return message + _did_you_mean(re.findall(r"--([\w.]+)|accept option '([\w.]+)'", message), known)
@@ -148,6 +151,7 @@ def _expected(reason: str) -> str:
 
 def _given(message: str) -> str | None:
     found = re.search(r"NestedArg\(key='[\w.]+', val='?(.*?)'?\)\s*$", message)
+    found = re.search(r"Not of type \w+: (\S+) does not conform", message) or found
     found = re.search(r"(?:Got|Given) value: (?!NestedArg|Namespace)(.*?)(?:\. Got value|$)", message, re.M) or found
     return found[1] if found else None
 

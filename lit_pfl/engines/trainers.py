@@ -39,6 +39,8 @@ def check_client_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in OWNED:
             raise ConfigError(f"federation.client_trainer.{name}: the federation decides this: {OWNED[name]}.")
+    if options.get("accumulate_grad_batches") == 0:
+        raise ConfigError("federation.client_trainer.accumulate_grad_batches=0: give 1 or more batches.")
     for callback in _several(options.get("callbacks")):
         if not isinstance(callback, L.Callback):
             raise ConfigError(

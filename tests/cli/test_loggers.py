@@ -50,6 +50,13 @@ def test_differences_and_which_may_be():
         "trainer.max_epochs", "data.root", "federation.threads"]  # fmt: skip
 
 
+def test_another_logger_is_asked_for_too(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "comet_ml" else find(name))
+    [error] = typed(capsys, "fit", *TINY, "--trainer.logger", "CometLogger").errors
+    assert error == "lit-pfl: error: trainer.logger=CometLogger needs Comet: pip install comet-ml."
+
+
 def test_tensorboard_is_asked_for_in_one_line(monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "tensorboard" in name else find(name))

@@ -54,6 +54,8 @@ from lit_pfl.cli.overview import methods
         ("--trainer.callbacks Similarty", "trainer.callbacks: there is no 'Similarty'; give a class path of your own."),
         ("--model.factorization 3", "model.factorization=3: expected its options, such as --model.factorization.NAME "),
         ("--federation.client_trainer.callbacks Foo", "federation.client_trainer.callbacks=Foo: give Callback objects"),
+        ("--federation.client_trainer.accumulate_grad_batches 0", "federation.client_trainer.accumulate_"),
+        ("--federation.stack_size 0", "federation.stack_size=0: expected a whole number above 0."),
         ("--data.num_clients null", "data.num_clients=null: give a value, or leave it out for 20."),
         ("--data.seed null", "data.seed=null: give a value, or leave it out for 1234."),
         ("--trainer.logger false --trainer.default_root_dir /proc/no", "trainer.default_root_dir: it cannot be "),
@@ -88,10 +90,13 @@ def test_a_mistake_is_named_in_one_line(words, said, capsys):
         (["fit"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config configs/"),
         (["reprot", "runs"], "there is no command 'reprot'; choose one of fit, validate, test, predict, compare, "
                              "depth, report, export. Did you mean report?"),
+        (["test"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl test --config RUN/"),
+        (["fit", "--config", "table.csv"], "config=table.csv: it holds no options by name, such as `trainer: {max_"),
         (["runs/mine"], "there is no command 'runs/mine'; choose one of fit, "),
     ],
 )  # fmt: skip
 def test_a_command_that_is_none_or_not_whole_is_told_in_one_line(words, said, capsys):
+    Path("table.csv").write_text("round,acc\n1,0.5\n")
     came = typed(capsys, *words)
     assert came.code == 2
     [error] = came.errors
