@@ -44,8 +44,8 @@ def check_client_options(options: Mapping[str, Any]) -> None:
     for callback in _several(options.get("callbacks")):
         if not isinstance(callback, L.Callback):
             raise ConfigError(
-                f"federation.client_trainer.callbacks={options['callbacks']}: give Callback objects, as a script can, or "
-                "let a learner of your own make them, in its configure_callbacks."
+                f"federation.client_trainer.callbacks={options['callbacks']}: give Callback objects, as a script can, "
+                "or let a learner of your own make them, in its configure_callbacks."
             )
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
