@@ -175,13 +175,13 @@ class Asks(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 3}])
-def test_a_module_may_ask_how_long_it_will_be_trained(limits):
+@pytest.mark.parametrize(("limits", "threads"), [({"max_epochs": 3}, 1), ({"max_epochs": -1, "max_steps": 3}, None)])
+def test_a_module_may_ask_how_long_it_will_be_trained(limits, threads):
     rows = TensorDataset(torch.randn(10, 3))
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     alone = Asks()
     L.Trainer(max_epochs=6, **quiet).fit(alone, DataLoader(rows, 4))
-    federation = Federation(FedAvg(learner=Asks()), local_epochs=2, threads=1)
+    federation = Federation(FedAvg(learner=Asks()), local_epochs=2, threads=threads)
     data = PerClient([L.LightningDataModule.from_datasets(rows, batch_size=4)] * 2)
     L.Trainer(limit_val_batches=0, **limits, **quiet).fit(federation, datamodule=data)
     for module in federation.clients.values():

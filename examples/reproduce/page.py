@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from results import Results
 from tables import Cell, Table
+
+from lit_pfl_callbacks.averages import deviation
 
 #: bytes of an element, as the papers count
 ELEMENT = 4
@@ -29,7 +31,7 @@ class Measured:
     @property
     def deviation(self) -> float | None:
         """The standard deviation over seeds, of n - 1; None of a single one."""
-        return stdev(self.values) if len(self.values) > 1 else None
+        return deviation(self.values, of_sample=True) if len(self.values) > 1 else None
 
 
 def measured(cell: Cell, results: Results) -> Measured | None:

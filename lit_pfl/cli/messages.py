@@ -34,8 +34,8 @@ CLASSES: dict[str, type] = {
 }
 #: classes that are no choice all the same: a federation's own and Lightning's; one that would have to be told a metric
 NO_CHOICE = {"ServerStep", "DummyLogger", "ReduceLROnPlateau"}
-#: of more names than these none is listed
-MOST = 25
+#: options of which no names are listed: most classes of their kinds are no choice there
+UNLISTED = ("learner", "callbacks")
 #: what the parser calls a kind of value, and what people do
 KINDS = {
     "PositiveInt": "a whole number above 0",
@@ -91,14 +91,15 @@ def explained(message: str, known: list[str]) -> str:
     if unknown := re.search(r"Option '([\w.]+)' is not accepted", reason):
         return f"{option}: {unknown[0]}." + _did_you_mean([(unknown[1], "")], _parameters(_innermost_class(message)))
     wrong = re.search(r"dot import path string: (\S+)|Multiple subclasses with name (\w+)|instantiatable class", reason)
-    cls = CLASSES.get(keys[-1].rpartition(".")[2])
+    kind = keys[-1].rpartition(".")[2]
+    cls = CLASSES.get(kind)
     if wrong and cls is not None:
         names = names_of_subclasses(cls)
         given = wrong[1] or wrong[2] or _given(message) or ""
         problem = f"there is no {given!r}" if given.isidentifier() else "it has options, but no name"
         if given in names:
             problem = f"there are several {given!r}"
-        choice = f"choose one of {', '.join(names)}, or" if len(names) <= MOST else "give"
+        choice = "give" if kind in UNLISTED else f"choose one of {', '.join(names)}, or"
         return f"{option}: {problem}; {choice} a class path of your own.{_did_you_mean([(given, '')], names)}"
     if needed := re.search(r"the following arguments are required: ([\w., ]+)", reason):
         return f"{option}: give also " + ", ".join(f"{option}.{name}" for name in needed[1].split(", ")) + "."

@@ -17,6 +17,8 @@ from lit_pfl.learners import size_of
 def choose_threads(learner: L.LightningModule, example: Any, batch_size: int | None, stacked: int = 1) -> int:
     """Count one batch's work: a further thread for every 20 million operations of a forward pass.
 
+    As many as there are for a learner that asks its Trainer something in its training step: it has none yet.
+
     Args:
         learner: any client's.
         example: a batch for it.
@@ -30,6 +32,8 @@ def choose_threads(learner: L.LightningModule, example: Any, batch_size: int | N
         with FlopCounterMode(display=False) as counter:
             mean_loss(learner, [example])
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if "is not attached to a `Trainer`" in str(error):  # which it will have, and asks for something
+            return torch.get_num_threads()
         raise ConfigError(
             f"model.learner: {type(learner).__name__} has no training loss for a batch of this data, "
             f"{_described(example)}: {type(error).__name__}: {error}"
