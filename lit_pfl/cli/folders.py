@@ -12,8 +12,8 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl_callbacks import RunLogger, run_folder
 
-#: what a run leaves before its first round is over
-BEGUN = ("config.yaml", "partition.csv")
+#: how a configuration begins that a run has written
+OF_A_RUN = "# lit-pfl "
 
 
 @contextmanager
@@ -40,8 +40,7 @@ def taken_folder(trainer: L.Trainer, known: bool, option: str) -> Iterator[None]
     with alone_in(folder, made):
         if new:
             _refuse_a_run_in(folder, option)
-            for name in BEGUN:  # what is left of a run that was cut off in its first round
-                (folder / name).unlink(missing_ok=True)
+            _clear(folder, option)
         yield
 
 
@@ -59,6 +58,21 @@ def _refuse_a_run_in(folder: Path, option: str) -> None:
     else:
         return
     raise ConfigError(f"{option}: there is a run in {folder}. {how}, or choose another folder.")
+
+
+def _clear(folder: Path, option: str) -> None:
+    """Put aside what is left of a run that was cut off in its first round.
+
+    Raises:
+        ConfigError: when a file of somebody's own has the name of one of a run's.
+    """
+    config = folder / "config.yaml"
+    if not config.exists():
+        return
+    if not config.read_text(errors="replace").startswith(OF_A_RUN):
+        raise ConfigError(f"{option}: {config} is no run's, and would be overwritten; choose another folder.")
+    config.replace(folder / "config.cut_off.yaml")  # it may be what this command was given, edited by hand
+    (folder / "partition.csv").unlink(missing_ok=True)
 
 
 def _try_writing(folder: Path) -> None:

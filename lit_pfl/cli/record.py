@@ -9,6 +9,7 @@ import lightning as L
 import numpy as np
 import yaml
 
+from lit_pfl.cli.folders import OF_A_RUN
 from lit_pfl.cli.loggers import runs_of
 from lit_pfl.cli.options import by_name, nested, of_a_run
 from lit_pfl.data import FederatedDataModule
@@ -82,7 +83,7 @@ class RunRecord(L.Callback):
             logger.log_hyperparams(nested(self.config))
 
     def _write(self, path: Path, notes: list[str]) -> None:
-        head = "".join(f"# {' '.join(note.split())}\n" for note in [f"lit-pfl {version('lit-pfl')}", *notes])
+        head = f"{OF_A_RUN}{version('lit-pfl')}\n" + "".join(f"# {' '.join(note.split())}\n" for note in notes)
         with replacing(path) as file:
             file.write((head + yaml.safe_dump(self.config, sort_keys=False)).encode())
 

@@ -318,13 +318,21 @@ def test_a_folder_of_a_whole_round_is_not_begun_anew(left, said, run, capsys):
 
 def test_a_run_that_was_cut_off_in_its_first_round_is_begun_anew_in_its_folder(run, capsys):
     for name in ("config.yaml", "partition.csv"):
-        made("cut").joinpath(name).write_text("of before")
+        made("cut").joinpath(name).write_text("# lit-pfl 0.1.0\nof before")
     (Path("cut") / "checkpoints").mkdir()
     assert typed(capsys, "fit", *TINY, "--folder", "cut", "--trainer.max_epochs", "1").errors == []
     config = yaml.safe_load(Path("cut/config.yaml").read_text())
     assert config["trainer"]["max_epochs"] == 1
+    assert "of before" in Path("cut/config.cut_off.yaml").read_text()
     for name in ("partition.csv", "metrics.csv", "clients.csv"):
         assert Path("cut", name).read_bytes() == (run / name).read_bytes()
+
+
+def test_a_configuration_of_one_s_own_is_not_overwritten(capsys):
+    own = made("mine") / "config.yaml"
+    own.write_text("# my best settings\n" + yaml.safe_dump({"trainer": {"max_epochs": 1}}))
+    words = ["fit", *TINY, "--config", str(own), "--folder", "mine"]
+    refused(capsys, Path("mine"), words, f"folder: {own} is no run's, and would be overwritten; choose another folder.")
 
 
 def test_a_run_whose_first_logger_is_another_one_goes_on_in_its_folder(capsys):
