@@ -147,7 +147,7 @@ class Coordinator:
                     )
         self._layout = {client: _layout(info.initial) for client, info in clients.items()}
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
-        if self.ranks.size > 1:
+        if self.ranks.size > 1 and type(self.server).mean is Server.mean:  # not one of the method's own
             self.server.mean = partial(shared_mean, self.ranks)
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)

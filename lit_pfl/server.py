@@ -38,7 +38,8 @@ class Server:
         McMahan et al. 2017, Algorithm 1.
     """
 
-    #: averages payloads in :meth:`aggregate`; where several processes do so at once, each may do a part
+    #: averages payloads in :meth:`aggregate`, as :func:`~lit_pfl.ops.weighted_mean` does; several processes, which all
+    #: do that at once, do a part each, unless a method has a mean of its own here
     mean: Callable[..., Payload] = staticmethod(weighted_mean)
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on

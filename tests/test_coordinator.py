@@ -3,6 +3,7 @@
 import io
 import itertools
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from lit_pfl import Payload
 from lit_pfl.coordinator import Coordinator, Ledger
+from lit_pfl.engines.ranks import Ranks
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.ops import weighted_mean
 from lit_pfl.server import ClientInfo, MixingServer, Server
@@ -380,3 +382,26 @@ def test_a_tensor_that_cannot_travel_is_named_before_the_first_round(dtype):
     initial = Payload({"w": torch.zeros(2), "phase": torch.zeros(2, dtype=dtype)})
     with pytest.raises(ConfigError, match=f"Client 4: tensor 'phase' is {dtype}, which a payload does not hold"):
         Coordinator(Server()).start({4: ClientInfo(10, initial)})
+
+
+class Two(Ranks):
+    """As if there were another process, which has no clients."""
+
+    size = 2
+
+
+class Median(Server):
+    """A server with a mean of its own."""
+
+    def mean(self, payloads, weights, names=None):
+        return Payload({name: torch.stack([p[name] for p in payloads]).median(0).values for name in names})
+
+
+def test_several_processes_average_together_unless_a_method_does_so_in_its_own_way():
+    for kind, expected in ((Server, 4.0), (Median, 1.0)):
+        coordinator = Coordinator(kind(), ranks=Two())
+        uploads = {k: Payload({"w": torch.full((3,), value)}) for k, value in enumerate((0.0, 1.0, 11.0))}
+        coordinator.start({k: ClientInfo(10, upload) for k, upload in uploads.items()})
+        coordinator.collect(uploads)
+        assert coordinator.server.model["w"].tolist() == pytest.approx([expected] * 3)
+        assert isinstance(coordinator.server.mean, partial) == (kind is Server)
