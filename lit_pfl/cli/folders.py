@@ -40,7 +40,6 @@ def taken_folder(trainer: L.Trainer, known: bool, option: str) -> Iterator[None]
     with alone_in(folder, made):
         if new:
             _refuse_a_run_in(folder, option)
-            _clear(folder, option)
         yield
 
 
@@ -48,31 +47,28 @@ def _refuse_a_run_in(folder: Path, option: str) -> None:
     """See that there is no run in a folder.
 
     Raises:
-        ConfigError: when there is one that has come to the end of a round.
+        ConfigError: when there is one that has come to the end of a round, or a file of somebody's own in the place of
+            one of a run's.
     """
+    config = folder / "config.yaml"
     checkpoints = sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: (path.name != "last.ckpt", path))
     if checkpoints:
         how = f"Go on with it by --ckpt_path {checkpoints[0]}"
     elif (folder / "metrics.csv").exists():
         how = "It has no checkpoint to go on from; move it away"
+    elif config.exists() and not config.read_text(errors="replace").startswith(OF_A_RUN):
+        raise ConfigError(f"{option}: {config} is no run's, and would be overwritten; choose another folder.")
     else:
         return
     raise ConfigError(f"{option}: there is a run in {folder}. {how}, or choose another folder.")
 
 
-def _clear(folder: Path, option: str) -> None:
-    """Put aside what is left of a run that was cut off in its first round.
-
-    Raises:
-        ConfigError: when a file of somebody's own has the name of one of a run's.
-    """
+def put_aside(folder: Path) -> None:
+    """Put aside what is left of a run that was cut off in its first round, once all processes have read it."""
     config = folder / "config.yaml"
-    if not config.exists():
-        return
-    if not config.read_text(errors="replace").startswith(OF_A_RUN):
-        raise ConfigError(f"{option}: {config} is no run's, and would be overwritten; choose another folder.")
-    config.replace(folder / "config.cut_off.yaml")  # it may be what this command was given, edited by hand
-    (folder / "partition.csv").unlink(missing_ok=True)
+    if config.exists():
+        config.replace(folder / "config.cut_off.yaml")  # it may be what this command was given, edited by hand
+        (folder / "partition.csv").unlink(missing_ok=True)
 
 
 def _try_writing(folder: Path) -> None:

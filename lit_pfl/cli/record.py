@@ -9,11 +9,11 @@ import lightning as L
 import numpy as np
 import yaml
 
-from lit_pfl.cli.folders import OF_A_RUN
+from lit_pfl.cli.folders import OF_A_RUN, put_aside
 from lit_pfl.cli.loggers import runs_of
 from lit_pfl.cli.options import by_name, nested, of_a_run
 from lit_pfl.data import FederatedDataModule
-from lit_pfl_callbacks import run_folder
+from lit_pfl_callbacks import RunLogger, run_folder
 from lit_pfl_callbacks.files import replacing
 from lit_pfl_callbacks.rounds import writes
 from lit_pfl_callbacks.run_folder import write_rows
@@ -47,6 +47,8 @@ class RunRecord(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record a run that is new."""
         folder = run_folder(trainer)
+        if writes(trainer) and trainer.ckpt_path is None and isinstance(trainer.loggers[0], RunLogger):
+            put_aside(folder)  # no run was in it when it was taken
         if writes(trainer) and not (folder / "config.yaml").exists():
             self._write(folder / "config.yaml", [])
             self._written = True

@@ -5,6 +5,8 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -326,6 +328,16 @@ def test_a_run_that_was_cut_off_in_its_first_round_is_begun_anew_in_its_folder(r
     assert "of before" in Path("cut/config.cut_off.yaml").read_text()
     for name in ("partition.csv", "metrics.csv", "clients.csv"):
         assert Path("cut", name).read_bytes() == (run / name).read_bytes()
+
+
+def test_a_cut_off_run_s_own_configuration_begins_it_anew_in_two_processes(run):
+    """The second process reads it after the first has taken the folder."""
+    shutil.copy(run / "config.yaml", made("cut"))
+    words = ["fit", "--config", "cut/config.yaml", "--folder", "cut", "--trainer.devices", "2"]
+    came = subprocess.run([sys.executable, "-m", "lit_pfl", *words], capture_output=True, text=True, timeout=120)
+    assert came.returncode == 0, came.stderr
+    assert Path("cut/clients.csv").read_bytes() == (run / "clients.csv").read_bytes()
+    assert Path("cut/config.cut_off.yaml").read_bytes() == (run / "config.yaml").read_bytes()
 
 
 def test_a_configuration_of_one_s_own_is_not_overwritten(capsys):
