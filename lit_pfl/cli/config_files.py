@@ -28,18 +28,21 @@ def with_fragments(file: str, above: tuple[Path, ...] = ()) -> list[str]:
         above: the files that it is a fragment of.
 
     Raises:
-        ConfigError: when a file is not YAML, or a fragment is not there or builds on a file that is built on it.
+        ConfigError: when a file is not YAML or holds no options, or a fragment is not there or builds on a file that is
+            built on it.
     """
     path = Path(file)
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not YAML: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config={file}: it is no text file.") from None
     except (OSError, ValueError):
-        content = None  # the parser says what is wrong
-    if isinstance(content, str | list):
+        return [file]  # the parser says what is wrong
+    if not isinstance(content, dict):
         raise ConfigError(f"config={file}: it holds no options by name, such as `trainer: {{max_epochs: 5}}`.")
-    fragments = (content.get("fragments") if isinstance(content, dict) else None) or []
+    fragments = content.get("fragments") or []
     if not isinstance(fragments, list):
         raise ConfigError(f"{file}: fragments: give a list of files, not {fragments!r}.")
     above = (*above, path.resolve())

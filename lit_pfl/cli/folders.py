@@ -32,7 +32,11 @@ def taken_folder(trainer: L.Trainer, known: bool, option: str) -> Iterator[None]
     new = not known and isinstance(logger, RunLogger)
     made = new and not folder.exists()
     try:
-        folder = logger.make_folder() if made and isinstance(logger, RunLogger) else folder
+        if made and isinstance(logger, RunLogger):
+            try:
+                folder = logger.make_folder()
+            except FileExistsError:  # another process has done so just now, and is at work in it
+                made = False
         _try_writing(folder)
     except OSError as error:
         how = "Make it writable, or copy it" if known else "Choose another with --folder FOLDER"

@@ -92,11 +92,15 @@ def test_a_mistake_is_named_in_one_line(words, said, capsys):
                              "depth, report, export. Did you mean report?"),
         (["test"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl test --config RUN/"),
         (["fit", "--config", "table.csv"], "config=table.csv: it holds no options by name, such as `trainer: {max_"),
+        (["fit", "--config", "empty.yaml"], "config=empty.yaml: it holds no options by name, such as `trainer: {max_"),
+        (["fit", "--config", "last.ckpt"], "config=last.ckpt: it is no text file."),
         (["runs/mine"], "there is no command 'runs/mine'; choose one of fit, "),
     ],
 )  # fmt: skip
 def test_a_command_that_is_none_or_not_whole_is_told_in_one_line(words, said, capsys):
     Path("table.csv").write_text("round,acc\n1,0.5\n")
+    Path("empty.yaml").touch()
+    Path("last.ckpt").write_bytes(b"PK\x80")
     came = typed(capsys, *words)
     assert came.code == 2
     [error] = came.errors

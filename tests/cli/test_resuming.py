@@ -1,5 +1,6 @@
 """A resume is of the same run, or refused in one line with the run folder as it was."""
 
+import fcntl
 import io
 import os
 import pickle
@@ -338,6 +339,20 @@ def test_a_cut_off_run_s_own_configuration_begins_it_anew_in_two_processes(run):
     assert came.returncode == 0, came.stderr
     assert Path("cut/clients.csv").read_bytes() == (run / "clients.csv").read_bytes()
     assert Path("cut/config.cut_off.yaml").read_bytes() == (run / "config.yaml").read_bytes()
+
+
+def test_of_two_that_begin_in_one_folder_at_once_one_is_told_so(capsys, monkeypatch):
+    def after_the_other(logger):
+        held.append(os.open(made("both"), os.O_RDONLY))
+        fcntl.flock(held[0], fcntl.LOCK_EX)
+        raise FileExistsError
+
+    held: list[int] = []
+    monkeypatch.setattr(RunLogger, "make_folder", after_the_other)
+    came = typed(capsys, "fit", *TINY, "--folder", "both")
+    os.close(held[0])
+    assert came.errors == ["lit-pfl: error: Another process is at work in both; wait for it, or choose another folder."]
+    assert Path("both").is_dir()  # the other one's, and empty as yet
 
 
 def test_a_configuration_of_one_s_own_is_not_overwritten(capsys):
