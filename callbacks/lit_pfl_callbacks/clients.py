@@ -181,7 +181,8 @@ class ClientsTable(L.Callback):
         rows = _rows(pl_module)
         names = dict.fromkeys(name for row in rows for name in row.scores)
         records = [
-            {column: getattr(row, column) for column in COLUMNS} | {name: row.scores.get(name, "") for name in names}
+            {column: getattr(row, column) for column in COLUMNS}
+            | {name + "_score" * (name in COLUMNS): row.scores.get(name, "") for name in names}
             for row in rows
         ]
         if self.baseline is not None and isinstance(pl_module, HasScores):

@@ -157,6 +157,19 @@ def test_metrics_that_come_later_have_columns_of_their_own(tmp_path):
     assert found == [("0.1", "1.0", "")] * 2 + [("0.3", "", "0.2")] * 2 + [("", "4.0", "")] * 2
 
 
+def test_a_metric_with_the_name_of_another_column_has_one_of_its_own(tmp_path):
+    class Counting(Scored):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.rows = [row._replace(scores={"n": 0.5, "round": 0.25}) for row in self.rows[:2]]
+
+    trainer(tmp_path, 2, [ClientsTable()]).fit(Counting(), batches(), batches())
+    found = [
+        (line["round"], line["n"], line["n_score"], line["round_score"]) for line in rows(tmp_path / "run/clients.csv")
+    ]
+    assert found == [(round, "8", "0.5", "0.25") for round in "1122"]
+
+
 def test_another_run_of_the_same_callback_has_a_file_of_its_own(tmp_path):
     table = ClientsTable()
     for name in ("one", "two"):
