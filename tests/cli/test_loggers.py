@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonargparse import Namespace
 
 from cli.typed import ROOT, TINY, rows, typed
+from lit_pfl.cli.loggers import NEEDED, refuse_missing
 from lit_pfl.cli.options import by_name, differences, may_change, nested
 from wandb_files import finish, wandb_config, wandb_history, wandb_models
 
@@ -55,6 +57,14 @@ def test_another_logger_is_asked_for_too(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "comet_ml" else find(name))
     [error] = typed(capsys, "fit", *TINY, "--trainer.logger", "CometLogger").errors
     assert error == "lit-pfl: error: trainer.logger=CometLogger needs Comet: pip install comet-ml."
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [(name, module) for name, (modules, _) in NEEDED.items() for module in modules]
+)
+def test_one_module_of_those_that_a_logger_works_with_is_enough(name, module, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda sought: True if sought == module else None)
+    refuse_missing([Namespace(class_path=f"lightning.pytorch.loggers.{name}")])
 
 
 def test_tensorboard_is_asked_for_in_one_line(monkeypatch, capsys):
