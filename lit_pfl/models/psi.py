@@ -291,7 +291,8 @@ class _Plan:
     def _insert(self, name: str, module: nn.Module, after: fx.Node, users: list[fx.Node] | None = None) -> fx.Node:
         """Add a module to what comes out of a node, for all its users or for some."""
         users = list(after.users) if users is None else users
-        self.body.set_submodule(name, module, strict=False)
+        parent, _, child = name.rpartition(".")
+        self.body.get_submodule(parent).add_module(child, module)
         with self.graph.inserting_after(after):
             new = self.graph.call_module(name, (after,))
         for user in users:
