@@ -1,9 +1,10 @@
-"""The releases of Lightning that are allowed work."""
+"""The releases of Lightning that are allowed work; of everything there is a lowest one."""
 
 import pytest
 from packaging.requirements import Requirement
 
 from lightning_versions import allowed, run
+from lowest_versions import lowest
 
 
 def test_both_ends_of_what_is_allowed_are_asked_for():
@@ -19,3 +20,9 @@ def test_both_ends_of_what_is_allowed_are_asked_for():
 @pytest.mark.parametrize("which", ["lowest", "newest"])
 def test_a_release(which):
     assert run(allowed()[which])
+
+
+def test_of_everything_a_lowest_release_is_asked_for():
+    releases = [Requirement(release) for release in lowest()]
+    assert {"torch", "torchvision", "lightning", "jsonargparse", "altair", "pytest"} <= {r.name for r in releases}
+    assert all([bound.operator for bound in release.specifier] == ["=="] for release in releases)
