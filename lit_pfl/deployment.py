@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.export import save_model, save_program, to_dense
-from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.files import write_whole
 
 WEIGHTS, PROGRAM, ONNX, ABOUT, CARD, SCRIPT = (
     "model.safetensors", "model.pt2", "model.onnx", "model.json", "README.md", "classify.py",
@@ -129,13 +129,13 @@ class Deployment:
         shape = list(self.examples.shape[1:])
         about = {"input": {"name": "inputs", "shape": [None, *shape], "dtype": str(self.examples.dtype)[6:]}}
         labels = None if labels is None else list(labels)
-        _write(folder / ABOUT, json.dumps({**about, "labels": labels, **self.about}, indent=2) + "\n")
+        write_whole(folder / ABOUT, json.dumps({**about, "labels": labels, **self.about}, indent=2) + "\n")
         files = [WEIGHTS, *differences, ABOUT]
         if ONNX in differences and self.about.get("mode") and labels is not None:
-            _write(folder / SCRIPT, CLASSIFY)
+            write_whole(folder / SCRIPT, CLASSIFY)
             files.append(SCRIPT)
         sizes = {file: (folder / file).stat().st_size for file in files}
-        _write(folder / CARD, card(self.facts, labels, sizes, differences, shape))
+        write_whole(folder / CARD, card(self.facts, labels, sizes, differences, shape))
 
 
 def _first_line(error: Exception) -> str:
@@ -164,8 +164,7 @@ def save_onnx(program: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
         torch.export.load(program), dynamo=True, input_names=["inputs"], output_names=["logits"], verbose=False
     )
     assert exported is not None
-    with replacing(Path(path)) as file:
-        file.write(exported.model_proto.SerializeToString())
+    write_whole(Path(path), exported.model_proto.SerializeToString())
 
 
 def run_onnx(path: str | os.PathLike[str], inputs: Tensor) -> Tensor:
@@ -206,11 +205,6 @@ def card(
         lines += ["", "## Labels", "", "In the order of the outputs:", ""]
         lines += [f"{number}. {label}" for number, label in enumerate(labels)]
     return "\n".join(lines) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as file:
-        file.write(text.encode())
 
 
 def pixels_about(shape: Sequence[int]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.low_rank import LowRank, as_matrix
 from lit_pfl.nn import ComposedConv2d, ComposedLinear, factorized_layers, geometry
 from lit_pfl.payload import Payload
-from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.files import replacing, write_whole
 
 Network = TypeVar("Network", bound=nn.Module)
 #: what a mixed model's file calls the two components
@@ -107,8 +107,7 @@ def save_model(network: nn.Module, path: str | os.PathLike[str]) -> Payload:
 
 
 def _write(payload: Payload, path: str | os.PathLike[str]) -> Payload:
-    with replacing(Path(path)) as file:
-        file.write(payload.to_bytes())
+    write_whole(Path(path), payload.to_bytes())
     return payload
 
 

@@ -28,3 +28,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise OSError(error.errno, f"cannot be written ({error.strerror or error})", str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes | str) -> None:
+    """Write a file, see :func:`replacing`; text in UTF-8."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)

@@ -11,7 +11,7 @@ from torch import nn
 
 from lit_pfl_callbacks.baseline import of_own_models
 from lit_pfl_callbacks.dashboard import Dashboard
-from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.files import write_whole
 from lit_pfl_callbacks.protocols import HasModels, HasRanks, HasScores
 from lit_pfl_callbacks.rounds import keeps, spread
 from lit_pfl_callbacks.run_folder import run_folder
@@ -60,8 +60,7 @@ class PersonalizedModels(L.Callback):
         folder, paths = run_folder(trainer) / "models", []
         for name, content in files.items():
             paths.append(folder / f"{name}.safetensors")
-            with replacing(paths[-1]) as file:
-                file.write(content)
+            write_whole(paths[-1], content)
         self._dashboard.files(trainer, "models", paths, _scores(pl_module))
 
     def _files(self, trainer: L.Trainer, pl_module: HasModels) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.files import write_whole
 
 _REMEDY = "mend it, or move it away"
 
@@ -189,8 +189,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> list[str]:
     writer = csv.DictWriter(text, columns)
     writer.writeheader()
     writer.writerows(rows)
-    with replacing(path) as file:
-        file.write(text.getvalue().encode())
+    write_whole(path, text.getvalue())
     return columns
 
 

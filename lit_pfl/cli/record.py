@@ -14,7 +14,7 @@ from lit_pfl.cli.loggers import runs_of
 from lit_pfl.cli.options import by_name, nested, of_a_run
 from lit_pfl.data import FederatedDataModule
 from lit_pfl_callbacks import RunLogger, run_folder
-from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.files import write_whole
 from lit_pfl_callbacks.rounds import writes
 from lit_pfl_callbacks.run_folder import write_rows
 
@@ -86,8 +86,7 @@ class RunRecord(L.Callback):
 
     def _write(self, path: Path, notes: list[str]) -> None:
         head = f"{OF_A_RUN}{version('lit-pfl')}\n" + "".join(f"# {' '.join(note.split())}\n" for note in notes)
-        with replacing(path) as file:
-            file.write((head + yaml.safe_dump(self.config, sort_keys=False)).encode())
+        write_whole(path, head + yaml.safe_dump(self.config, sort_keys=False))
 
 
 def _write_partition(path: Path, data: FederatedDataModule) -> None:

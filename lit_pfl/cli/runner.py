@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from lit_pfl.cli.config_files import with_fragments
-from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.files import write_whole
 
 #: what a job leaves in its folder beside the run's own files
 RECORD, OUTPUT = "job.json", "output.txt"
@@ -226,8 +226,7 @@ def _record(job: Job) -> dict[str, Any]:
 
 def _write_record(job: Job, done: bool, seconds: float) -> None:
     content = {"job": _fingerprint(job), "done": done, "seconds": seconds}
-    with replacing(job.folder / RECORD) as file:
-        file.write(json.dumps(content).encode())
+    write_whole(job.folder / RECORD, json.dumps(content))
 
 
 def _fingerprint(job: Job) -> str:

@@ -16,7 +16,7 @@ from lit_pfl.report.pictures import Picture
 from lit_pfl.report.runs import Group, differing, short
 from lit_pfl.report.tables import Table
 from lit_pfl.report.theme import CONFIG, DARK, FONT, LIGHT, printable, style_sheet
-from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.files import write_whole
 
 TEMPLATE = Path(__file__).with_name("page.html")
 #: how much larger a PNG is than the chart, for paper
@@ -70,9 +70,7 @@ def write(groups: Sequence[Group], metric: Metric | None, path: Path, pictures: 
     """
     parts = sections(groups, metric)
     drawn = {p.name: specification(p.chart) for part in parts for p in part.pictures if p is not None}
-    whole = page(groups, parts, drawn).encode()
-    with replacing(path) as file:
-        file.write(whole)
+    write_whole(path, page(groups, parts, drawn))
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
         for name, spec in drawn.items():
@@ -97,9 +95,8 @@ def write_picture(spec: dict[str, Any], path: Path) -> None:
     if whole.get("width") == "container":
         whole["width"] = 520
     svg = vl_convert.vegalite_to_svg(whole)
-    for ending, content in (("svg", svg.encode()), ("png", vl_convert.svg_to_png(svg, scale=SCALE))):
-        with replacing(path.with_name(f"{path.name}.{ending}")) as file:
-            file.write(content)
+    write_whole(path.with_name(f"{path.name}.svg"), svg)
+    write_whole(path.with_name(f"{path.name}.png"), vl_convert.svg_to_png(svg, scale=SCALE))
 
 
 def page(groups: Sequence[Group], parts: Sequence[Section], drawn: dict[str, dict[str, Any]]) -> str:
