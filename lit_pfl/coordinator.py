@@ -16,7 +16,7 @@ from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.ranks import Ranks
 from lit_pfl.engines.shared_mean import shared_mean
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.payload import TYPES, Payload
+from lit_pfl.payload import TYPES, Payload, as_payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl_callbacks.protocols import Direction, Transfer, Watcher
 
@@ -197,13 +197,12 @@ class Coordinator:
         """Return what a participant loads, and count it as sent."""
         with self._timed("aggregate"):
             reply = self.server.reply(client)
-            if not isinstance(reply, Payload):
-                if not isinstance(reply, Mapping):
-                    raise ConfigError(
-                        f"{type(self.server).__name__}.reply({client}) returns a {type(reply).__name__}; it must be "
-                        "what the client loads, tensors by name."
-                    )
-                reply = Payload(reply)
+            if not isinstance(reply, Mapping):
+                raise ConfigError(
+                    f"{type(self.server).__name__}.reply({client}) returns a {type(reply).__name__}; it must be "
+                    "what the client loads, tensors by name."
+                )
+            reply = as_payload(reply)
         with self._timed("link"):
             self.ledger.sent_down(client, reply)
             # of what it is made, others need to know only if somebody watches; then somebody does everywhere
@@ -261,7 +260,7 @@ class Coordinator:
         if isinstance(upload, UploadError):
             return upload
         try:
-            payload = upload if isinstance(upload, Payload) else Payload(upload)
+            payload = as_payload(upload)
             self._check(client, payload)
         except UploadError as error:
             return error

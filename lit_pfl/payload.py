@@ -263,6 +263,11 @@ class Payload(Mapping[str, Tensor]):
         return cls(parts, sparse, low_rank)
 
 
+def as_payload(tensors: Mapping[str, Tensor]) -> Payload:
+    """Return tensors as a payload, which they may be already."""
+    return tensors if isinstance(tensors, Payload) else Payload(tensors)
+
+
 def _plain(tensor: Tensor) -> Tensor:
     """Return a copy as safetensors wants them: sharing no memory, with plain strides even in dimensions of size 1."""
     tensor = tensor.detach().cpu()

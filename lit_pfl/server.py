@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_pfl.ops import weighted_mean
-from lit_pfl.payload import Payload
+from lit_pfl.payload import Payload, as_payload
 
 #: how much an upload counts in a mean: as any other, or by its client's number of samples
 Weighting = Literal["uniform", "samples"]
@@ -51,7 +51,7 @@ class Server:
 
     @model.setter
     def model(self, tensors: Mapping[str, Tensor]) -> None:
-        self._model = tensors if isinstance(tensors, Payload) else Payload(tensors)
+        self._model = as_payload(tensors)
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
         """Take note of the clients, by id, before round 1. The first one's tensors become everybody's initial ones."""

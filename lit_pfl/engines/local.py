@@ -19,7 +19,7 @@ from lit_pfl.evaluation import Score, Split, score
 from lit_pfl.learners import call_step, evaluating
 from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean
 from lit_pfl.links import LocalHub
-from lit_pfl.payload import Payload
+from lit_pfl.payload import Payload, as_payload
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.tensors import copied
 
@@ -84,7 +84,7 @@ class LocalEngine:
                 "method nor a callback of federation.client_trainer."
             )
         loss, n = module.fall_asleep()
-        upload = sent if isinstance(sent, Payload) else Payload(sent)
+        upload = as_payload(sent)
         if trouble := before.trouble(client, upload):
             before.restore()
             return trouble

@@ -12,7 +12,7 @@ from lit_pfl.draws import Draws, check_share
 from lit_pfl.engines import Upload
 from lit_pfl.engines.processes import Processes
 from lit_pfl.errors import ConfigError
-from lit_pfl.payload import Payload
+from lit_pfl.payload import Payload, as_payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl_callbacks.federated_loop import JoinInfo
 
@@ -86,7 +86,8 @@ class ProcessGroupLink:
     def exchange(self, upload: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Hand over the upload of one round; wait for the next turn."""
         if self._group.rank == 0:
-            return self._serve({0: upload})
+            self._collect({0: upload})
+            return self._begin()
         self._send(0, as_payload(upload))
         return self._reply()
 
@@ -150,15 +151,11 @@ class ProcessGroupLink:
         return self.rounds is not None and self.coordinator.round >= self.rounds
 
     def _collect(self, uploads: dict[int, Upload]) -> None:
+        """End a round with what has been uploaded here, and with what the others send."""
         for client in self._participants:
             if client != 0:
                 uploads[client] = self._receive(client)[1]
         self.coordinator.collect(uploads)
-
-    def _serve(self, uploads: dict[int, Upload]) -> Payload | None:
-        """End the round in which rank 0's client has trained."""
-        self._collect(uploads)
-        return self._begin()
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
@@ -171,11 +168,6 @@ class ProcessGroupLink:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`, once all have joined."""
         self._state = state
-
-
-def as_payload(tensors: Mapping[str, Tensor]) -> Payload:
-    """Return what is sent as a payload."""
-    return tensors if isinstance(tensors, Payload) else Payload(tensors)
 
 
 def _started_together(timeout: float) -> Processes:
