@@ -7,11 +7,12 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from lit_pfl.report.numbers import Metric, byte_unit, curve, last_scores, spread_evenly
+from lit_pfl.report.numbers import Metric, byte_unit, curve, last_scores
 from lit_pfl.report.pictures import Picture, inline
 from lit_pfl.report.runs import Group, Row
 from lit_pfl.report.theme import Palette
 from lit_pfl_callbacks.averages import mean
+from lit_pfl_callbacks.rounds import spread
 
 #: the largest number of clients that are drawn one by one
 CLIENTS = 40
@@ -163,7 +164,7 @@ def client_by_client(groups: Sequence[Group], metric: Metric) -> Picture | None:
     ids = sorted({row["client"] for row in rows})
     if len(ids) < 2:
         return None
-    shown = spread_evenly(ids, CLIENTS)
+    shown = spread(ids, CLIENTS)
     rows = [row for row in rows if row["client"] in shown]
     base = alt.Chart(inline(rows)).encode(x=alt.X("client:O", title="client", axis=alt.Axis(labelAngle=0)))
     dots = base.mark_point(size=55, filled=True, opacity=0.9).encode(

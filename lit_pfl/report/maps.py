@@ -6,9 +6,9 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from lit_pfl.report.numbers import spread_evenly
 from lit_pfl.report.pictures import SHOWN, Picture, inline, slider, steps
 from lit_pfl.report.runs import Group, Row
+from lit_pfl_callbacks.rounds import spread
 
 #: the largest number of clients in a picture, of those whose data are shown, and of those compared in pairs
 HOLDERS, PAIRED = 200, 32
@@ -38,7 +38,7 @@ def partitions(groups: Sequence[Group]) -> list[Picture]:
 
 def _partition(counts: Sequence[tuple[int, int, int]], whose: str, number: int) -> Picture:
     ids, classes = (sorted({count[i] for count in counts}) for i in (0, 1))
-    shown = spread_evenly(ids, HOLDERS)
+    shown = spread(ids, HOLDERS)
     rows = [{"client": k, "class": c, "samples": n} for k, c, n in counts if k in set(shown)]
     few = len(shown) <= CIRCLES
     x_axis = alt.Axis(labelAngle=0, labelOverlap=True, ticks=False, grid=few, domain=False)
@@ -141,7 +141,7 @@ def _matrices(rows: Sequence[Row], value: str) -> list[Row]:
     A file may have one half of a matrix only, and has no diagonal; what is not there else, or NaN, is ``UNKNOWN``. Text
     of three characters a cell is a tenth of what a row a cell would be.
     """
-    ids = spread_evenly(sorted({int(row[end]) for row in rows for end in ("client", "other")}), PAIRED)
+    ids = spread(sorted({int(row[end]) for row in rows for end in ("client", "other")}), PAIRED)
     after = dict(steps(int(row["round"]) for row in rows))
     place = {client: i for i, client in enumerate(ids)}
     matrices = {when: np.full((len(ids), len(ids)), np.nan) for when in after}

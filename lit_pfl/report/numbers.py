@@ -132,15 +132,3 @@ def byte_unit(largest: float) -> tuple[str, float]:
     """Return the unit in which the largest number of bytes is at least 1, and how many bytes it is."""
     units = [("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)]
     return next((unit for unit in reversed(units) if largest >= unit[1]), units[0])
-
-
-def spread_evenly(ids: Sequence[int], most: int) -> list[int]:
-    """Return at most so many of them, evenly spread, the first and the last among them.
-
-    Example:
-        >>> spread_evenly(range(10), 4)
-        [0, 3, 6, 9]
-    """
-    if len(ids) <= most:
-        return list(ids)
-    return [ids[i * (len(ids) - 1) // (most - 1)] for i in range(most)]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import altair as alt
 
-from lit_pfl.report.numbers import spread_evenly
+from lit_pfl_callbacks.rounds import spread
 
 
 class Picture(NamedTuple):
@@ -49,7 +49,7 @@ def steps(rounds: Iterable[int], most: int = 40) -> list[tuple[int, int]]:
         >>> steps([1, 6, 11])
         [(1, 6), (6, 11), (11, 1000000000)]
     """
-    shown = spread_evenly(sorted(set(rounds)), most)
+    shown = spread(sorted(set(rounds)), most)
     return list(zip(shown, [*shown[1:], 10**9], strict=True))
 
 
