@@ -17,6 +17,9 @@ from lit_pfl_callbacks.rounds import spread
 #: the largest number of clients that are drawn one by one
 CLIENTS = 40
 PHASES = ["train", "evaluate", "aggregate", "link"]
+ROUNDS = alt.X("round:Q", title="round", axis=alt.Axis(tickMinStep=1), scale=alt.Scale(nice=False))
+#: columns of ``sparsity.csv``
+SPARSITY = ("round", "layer", "nonzeros", "elements", "rank")
 
 
 def over_rounds(groups: Sequence[Group], metric: Metric) -> Picture | None:
@@ -24,10 +27,9 @@ def over_rounds(groups: Sequence[Group], metric: Metric) -> Picture | None:
     rows = [row for group in groups for row in curve(group, metric.curve, metric.scale)]
     if not rows:
         return None
-    x = alt.X("round:Q", title="round", axis=alt.Axis(tickMinStep=1), scale=alt.Scale(nice=False))
     split = {"val": "validation", "test": "test"}[metric.curve.partition("/")[0]]
     says = f"Mean over clients, on their {split} data, and over seeds; the band is one standard deviation over seeds."
-    chart = _curves(rows, groups, x, metric.title).properties(title=f"{metric.word.capitalize()} over rounds")
+    chart = _curves(rows, groups, ROUNDS, metric.title).properties(title=f"{metric.word.capitalize()} over rounds")
     return Picture("over_rounds", says, chart)
 
 
@@ -60,8 +62,8 @@ def losses(groups: Sequence[Group]) -> Picture | None:
     rows = [row for group in groups for row in curve(group, "train/loss")]
     if not rows:
         return None
-    x = alt.X("round:Q", title="round", axis=alt.Axis(tickMinStep=1), scale=alt.Scale(nice=False))
-    chart = _curves(rows, groups, x, "training loss (of its objective)").properties(title="Training loss over rounds")
+    chart = _curves(rows, groups, ROUNDS, "training loss (of its objective)")
+    chart = chart.properties(title="Training loss over rounds")
     return Picture("loss", "Mean over the samples that were trained on in the round; band as above.", chart)
 
 
@@ -187,13 +189,8 @@ def traffic(groups: Sequence[Group]) -> Picture | None:
     """Return bytes a round by direction and group of tensors."""
     rows: list[Row] = []
     for group in groups:
-        sums: dict[tuple[str, str], float] = {}
-        tables = [run.table("communication.csv", "round", "direction", "group", "bytes") for run in group.runs]
-        for row in (row for table in tables for row in table):
-            key = row["direction"], row["group"]
-            sums[key] = sums.get(key, 0.0) + float(row["bytes"])
-        rounds = sum(len({row["round"] for row in table}) for table in tables)
-        rows += [{"method": group.name, "way": w, "part": g, "sent": s / rounds} for (w, g), s in sums.items()]
+        sent = _a_round(group, "communication.csv", "bytes", "direction", "group")
+        rows += [{"method": group.name, "way": way, "part": part, "sent": size} for (way, part), size in sent.items()]
     if not rows:
         return None
     totals: dict[tuple[str, str], float] = {}
@@ -216,16 +213,23 @@ def traffic(groups: Sequence[Group]) -> Picture | None:
     return Picture("traffic", "By direction and kind of tensor, mean over rounds and seeds.", chart)
 
 
+def _a_round(group: Group, file: str, value: str, *keys: str) -> dict[tuple[str, ...], float]:
+    """Return what a column of a file adds up to in a round, mean over rounds and seeds, by what is in other columns."""
+    tables = [run.table(file, "round", *keys, value) for run in group.runs]
+    sums: dict[tuple[str, ...], float] = {}
+    for row in (row for table in tables for row in table):
+        key = tuple(row[name] for name in keys)
+        sums[key] = sums.get(key, 0.0) + float(row[value])
+    rounds = sum(len({row["round"] for row in table}) for table in tables)
+    return {key: total / rounds for key, total in sums.items()}
+
+
 def times(groups: Sequence[Group]) -> Picture | None:
     """Return where the time of a round goes."""
     rows: list[Row] = []
     for group in groups:
-        sums: dict[str, float] = {}
-        tables = [run.table("times.csv", "round", "phase", "seconds") for run in group.runs]
-        for row in (row for table in tables for row in table):
-            sums[row["phase"]] = sums.get(row["phase"], 0.0) + float(row["seconds"])
-        rounds = sum(len({row["round"] for row in table}) for table in tables)
-        rows += [{"method": group.name, "phase": phase, "seconds": s / rounds} for phase, s in sums.items()]
+        spent = _a_round(group, "times.csv", "seconds", "phase")
+        rows += [{"method": group.name, "phase": phase, "seconds": seconds} for (phase,), seconds in spent.items()]
     if not rows:
         return None
     found = dict.fromkeys(row["phase"] for row in rows)
@@ -247,11 +251,7 @@ def densities(groups: Sequence[Group]) -> Picture | None:
     rows: list[Row] = []
     for group in groups:
         by_round: dict[int, list[tuple[float, float]]] = {}
-        for row in (
-            row
-            for run in group.runs
-            for row in run.table("sparsity.csv", "round", "layer", "nonzeros", "elements", "rank")
-        ):
+        for row in (row for run in group.runs for row in run.table("sparsity.csv", *SPARSITY)):
             counts = float(row["nonzeros"]), float(row["elements"])
             by_round.setdefault(int(row["round"]), []).append(counts)
         for round, found in sorted(by_round.items()):
@@ -259,8 +259,7 @@ def densities(groups: Sequence[Group]) -> Picture | None:
             rows.append({"method": group.name, "round": round, "mean": share, "low": share, "high": share})
     if not rows:
         return None
-    x = alt.X("round:Q", title="round", axis=alt.Axis(tickMinStep=1), scale=alt.Scale(nice=False))
-    chart = _curves(rows, groups, x, "entries that are not zero (%)", zero=True)
+    chart = _curves(rows, groups, ROUNDS, "entries that are not zero (%)", zero=True)
     chart = chart.properties(title="Sparsity over rounds")
     return Picture("sparsity", "Of all layers that are measured, mean over clients and seeds.", chart)
 
@@ -271,7 +270,7 @@ def layers(groups: Sequence[Group]) -> list[Picture]:
     for group in groups:
         found: dict[str, list[Any]] = {}
         for run in group.runs:
-            table = run.table("sparsity.csv", "round", "layer", "nonzeros", "elements", "rank")
+            table = run.table("sparsity.csv", *SPARSITY)
             last = max((int(row["round"]) for row in table), default=0)
             for row in table:
                 if int(row["round"]) == last:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from lit_pfl.report.numbers import Metric, over_seeds
-from lit_pfl.report.runs import Group, differing, short
+from lit_pfl.report.runs import SEED, Group, differing, short
 from lit_pfl_callbacks.clients import human_bytes
 
 NOTHING = "–"  # noqa: RUF001 - a dash as in printed tables
@@ -109,7 +109,7 @@ def options_that_differ(groups: Sequence[Group]) -> Table | None:
 
 def options_in_common(groups: Sequence[Group]) -> Table:
     """Return the options of which all groups have the same value."""
-    apart = {*differing([group.options for group in groups]), "seed_everything"}
+    apart = {*differing([group.options for group in groups]), SEED}
     rows = [[name, short(value)] for name, value in groups[0].options.items() if name not in apart]
     return Table("What all have in common", ["option", "value"], rows)
 
