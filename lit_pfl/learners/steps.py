@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.logs import recorded
 from lit_pfl.lightning_internals import in_hook
+from lit_pfl_callbacks.tensors import load_tensors
 
 
 class SkipBatch(Exception):
@@ -144,6 +145,17 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+@contextmanager
+def holding(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give parameters of a module other values, by name, and their own back afterwards."""
+    own = {name: module.get_parameter(name).detach().clone() for name in parameters}
+    load_tensors(module, parameters)
+    try:
+        yield
+    finally:
+        load_tensors(module, own)
 
 
 @contextmanager

@@ -11,9 +11,8 @@ from torch.func import functional_call
 
 from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Mixture, Step, evaluating, network_of, silenced
+from lit_pfl.learners import Mixture, Step, evaluating, holding, network_of, silenced
 from lit_pfl.methods.two_models import TwoModels
-from lit_pfl_callbacks.tensors import load_tensors
 
 
 class APFL(TwoModels):
@@ -149,12 +148,9 @@ class APFL(TwoModels):
         """Put the mixture in the personal learner's place."""
         if self.mixing == "parameters":
             with torch.no_grad():
-                own = {name: v.clone() for name, v in self.personal.named_parameters()}
-                load_tensors(self.personal, self._mixture(self.alpha))
-            try:
+                mixture = self._mixture(self.alpha)
+            with holding(self.personal, mixture):
                 yield self.personal
-            finally:
-                load_tensors(self.personal, own)
         else:
             handle = self.personal.register_forward_hook(
                 lambda module, args, output: self.alpha * output + (1 - self.alpha) * self.learner(*args)

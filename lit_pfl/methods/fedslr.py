@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Step, silenced, single_optimizer
+from lit_pfl.learners import Step, holding, silenced, single_optimizer
 from lit_pfl.low_rank import LowRank, as_matrix
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl.nn import Memory
@@ -21,7 +21,6 @@ from lit_pfl.payload import Payload
 from lit_pfl.server import ClientInfo, UniformServer
 from lit_pfl.structures import STRUCTURES, Structure, StructureName
 from lit_pfl_callbacks.protocols import WeightParts
-from lit_pfl_callbacks.tensors import load_tensors
 
 MIXED, GKR = "mixed", "GKR"
 
@@ -249,13 +248,10 @@ class FedSLR(TwoModels):
     def personalized(self) -> Iterator[L.LightningModule]:
         """Put the mixed model in the place of p."""
         with torch.no_grad():
-            own = {name: p.clone() for name, p in self.personal.named_parameters()}
-            self._own_parameters = sum(map(self.personal_structure.size, own.values()))
-            load_tensors(self.personal, self._mixture())
-        try:
+            self._own_parameters = sum(map(self.personal_structure.size, self.personal.parameters()))
+            mixed = self._mixture()
+        with holding(self.personal, mixed):
             yield self.personal
-        finally:
-            load_tensors(self.personal, own)
 
     def shown(self, model: str) -> AbstractContextManager[L.LightningModule]:  # noqa: D102
         return self.personalized() if model == MIXED else nullcontext(self.learner)

@@ -14,10 +14,9 @@ from torch.func import functional_call
 from lit_pfl.client import Client
 from lit_pfl.data.loaders import in_batches_of, in_order, num_samples
 from lit_pfl.engines.trainers import refuse_scaled_gradients
-from lit_pfl.learners import SkipBatch, Step, evaluating, recorded, size_of, split_batch, unchanged, unseen
+from lit_pfl.learners import SkipBatch, Step, evaluating, holding, recorded, size_of, split_batch, unchanged, unseen
 from lit_pfl.server import Server, Weighting, averaging
 from lit_pfl.sharing import EVERYTHING
-from lit_pfl_callbacks.tensors import load_tensors
 
 Weights = Mapping[str, Tensor]
 
@@ -147,12 +146,8 @@ class PerFedAvg(Client):
                             gradient[name] += part * (size_of(batch) / n)
                         seen += size_of(batch)
         step = self.alpha * (n / max(seen, 1))  # in this order, so that without skipped batches it is alpha
-        before = {name: weight.detach().clone() for name, weight in weights.items()}
-        load_tensors(self.learner, {name: weight - step * gradient[name] for name, weight in before.items()})
-        try:
+        with holding(self.learner, {name: weight.detach() - step * gradient[name] for name, weight in weights.items()}):
             yield self.learner
-        finally:
-            load_tensors(self.learner, before)
 
 
 def _moved(weights: Weights, direction: Weights, step: float) -> dict[str, Tensor]:
