@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import size_of
+from lit_pfl.learners import Step, size_of
 
 #: optimizers that treat every number by itself, so that a stack's step is that of each client in it
 ELEMENTWISE = (
@@ -108,7 +108,7 @@ class Stack:
             [{**group, "params": [stacked[id(w)] for w in group["params"]]} for group in optimizer.param_groups]
         )
         self.optimizer.state.update({self.weights[name]: dict(state) for name, state in states.items()})
-        self._objective = _Objective(members[0].client)
+        self._objective = Step(learner, members[0].client.loss)
 
     @classmethod
     @torch.no_grad()
@@ -169,7 +169,7 @@ class Stack:
             member.client.note_loss(loss, size_of(batch))
 
     def _loss(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, step: int) -> Tensor:
-        tensors = {f"client.learner.{name}": tensor for name, tensor in (*weights.items(), *buffers.items())}
+        tensors = {f"learner.{name}": tensor for name, tensor in (*weights.items(), *buffers.items())}
         return functional_call(self._objective, tensors, (batch, step))
 
     def _part(self, some: slice) -> "Stack":
@@ -194,17 +194,6 @@ class Stack:
 
     def _state(self, name: str) -> State:
         return self.optimizer.state.get(self.weights[name], {})
-
-
-class _Objective(nn.Module):
-    """What a client minimises, as a forward pass."""
-
-    def __init__(self, client: Client) -> None:
-        super().__init__()
-        self.client = client
-
-    def forward(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.client.objective(batch, batch_idx)
 
 
 def _made_of(part: nn.Module) -> Hashable:
