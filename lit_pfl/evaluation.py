@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lit_pfl.learners import SkipBatch, call_step, evaluating, recorded, size_of, training_loss, unchanged
+from lit_pfl.learners import SkipBatch, call_step, recorded, size_of, training_loss, unchanged
 from lit_pfl.lightning_internals import in_hook
 from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
+from lit_pfl_callbacks.tensors import evaluating
 
 Split = Literal["val", "test"]
 STAGES: dict[str, str] = {"val": "validation", "test": "test"}

@@ -21,6 +21,7 @@ from lit_pfl_callbacks.features import (
 )
 from lit_pfl_callbacks.protocols import HasClients
 from lit_pfl_callbacks.run_folder import checked_rows, read_rows_before, run_folder, write_rows
+from lit_pfl_callbacks.tensors import evaluating
 
 
 class FeatureAlignment(L.Callback):
@@ -144,7 +145,7 @@ def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | Non
     """
     sums: dict[str, Tensor] = {}
     device = next(module.parameters()).device
-    with _evaluating(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with evaluating(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
         for batch in islice(batches, limit):  # here, since a shuffling loader draws as soon as it is asked for batches
             if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
                 raise MisconfigurationException("FeatureAlignment needs batches of inputs and labels.")
@@ -158,10 +159,8 @@ def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | Non
                     "FeatureAlignment needs a module whose forward returns (B, classes) logits, and (B,) labels."
                 )
             layers = {name: noted for name, noted in outputs.items() if noted[0] is not logits}
-            own, activations = (
-                logits.gather(1, labels[:, None]).sum(),
-                [activation for activation, _ in layers.values()],
-            )
+            own = logits.gather(1, labels[:, None]).sum()
+            activations = [activation for activation, _ in layers.values()]
             if not activations:
                 raise MisconfigurationException(
                     f"FeatureAlignment: {type(module).__name__} has no layer before its classifier to look at."
@@ -215,17 +214,6 @@ def _watching(module: nn.Module) -> Iterator[dict[str, tuple[Tensor, int]]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in training.items():
-            part.training = mode
 
 
 def _mean_variances(rows: list[dict[str, Any]]) -> list[float]:

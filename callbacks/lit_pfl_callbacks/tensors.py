@@ -1,7 +1,8 @@
-"""A module's tensors by name."""
+"""A module's tensors by name, and its mode."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,3 +39,15 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 f"{type(module).__name__} needs {tuple(own.shape)}."
             )
         own.copy_(tensor)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and back, every part as it was."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -16,12 +16,12 @@ from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.engines.streams import random_state_kept, scoring_draws
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.evaluation import Score, Split, score
-from lit_pfl.learners import call_step, evaluating
+from lit_pfl.learners import call_step
 from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean
 from lit_pfl.links import LocalHub
 from lit_pfl.payload import Payload, as_payload
 from lit_pfl_callbacks import FederatedLoop
-from lit_pfl_callbacks.tensors import copied
+from lit_pfl_callbacks.tensors import copied, evaluating
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")

@@ -136,18 +136,6 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, and back, every part as it was."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
-
-
-@contextmanager
 def holding(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Give parameters of a module other values, by name, and their own back afterwards."""
     own = {name: module.get_parameter(name).detach().clone() for name in parameters}

@@ -11,8 +11,9 @@ from torch.func import functional_call
 
 from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Mixture, Step, evaluating, holding, network_of, silenced
+from lit_pfl.learners import Mixture, Step, holding, network_of, silenced
 from lit_pfl.methods.two_models import TwoModels
+from lit_pfl_callbacks.tensors import evaluating
 
 
 class APFL(TwoModels):

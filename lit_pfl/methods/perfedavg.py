@@ -14,9 +14,10 @@ from torch.func import functional_call
 from lit_pfl.client import Client
 from lit_pfl.data.loaders import in_batches_of, in_order, num_samples
 from lit_pfl.engines.trainers import refuse_scaled_gradients
-from lit_pfl.learners import SkipBatch, Step, evaluating, holding, recorded, size_of, split_batch, unchanged, unseen
+from lit_pfl.learners import SkipBatch, Step, holding, recorded, size_of, split_batch, unchanged, unseen
 from lit_pfl.server import Server, Weighting, averaging
 from lit_pfl.sharing import EVERYTHING
+from lit_pfl_callbacks.tensors import evaluating
 
 Weights = Mapping[str, Tensor]
 
