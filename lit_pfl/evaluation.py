@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lit_pfl.learners import SkipBatch, call_step, recorded, size_of, training_loss, unchanged
-from lit_pfl.lightning_internals import in_hook
+from lit_pfl.learners import SkipBatch, call_hook, call_step, recorded, size_of, training_loss, unchanged
 from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
 from lit_pfl_callbacks.tensors import evaluating
 
@@ -82,8 +81,7 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
 
 def _tell(learner: L.LightningModule, hook: str, *args: Any) -> None:
     if is_overridden(hook, learner):
-        with in_hook(learner, hook):
-            getattr(learner, hook)(*args)
+        call_hook(learner, hook, *args)
 
 
 def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, float]:

@@ -3,7 +3,7 @@
 from lit_pfl.learners.checks import check_learner, check_shapes
 from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, OptimizerCallable, SchedulerCallable
 from lit_pfl.learners.hooks import call_hook, hand_on
-from lit_pfl.learners.logs import Recorder, recorded, silenced
+from lit_pfl.learners.logs import recorded, silenced
 from lit_pfl.learners.networks import Mixture, network_of
 from lit_pfl.learners.optimizers import extend, set_schedules_to, single_optimizer
 from lit_pfl.learners.steps import (
@@ -23,7 +23,6 @@ __all__ = [
     "ImageClassifier",
     "Mixture",
     "OptimizerCallable",
-    "Recorder",
     "SchedulerCallable",
     "SkipBatch",
     "Step",

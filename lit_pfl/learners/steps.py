@@ -41,24 +41,16 @@ def _further_arguments(kind: Hashable, name: str) -> int:
     return 1 if many else min(len(positional), 3) - 1
 
 
-def loss_of(outputs: Any) -> Tensor:
-    """Return the loss in what a ``training_step`` returned.
-
-    Raises:
-        SkipBatch: when it returned None.
-    """
-    if outputs is None:
-        raise SkipBatch
-    return outputs["loss"] if isinstance(outputs, Mapping) else outputs
-
-
 def training_loss(learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
     """Return the loss that a learner's ``training_step`` gives for a batch.
 
     Raises:
         SkipBatch: when it returns None.
     """
-    return loss_of(call_step(learner, "training_step", batch, batch_idx))
+    outputs = call_step(learner, "training_step", batch, batch_idx)
+    if outputs is None:
+        raise SkipBatch
+    return outputs["loss"] if isinstance(outputs, Mapping) else outputs
 
 
 class Step(nn.Module):
