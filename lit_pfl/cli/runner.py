@@ -135,8 +135,9 @@ def _begin(job: Job, environment: dict[str, str]) -> _Running | None:
     if checkpoint.exists():
         where = ["--ckpt_path", str(checkpoint)]
     else:
-        if _record(job):
-            _clear(job.folder)
+        if _record(job):  # cut off before its first checkpoint: what is left of a round would be taken for a run
+            (job.folder / "metrics.csv").unlink(missing_ok=True)
+            shutil.rmtree(checkpoint.parent, ignore_errors=True)
         where = [f"--folder={job.folder}"]
     _write_record(job, done=False, seconds=_record(job).get("seconds", 0.0))
     process = subprocess.Popen(
@@ -156,13 +157,6 @@ def _lock(file: BinaryIO) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _clear(folder: Path) -> None:
-    """Remove what is left of a run that was cut off before its first checkpoint: a new one is refused beside it."""
-    for name in ("config.yaml", "metrics.csv"):
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def _ended(one: _Running) -> Outcome:

@@ -25,9 +25,9 @@ if "--ckpt_path" in sys.argv:
     folder = Path(sys.argv[sys.argv.index("--ckpt_path") + 1]).parent.parent
 else:
     folder = Path(words["folder"])
-    if (folder / "config.yaml").exists():
+    if (folder / "metrics.csv").exists():
         sys.exit("there is a run")
-(folder / "config.yaml").touch()
+(folder / "metrics.csv").touch()
 checkpoint = folder / "checkpoints/last.ckpt"
 done = int(checkpoint.read_text()) if checkpoint.exists() else 0
 with open("log", "a") as log:
@@ -122,14 +122,26 @@ def test_what_was_cut_off_goes_on_from_its_checkpoint(fit):
 
 def test_what_was_cut_off_before_its_first_checkpoint_begins_anew(fit):
     assert states(interrupted(jobs("a", first="go"), "log")) == {"a": "stopped"}
-    assert Path("all/a/config.yaml").exists()
+    assert Path("all/a/metrics.csv").exists()
     Path("go").touch()
     assert states(run_jobs(jobs("a", first="go"))) == {"a": "done"}
 
 
+def test_a_job_begun_anew_with_other_options_keeps_nothing_of_what_it_was_before(tmp_path):
+    job = Job(tmp_path / "cut", (*TINY, "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"))
+    job.folder.mkdir()
+    (job.folder / runner.RECORD).write_text('{"job": "another", "done": false, "seconds": 1.0}')
+    (job.folder / "metrics.csv").write_text("round\n1\n")
+    for name in ("config.yaml", "partition.csv"):
+        (job.folder / name).write_text("# lit-pfl 0.1.0\nof before")
+    assert states(run_jobs([job])) == {"cut": "done"}
+    for name in ("config.yaml", "partition.csv"):
+        assert "of before" not in (job.folder / name).read_text()
+
+
 def test_a_run_that_somebody_else_made_is_not_removed(fit):
     Path("all/a").mkdir(parents=True)
-    Path("all/a/config.yaml").touch()
+    Path("all/a/metrics.csv").touch()
     (outcome,) = run_jobs(jobs("a"))
     assert (outcome.state, outcome.message) == ("failed", "there is a run")
 
