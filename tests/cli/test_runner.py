@@ -36,7 +36,9 @@ for round in range(done + 1, int(words.get("rounds", 1)) + 1):
     while (gate := words.get({1: "first", 2: "then"}.get(round))) and not Path(gate).exists():
         time.sleep(0.01)
     checkpoint.parent.mkdir(exist_ok=True)
-    checkpoint.write_text(str(round))
+    unfinished = checkpoint.with_name("part")
+    unfinished.write_text(str(round))
+    unfinished.replace(checkpoint)
 if "fails" in words:
     sys.exit("lit-pfl: error: " + words["fails"])
 """
