@@ -31,6 +31,7 @@ from lit_pfl.cli.trial import (
 from lit_pfl.client import Client
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.engines.strategy import FederatedStrategy
+from lit_pfl.engines.trainers import several
 from lit_pfl.errors import ConfigError, RankError
 from lit_pfl.federation import Federation
 from lit_pfl.lightning_internals import LastCheckpoint
@@ -193,10 +194,9 @@ class FederatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with what a run shows and keeps by default."""
         config = self._get(self.config_init, "trainer")
-        # Stops first: a round's end begins with it.
-        own = config.callbacks if isinstance(config.callbacks, list) else filter(None, [config.callbacks])
-        own = list(own)
+        own = several(config.callbacks)
         watching = [kind() for kind in WATCHING if not any(isinstance(callback, kind) for callback in own)]
+        # Stops first: a round's end begins with it.
         callbacks = [self.stops, *own, *watching, RunRecord(self.given, self.changed)]
         if self.subcommand == "predict":
             callbacks.append(Predictions())

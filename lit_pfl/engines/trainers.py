@@ -41,7 +41,7 @@ def check_client_options(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"federation.client_trainer.{name}: the federation decides this: {OWNED[name]}.")
     if options.get("accumulate_grad_batches") == 0:
         raise ConfigError("federation.client_trainer.accumulate_grad_batches=0: give 1 or more batches.")
-    for callback in _several(options.get("callbacks")):
+    for callback in several(options.get("callbacks")):
         if not isinstance(callback, L.Callback):
             raise ConfigError(
                 f"federation.client_trainer.callbacks={options['callbacks']}: give Callback objects, as a script can, "
@@ -174,7 +174,7 @@ def planned_rounds(outer: L.Trainer) -> int:
 def _own(callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback]:
     """Return copies of callbacks: they may keep what they know of one client's training."""
     try:
-        return copy.deepcopy(_several(callbacks))
+        return copy.deepcopy(several(callbacks))
     except (TypeError, RuntimeError) as error:
         raise ConfigError(
             "federation.client_trainer.callbacks: every client has callbacks of its own, and one of these cannot be "
@@ -182,5 +182,6 @@ def _own(callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback
         ) from None
 
 
-def _several(callbacks: Any) -> list[Any]:
+def several(callbacks: Any) -> list[Any]:
+    """Return what a Trainer takes as callbacks, one or some or None, as a list."""
     return list(callbacks) if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]

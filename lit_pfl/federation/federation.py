@@ -111,6 +111,8 @@ class Federation(Scoring, Checkpointing):
         check_client_options(client_trainer or {})
         if not 0 <= quorum <= 1:
             raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
+        if stack_size < 1:
+            raise ConfigError(f"federation.stack_size={stack_size}: give 1 or more.")
         for name, given, choices in (
             ("evaluate", evaluate, ("before", "after", "global")),
             ("if_not_saved", if_not_saved, ("stop", "continue")),
@@ -132,8 +134,6 @@ class Federation(Scoring, Checkpointing):
         self.client_trainer = client_trainer or {}
         self.if_not_saved = if_not_saved
         self.clients = {}
-        if stack_size < 1:
-            raise ConfigError(f"federation.stack_size={stack_size}: give 1 or more.")
         self.stacked, self.stack_size = engine == "stacked", int(stack_size)
         self._given_seed = self.seed
         self._asked_to_stop = False

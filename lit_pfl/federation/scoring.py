@@ -36,6 +36,8 @@ class Scoring(Parts):
         """Begin an evaluation."""
         self.rows = []
 
+    on_test_epoch_start = on_validation_epoch_start
+
     def validation_step(self, batch: list[int], batch_idx: int) -> None:
         """Evaluate a set of clients on their validation data."""
         self._evaluate(batch, self._validated_on)
@@ -46,10 +48,6 @@ class Scoring(Parts):
         if not self.trainer.sanity_checking:
             self._validated = summary(self.rows, self._validated_on, self.higher_is_better)
             self._log(self._validated, write=self.trainer.state.fn != "fit")  # in a fit, with the rest of the round
-
-    def on_test_epoch_start(self) -> None:
-        """Begin an evaluation."""
-        self.rows = []
 
     def test_step(self, batch: list[int], batch_idx: int) -> None:
         """Evaluate a set of clients on their test data."""
@@ -105,9 +103,7 @@ class Scoring(Parts):
     def _evaluate(self, clients: list[int], split: Split) -> None:
         with computing(self.threads):
             if self.evaluate == "global":
-                if self.ranks.rank != 0:
-                    return
-                if self.rows:
+                if self.ranks.rank != 0 or self.rows:  # once is enough
                     return
                 assert self.seed is not None
                 with scoring_draws(self.seed):
