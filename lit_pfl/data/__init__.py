@@ -5,9 +5,8 @@ from lit_pfl.data.datamodule import PartitionedDataModule
 from lit_pfl.data.domains import GROUPS, Domains
 from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.from_dataset import FromDataset
-from lit_pfl.data.images import ImageDataModule
+from lit_pfl.data.images import BatchLoader, ImageDataModule, ImageSet
 from lit_pfl.data.labels import label_permutation
-from lit_pfl.data.loader import BatchLoader, ImageSet, ResidentLoader
 from lit_pfl.data.loaders import (
     LateLoader,
     example_of,
@@ -29,6 +28,7 @@ from lit_pfl.data.partition import (
     Uniform,
 )
 from lit_pfl.data.per_client import PerClient
+from lit_pfl.data.resident import ResidentLoader
 from lit_pfl.data.sources import CIFAR10, CIFAR100, MNIST, SVHN, Digits, FashionMNIST, TinyImageNet
 from lit_pfl.data.table import Table
 from lit_pfl.data.tensors import SampleSet, TensorLoader

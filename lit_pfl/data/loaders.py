@@ -22,8 +22,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from lit_pfl.data.loader import ResidentLoader, leaves_one_out
 from lit_pfl.data.randomness import fixed_draws
+from lit_pfl.data.resident import ResidentLoader, leaves_one_out
 from lit_pfl.errors import ConfigError
 
 #: under which a batch that is a dict may hold its class labels

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from jsonargparse.typing import PositiveInt
 
-from lit_pfl.data.images import ImageDataModule
-from lit_pfl.data.loader import ImageSet
+from lit_pfl.data.images import ImageDataModule, ImageSet
 from lit_pfl.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lit_pfl.data.loader import ResidentLoader
+from lit_pfl.data.resident import ResidentLoader
 
 
 @dataclass(frozen=True)

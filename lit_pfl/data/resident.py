@@ -1,0 +1,81 @@
+"""Batches of samples that are held in memory once for all clients."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+def leaves_one_out(n: int, batch_size: int) -> bool:
+    """Say whether the last of n samples in batches would be alone although there are other batches."""
+    return 1 < batch_size < n and n % batch_size == 1
+
+
+class ResidentLoader(ABC):
+    """Batches of one client, cut from samples that are held in memory once for all clients.
+
+    A last training batch of a single sample is left out when there are others, since batch norm cannot train on one;
+    it comes in the next epoch's order. No other sample is left out, unless ``drop_last`` says so.
+
+    Args:
+        indices: (n,) positions of this client's samples.
+        batch_size: samples a batch.
+        shuffle: whether every epoch has another order, from PyTorch's default generator; for training.
+        drop_last: whether a last batch that is not full is left out when there are others.
+    """
+
+    def __init__(self, indices: Tensor, batch_size: int, shuffle: bool = False, drop_last: bool = False) -> None:
+        self.dataset = indices
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+
+    @abstractmethod
+    def batch(self, indices: Tensor) -> Any:
+        """Return the batch of some samples, by their positions among those of all clients."""
+
+    def __len__(self) -> int:
+        return -(-(len(self.dataset) - self._left_out()) // self.batch_size)
+
+    def _left_out(self) -> int:
+        """Return how many samples an epoch leaves out."""
+        if self.drop_last and len(self.dataset) > self.batch_size:
+            return len(self.dataset) % self.batch_size
+        return int(self.shuffle and leaves_one_out(len(self.dataset), self.batch_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.dataset
+        if self.shuffle:
+            order = order[torch.randperm(len(order)).to(order.device)]
+        order = order[: len(order) - self._left_out()]
+        for indices in order.split(self.batch_size) if len(order) else ():
+            yield self.batch(indices)
+
+    # What methods ask, through lit_pfl.data.loaders, which says what these mean.
+
+    @property
+    def num_samples(self) -> int:  # noqa: D102
+        return len(self.dataset)
+
+    def in_order(self, batch_size: int | None = None) -> Self:  # noqa: D102
+        return self._with(shuffle=False, drop_last=False, batch_size=batch_size or self.batch_size)
+
+    def part_of(self, positions: Tensor) -> Self:  # noqa: D102
+        return self._with(dataset=self.dataset[positions.to(self.dataset.device)])
+
+    def in_batches_of(self, batch_size: int) -> Self:  # noqa: D102
+        return self._with(batch_size=batch_size)
+
+    def identity(self) -> bytes:  # noqa: D102
+        return len(self.dataset).to_bytes(8, "big") + self.dataset.cpu().numpy().tobytes()
+
+    def samples_of(self) -> Tensor:  # noqa: D102
+        return self.dataset
+
+    def _with(self, **changes: Any) -> Self:
+        other = copy.copy(self)
+        vars(other).update(changes)
+        return other
