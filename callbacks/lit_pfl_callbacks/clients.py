@@ -13,13 +13,7 @@ from lit_pfl_callbacks.baseline import Baseline, of_own_models
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.protocols import HasScores, HasTraffic, Row
 from lit_pfl_callbacks.rounds import keeps, writes
-from lit_pfl_callbacks.run_folder import (
-    append_rows,
-    checked_rows,
-    resume_command,
-    run_folder,
-    write_rows,
-)
+from lit_pfl_callbacks.run_folder import append_rows, checked_rows, resume_command, run_folder, write_rows
 
 COLUMNS = ["client", "round", "split", "model", "n"]  # and a column for every metric
 KEY = ["client", "round", "split", "model"]  # there are no two lines with the same

@@ -56,10 +56,10 @@ class FedMA(Client):
     shares = frozenset({"body", "head"})
     resizes = True
 
-    step: (
-        Tensor  # layers that the server had done at its latest reply; from then on, step % L of the client's are global
-    )
-    assignments: Memory  # of every layer but the last: which unit each of the client's own is, of those there are now
+    # layers that the server had done at its latest reply: from then on the first step % L of the client's are global
+    step: Tensor
+    # of every layer but the last: which of the units that there are now each of the client's own is
+    assignments: Memory
 
     def __init__(
         self,

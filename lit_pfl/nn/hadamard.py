@@ -242,6 +242,7 @@ def hadamard(
         ratio: how large the factors are, by the rule.
         rank_rule: how a layer's rank follows from ``ratio``: :func:`rank_for_ratio` or :func:`rank_for_gamma`.
         personal: whether weights are ``W1 * (W2 + 1)``.
+        keep: says of a layer's path whether it stays as it is.
 
     Returns:
         The same network; or a new layer, if ``module`` is such a layer itself.
