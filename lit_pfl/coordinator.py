@@ -1,10 +1,10 @@
-"""What happens between clients and server whatever the link: checking, counting, and the order of a round."""
+"""What happens between clients and server whatever the link: uploads are checked, and a round keeps its order."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -16,80 +16,9 @@ from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.ranks import Ranks
 from lit_pfl.engines.shared_mean import shared_mean
 from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.ledger import Ledger, Size
 from lit_pfl.payload import TYPES, Payload, as_payload
 from lit_pfl.server import ClientInfo, Server
-from lit_pfl_callbacks.protocols import Direction, Transfer, Watcher
-
-
-class Size(NamedTuple):
-    """How much a payload is that was sent elsewhere.
-
-    Args:
-        nbytes: see :class:`~lit_pfl.Payload`.
-        elements: likewise.
-        sizes: likewise, if anybody wants to know.
-    """
-
-    nbytes: int
-    elements: int
-    sizes: dict[str, int]
-
-
-class Ledger:
-    """Counts every byte that would have been sent.
-
-    Attributes:
-        up: bytes from clients to server in this round.
-        down: bytes from server to clients in this round.
-        total: bytes both ways since the start.
-        elements: tensor elements both ways since the start, as papers count them: of sparse tensors only the non-zero
-            ones, and nothing for bit masks, names and shapes.
-        clients: cumulative bytes by client id, ``[up, down]``.
-        watchers: who is told of everything that is sent, see :class:`~lit_pfl_callbacks.protocols.Traffic`.
-    """
-
-    def __init__(self) -> None:
-        self.up = self.down = self.total = self.elements = 0
-        self.clients: dict[int, list[int]] = {}
-        self.watchers: list[Watcher] = []
-        self._round = 1
-
-    def new_round(self, round: int = 1) -> None:
-        """Begin to count another round, the number of which is told to watchers."""
-        self.up = self.down = 0
-        self._round = round
-
-    def of_round(self) -> dict[str, int]:
-        """Return the bytes of this round, and the sum of all, by the names under which they are logged."""
-        return {"comm/up_bytes": self.up, "comm/down_bytes": self.down, "comm/total_bytes": self.total}
-
-    def sent_up(self, client: int, upload: Payload) -> None:
-        """Note an upload."""
-        self.up += upload.nbytes
-        self._count(client, upload, "up")
-
-    def sent_down(self, client: int, reply: Payload | Size) -> None:
-        """Note a reply."""
-        self.down += reply.nbytes
-        self._count(client, reply, "down")
-
-    def _count(self, client: int, payload: Payload | Size, direction: Direction) -> None:
-        self.total += payload.nbytes
-        self.elements += payload.elements
-        self.clients.setdefault(client, [0, 0])[direction == "down"] += payload.nbytes
-        for watcher in self.watchers:
-            tensors = payload if isinstance(payload, Payload) else {}
-            watcher(Transfer(self._round, client, direction, tensors, payload.sizes, payload.nbytes))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts."""
-        counts = {name: getattr(self, name) for name in ("up", "down", "total", "elements")}
-        return {**counts, "clients": dict(sorted(self.clients.items()))}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over counts."""
-        self.__dict__.update(state)
-        self.clients = {client: list(sizes) for client, sizes in state["clients"].items()}
 
 
 class Coordinator:

@@ -27,7 +27,7 @@ FLOORS = [
     {"lit_pfl.coordinator"},
     {"lit_pfl.engines.last_good", "lit_pfl.engines.trainers"},
     {"lit_pfl.engines"},
-    {"lit_pfl.server"},
+    {"lit_pfl.server", "lit_pfl.ledger"},
     {"lit_pfl.deployment"},
     {"lit_pfl.data", "lit_pfl.models", "lit_pfl.export", "lit_pfl.lightning_internals"},
     {"lit_pfl.nn"},

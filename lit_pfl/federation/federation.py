@@ -10,7 +10,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lit_pfl.client import Client, ClientSpec
-from lit_pfl.coordinator import Coordinator, Ledger
+from lit_pfl.coordinator import Coordinator
 from lit_pfl.draws import Draws, check_share
 from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.memory import keep_freed_memory
@@ -24,6 +24,7 @@ from lit_pfl.federation.checkpointing import Checkpointing
 from lit_pfl.federation.scoring import Scoring
 from lit_pfl.federation.server_step import ServerStep
 from lit_pfl.global_model import GlobalModel
+from lit_pfl.ledger import Ledger
 from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO
 from lit_pfl.round_log import mean_over_samples
 from lit_pfl.server import ClientInfo

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.client import Client
-from lit_pfl.coordinator import Coordinator, Ledger
+from lit_pfl.coordinator import Coordinator
 from lit_pfl.errors import UploadError
 from lit_pfl.federation import Federation
+from lit_pfl.ledger import Ledger
 from lit_pfl.lightning_internals import AtomicCheckpointIO
 from lit_pfl.payload import Payload
 from lit_pfl.testing.method_tester import (
