@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
+from lit_pfl.data.eval_split import alike_samples, check_fractions, matched_split
 from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.labels import label_permutation
-from lit_pfl.data.partition import IID, Partition, alike_samples, check_fractions, matched_split
+from lit_pfl.data.partition import IID, Partition
 from lit_pfl.errors import ConfigError
 
 

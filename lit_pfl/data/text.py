@@ -8,8 +8,8 @@ import torch
 from jsonargparse.typing import PositiveInt
 from torch import Tensor
 
+from lit_pfl.data.eval_split import check_fractions
 from lit_pfl.data.federated import ClientData, FederatedDataModule
-from lit_pfl.data.partition import check_fractions
 from lit_pfl.data.resident import ResidentLoader
 from lit_pfl.errors import ConfigError
 

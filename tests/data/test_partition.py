@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lit_pfl.data import IID, BalancedDirichlet, ClassShards, ClientDirichlet, Dirichlet
-from lit_pfl.data.partition import alike_samples, matched_split
+from lit_pfl.data.eval_split import alike_samples, matched_split
 from lit_pfl.errors import ConfigError
 
 
