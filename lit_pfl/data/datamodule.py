@@ -161,7 +161,7 @@ class PartitionedDataModule(FederatedDataModule):
         indices: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
         label_counts = []
         for train, val, test in parts:
-            own = [train[positions] for positions in self._dealt(labels[train], each, rng)]
+            own = [train[positions] for positions in self.partition.checked_split(labels[train], each, rng)]
             counts = np.stack([np.bincount(labels[i], minlength=data.num_classes or 1) for i in own])
             indices["train"] += own
             indices["val"] += self._eval_parts(labels, val, counts)
@@ -172,27 +172,6 @@ class PartitionedDataModule(FederatedDataModule):
         self.label_counts = np.concatenate(label_counts)
         self.domains = domains
         self.data = data
-
-    def _dealt(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Return what the partition deals, if that can be; whether clients may have samples in common is its affair."""
-        name, n = type(self.partition).__name__, len(labels)
-        parts = [np.asarray(part) for part in self.partition.split(labels, num_clients, rng)]
-        if len(parts) != num_clients:
-            raise ConfigError(f"data.partition: {name} deals {len(parts)} parts to {num_clients} clients.")
-        parts = [np.flatnonzero(part) if part.dtype == bool and part.shape == (n,) else part for part in parts]
-        for client, part in enumerate(parts):
-            if part.ndim != 1 or (len(part) and not np.issubdtype(part.dtype, np.integer)):
-                raise ConfigError(
-                    f"data.partition: {name} gives client {client} an array {part.dtype} {part.shape}; it must be a "
-                    "list of positions of samples."
-                )
-            if len(part) and not 0 <= part.min() <= part.max() < n:
-                strange = part.min() if part.min() < 0 else part.max()
-                raise ConfigError(
-                    f"data.partition: {name} gives client {client} sample {strange}; those that it may deal are 0 to "
-                    f"{n - 1}."
-                )
-        return [part.astype(np.int64) for part in parts]
 
     def _deal_groups(self, data: Samples) -> None:
         """Give every natural group a client, and cut each by itself."""

@@ -35,6 +35,31 @@ class Partition(ABC):
             K arrays of sample positions, no position twice unless the partition says so.
         """
 
+    def checked_split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
+        """Return what :meth:`split` does, if that can be; whether clients may have samples in common is its affair.
+
+        Raises:
+            ConfigError: when there is not a part for every client, or one is no list of positions or mask of samples.
+        """
+        name, n = type(self).__name__, len(labels)
+        parts = [np.asarray(part) for part in self.split(labels, num_clients, rng)]
+        if len(parts) != num_clients:
+            raise ConfigError(f"data.partition: {name} deals {len(parts)} parts to {num_clients} clients.")
+        parts = [np.flatnonzero(part) if part.dtype == bool and part.shape == (n,) else part for part in parts]
+        for client, part in enumerate(parts):
+            if part.ndim != 1 or (len(part) and not np.issubdtype(part.dtype, np.integer)):
+                raise ConfigError(
+                    f"data.partition: {name} gives client {client} an array {part.dtype} {part.shape}; it must be a "
+                    "list of positions of samples."
+                )
+            if len(part) and not 0 <= part.min() <= part.max() < n:
+                strange = part.min() if part.min() < 0 else part.max()
+                raise ConfigError(
+                    f"data.partition: {name} gives client {client} sample {strange}; those that it may deal are 0 to "
+                    f"{n - 1}."
+                )
+        return [part.astype(np.int64) for part in parts]
+
     def domains(self, num_classes: int) -> list[list[int]]:
         """Return the data set's domains, each with clients and a label space of its own; by default it is all one.
 
