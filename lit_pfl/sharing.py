@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 import lightning as L
-import torch
 from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
@@ -121,9 +120,3 @@ def needs_head(learner: L.LightningModule, head: frozenset[str], method: str) ->
 def owners(learner: nn.Module, names: list[str]) -> list[tuple[str, nn.Module, str]]:
     """Return, for names in a ``state_dict()``, the module that each tensor belongs to and what it is called there."""
     return [(name, learner.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-
-
-def travelling(parts: list[tuple[str, nn.Module, str]]) -> dict[str, Tensor]:
-    """Return the tensors themselves, by name, whoever has replaced them since."""
-    with torch.no_grad():
-        return {name: getattr(owner, leaf).detach() for name, owner, leaf in parts}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lit_pfl.client.spec import ClientSpec
 from lit_pfl.factorization import Factorization
 from lit_pfl.payload import Payload
-from lit_pfl.sharing import Role, encoder_of, names_of_head, roles_of, travelling
+from lit_pfl.sharing import Role, encoder_of, names_of_head, roles_of
 from lit_pfl_callbacks.tensors import load_tensors
 
 
@@ -57,7 +57,7 @@ class Exchange(ABC):
 
     def shared_parameters(self) -> dict[str, Tensor]:
         """Return what travels, by name in the learner: the client's own memory, not copies."""
-        return travelling(self._shared)
+        return {name: getattr(owner, leaf).detach() for name, owner, leaf in self._shared}
 
     def shared_weights(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters among what travels, by name."""
