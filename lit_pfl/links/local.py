@@ -10,7 +10,7 @@ from lit_pfl.coordinator import Coordinator
 from lit_pfl.engines.streams import RandomStream, random_state_kept
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import undisturbed
-from lit_pfl.payload import Payload
+from lit_pfl.payload import Payload, as_payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl_callbacks.federated_loop import JoinInfo
 
@@ -148,7 +148,7 @@ class LocalHub:
         coordinator = Coordinator(server, quorum)
         try:
             infos = {client: self.start(client) for client in sorted(self._fits)}
-            coordinator.start({c: ClientInfo(info.num_samples, Payload(info.tensors)) for c, info in infos.items()})
+            coordinator.start({c: ClientInfo(i.num_samples, as_payload(i.tensors)) for c, i in infos.items()})
             if state is not None:
                 coordinator.load_state_dict(state)
             while self._fits:
