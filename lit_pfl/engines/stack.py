@@ -8,13 +8,13 @@ from typing import Any, Self
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Step, size_of
+from lit_pfl.learners import Step, call_with, size_of
 
 #: optimizers that treat every number by itself, so that a stack's step is that of each client in it
 ELEMENTWISE = (
@@ -170,7 +170,7 @@ class Stack:
 
     def _loss(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, step: int) -> Tensor:
         tensors = {f"learner.{name}": tensor for name, tensor in (*weights.items(), *buffers.items())}
-        return functional_call(self._objective, tensors, (batch, step))
+        return call_with(tensors, self._objective, batch, step)
 
     def _part(self, some: slice) -> "Stack":
         """Return a stack of some of the clients, in the same memory."""

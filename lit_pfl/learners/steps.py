@@ -5,12 +5,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import lightning as L
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.func import functional_call
 from torchmetrics import Metric
 
 from lit_pfl.errors import ConfigError
@@ -54,7 +56,7 @@ def training_loss(learner: L.LightningModule, batch: Any, batch_idx: int) -> Ten
 
 
 class Step(nn.Module):
-    """A learner's loss as a forward pass, so that ``torch.func.functional_call`` gives it at other weights.
+    """A learner's loss as a forward pass, so that :func:`call_with` gives it at other weights.
 
     The learner's tensors are named ``learner.<name>`` in it.
 
@@ -73,6 +75,29 @@ class Step(nn.Module):
     def forward(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         return self.loss(self.learner, batch, batch_idx)
+
+
+def call_with(tensors: Mapping[str, Tensor], module: nn.Module, *inputs: Any) -> Any:
+    """Return a module's output with other tensors in place of its own, wherever these are used.
+
+    In a part that has two names, as by ``self.head = self.net[2]``, :func:`torch.func.functional_call` would leave the
+    others behind: it gives back under the second name what it finds there, which is what it has put there under the
+    first. So each place is named once here.
+
+    Args:
+        tensors: the others, by the names of those that they stand for.
+        module: the module.
+        inputs: what its ``forward`` is given.
+    """
+    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    others = {id(own): tensors[name] for name, own in named if name in tensors}
+    places = {
+        f"{path}.{leaf}".lstrip("."): others[id(own)]
+        for path, part in module.named_modules()
+        for leaf, own in (*part._parameters.items(), *part._buffers.items())
+        if id(own) in others
+    }
+    return functional_call(module, places, inputs, tie_weights=False)
 
 
 def size_of(batch: Any) -> int:

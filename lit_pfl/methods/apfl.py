@@ -7,11 +7,10 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Mixture, Step, holding, network_of, silenced
+from lit_pfl.learners import Mixture, Step, call_with, holding, network_of, silenced
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl_callbacks.tensors import evaluating
 
@@ -93,7 +92,7 @@ class APFL(TwoModels):
     def _at_mixed_parameters(self, alpha: Tensor, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of the personal learner with mixed parameters; only v and alpha get gradients."""
         with silenced(self.personal):
-            loss = functional_call(Step(self.personal), self._mixture(alpha, "learner."), (batch, batch_idx))
+            loss = call_with(self._mixture(alpha, "learner."), Step(self.personal), batch, batch_idx)
         return self.penalized(loss, self.personal)
 
     def _mixture(self, alpha: Tensor, prefix: str = "") -> dict[str, Tensor]:

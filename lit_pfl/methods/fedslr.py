@@ -10,10 +10,9 @@ import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
-from torch.func import functional_call
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Step, holding, silenced, single_optimizer
+from lit_pfl.learners import Step, call_with, holding, silenced, single_optimizer
 from lit_pfl.low_rank import LowRank, as_matrix
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl.nn import Memory
@@ -209,7 +208,7 @@ class FedSLR(TwoModels):
         """Return what is minimised in this epoch, its value being the loss alone."""
         if self._trains_personal:
             with silenced(self.personal):
-                return functional_call(Step(self.personal, self.loss), self._mixture("learner."), (batch, batch_idx))
+                return call_with(self._mixture("learner."), Step(self.personal, self.loss), batch, batch_idx)
         loss = super().objective(batch, batch_idx)
         if not self.solver.corrected:
             return loss

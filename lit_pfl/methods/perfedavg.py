@@ -9,12 +9,21 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
-from torch.func import functional_call
 
 from lit_pfl.client import Client
 from lit_pfl.data.loaders import in_batches_of, in_order, num_samples
 from lit_pfl.engines.trainers import refuse_scaled_gradients
-from lit_pfl.learners import SkipBatch, Step, holding, recorded, size_of, split_batch, unchanged, unseen
+from lit_pfl.learners import (
+    SkipBatch,
+    Step,
+    call_with,
+    holding,
+    recorded,
+    size_of,
+    split_batch,
+    unchanged,
+    unseen,
+)
 from lit_pfl.server import Server, Weighting, averaging
 from lit_pfl.sharing import EVERYTHING
 from lit_pfl_callbacks.tensors import evaluating
@@ -128,7 +137,7 @@ class PerFedAvg(Client):
         """Return f at given weights; ``statistics``: whether running statistics follow."""
         buffers = {} if statistics else {name: buffer.clone() for name, buffer in self.learner.named_buffers()}
         tensors = {f"learner.{name}": tensor for name, tensor in {**weights, **buffers}.items()}
-        return functional_call(Step(self.learner, self.loss), tensors, (batch, batch_idx))
+        return call_with(tensors, Step(self.learner, self.loss), batch, batch_idx)
 
     # ------------------------------------------------------------------------------------------------------ evaluating
 
