@@ -260,6 +260,8 @@ def factorize(
 ) -> nn.Module:
     """Replace every ``Conv2d`` and ``Linear`` inside a module by its factorized kind, in place.
 
+    Frozen layers and those without any weights stay as they are.
+
     Args:
         module: any network.
         form: shape of the factors of convolutions.
@@ -276,8 +278,9 @@ def factorize(
         The same network; or a new layer, if ``module`` is such a layer itself.
 
     Raises:
-        ConfigError: for a convolution that pads with anything but zeros, a lazy layer without its shape, a start that
-            there is not, and a dense one from weights that are not finite.
+        ConfigError: for a convolution that pads with anything but zeros, a layer that is more than its weight (hooks,
+            tied weights), a lazy layer without its shape, a start that there is not, and a dense one from weights that
+            are not finite.
     """
     if start not in _STARTS:
         raise ConfigError(f"start={start!r} is no way to start; choose one of {', '.join(_STARTS)}.")

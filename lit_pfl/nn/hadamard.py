@@ -237,6 +237,8 @@ def hadamard(
 ) -> nn.Module:
     """Replace every ``Conv2d`` and ``Linear`` inside a module by its Hadamard kind, freshly drawn, in place.
 
+    Frozen layers and those without any weights stay as they are.
+
     Args:
         module: any network.
         ratio: how large the factors are, by the rule.
@@ -248,8 +250,8 @@ def hadamard(
         The same network; or a new layer, if ``module`` is such a layer itself.
 
     Raises:
-        ConfigError: for a convolution that pads with anything but zeros, a rule that there is not, or a ratio that the
-            rule cannot use.
+        ConfigError: for a convolution that pads with anything but zeros, a layer that is more than its weight (hooks,
+            tied weights), a rule that there is not, or a ratio that the rule cannot use.
     """
     if rank_rule not in RANK_RULES:
         raise ConfigError(f"rank_rule={rank_rule!r} is not a rule for ranks; choose one of {', '.join(RANK_RULES)}.")
