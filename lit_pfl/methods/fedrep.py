@@ -57,6 +57,11 @@ class FedRep(Client):
         }
         if not self._trained["body"]:
             raise ConfigError("model.backbone: FedRep trains a body, and this one has no weights.")
+        if not self._trained["head"] and self.mode == "alternating":
+            raise ConfigError(
+                "model.head: FedRep trains a head by itself, and this one has no weights of its own: they are frozen, "
+                "or the body's too (tied weights); say by a regular expression which others are the head's."
+            )
 
     def _check(self, local_epochs: int) -> None:
         if self.mode == "alternating" and local_epochs <= self.body_epochs:

@@ -29,8 +29,8 @@ class FedSpa(Client):
     masked weights, and uploads the difference; the server subtracts the mean of these, everybody counting the same.
     After training the client exchanges a share of its active weights: the smallest for those where the gradient of the
     dense network is largest, and sends its new mask along, a bit for a weight: bytes, but none of the elements that
-    papers count. Masked are the weights of convolutions and linear layers among what travels; biases and normalisation
-    layers are dense, and count. With density 1 this is FedAvg with equal weights.
+    papers count. Masked are the weights of convolutions and linear layers among what travels; biases, normalisation
+    layers and what is frozen are dense, and count. With density 1 this is FedAvg with equal weights.
 
     Args:
         density: share of what travels that is active, in all layers together (Erdos-Renyi-kernel densities).
@@ -75,7 +75,7 @@ class FedSpa(Client):
 
     def configure_state(self) -> None:  # noqa: D102
         everything = self.shared_weights()
-        weights = {name: weight for name, weight in everything.items() if weight.dim() > 1}
+        weights = {name: weight for name, weight in everything.items() if weight.dim() > 1 and weight.requires_grad}
         densities = self._densities({name: weight.shape for name, weight in everything.items()}, weights.keys())
         seed = int(torch.randint(2**31, ())) + (0 if self.common_masks else 1 + self.spec.client_id)
         generator = torch.Generator().manual_seed(seed)
@@ -92,8 +92,8 @@ class FedSpa(Client):
         except ValueError:
             small, total = (sum(shapes[name].numel() for name in names) for names in (shapes.keys() - masked, shapes))
             raise ConfigError(
-                f"model.density={self.density}: biases and normalisation layers, which have no masks, are "
-                f"{small / total:.2g} of what travels already; give more."
+                f"model.density={self.density}: biases, normalisation layers and what is frozen, which have no masks, "
+                f"are {small / total:.2g} of what travels already; give more."
             ) from None
 
     def _mask_gradient(self, name: str, weight: Tensor) -> None:
@@ -129,8 +129,11 @@ class FedSpa(Client):
 
     @torch.no_grad()
     def upload(self) -> Payload:
-        """Return what was sent less what training made of it, and the new masks."""
-        update = {name: self.anchor[name] - tensor for name, tensor in self.shared_parameters().items()}
+        """Return what was sent less what training made of it, and the new masks; what has no sign as it is now."""
+        update = {
+            name: self.anchor[name] - tensor if tensor.is_signed() else tensor
+            for name, tensor in self.shared_parameters().items()
+        }
         if self.regrow != "none":
             update[MASKS] = pack_bits(self.masks.buffers())
         return Payload(update, sparse=self.masks)
@@ -155,7 +158,7 @@ class FedSpa(Client):
                 break
         for buffer, value in before:
             buffer.copy_(value)
-        return gradients
+        return [gradient.to_dense() for gradient in gradients]  # as those of an embedding may not be
 
     def configure_server(self) -> "FedSpaServer":  # noqa: D102
         return FedSpaServer(tuple(self.masks), self.regrow != "none")
@@ -191,7 +194,9 @@ class FedSpaServer(UniformServer):
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         dense = self.model
         super().aggregate(round, uploads)  # the mean of the updates
-        self.model = Payload({name: dense[name] - update for name, update in self.model.items()})
+        self.model = Payload(
+            {name: dense[name] - update if update.is_signed() else update for name, update in self.model.items()}
+        )
         self.masks |= {client: upload[MASKS].clone() for client, upload in uploads.items() if self.masks_change}
         self.round = round
 

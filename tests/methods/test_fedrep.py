@@ -97,3 +97,7 @@ def test_errors():
     linear = client(FedRep, mode="joint", backbone=lambda *_: Parts(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
     with pytest.raises(ConfigError, match=r"model\.backbone: FedRep trains a body"):
         linear.build(task)
+    tied = Parts(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64)), torch.nn.Linear(64, 64))
+    tied.head.weight, tied.head.bias = tied.body[1].weight, tied.body[1].bias
+    with pytest.raises(ConfigError, match=r"model\.head: .* \(tied weights\)"):
+        client(FedRep, backbone=lambda *_: tied).build(spec(channels=1, image_size=8, local_epochs=2))

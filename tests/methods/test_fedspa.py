@@ -2,13 +2,16 @@
 
 import math
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 from quadratic import chosen, equal, run_whole_and_in_two_parts, sgd, softmax_regression, unequal
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lit_pfl import Payload
+from lit_pfl import Federation, Payload
+from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FedAvg, FedSpa
@@ -16,7 +19,7 @@ from lit_pfl.methods.fedspa import MASKS, FedSpaServer
 from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.ops import erk_densities, pack_bits
 from lit_pfl.server import ClientInfo
-from tiny import assert_equal, client, digits, run, spec, weights
+from tiny import assert_equal, client, digits, run, spec, trainer, weights
 
 CONV, HEAD = "backbone.body.0.weight", "backbone.head.weight"
 
@@ -369,10 +372,56 @@ def test_errors(option, value):
 
 
 def test_a_density_below_what_has_no_masks_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.density=0\.1: biases and normalisation layers, .* are 0\.1 of what"):
+    with pytest.raises(ConfigError, match=r"model\.density=0\.1: biases, normalisation layers .* are 0\.1 of what"):
         run(client(FedSpa, density=0.1), digits(2), rounds=1)
 
 
 def test_factorized_weights_are_refused():
     with pytest.raises(ConfigError, match=r"model\.factorization: FedSpa"):
         FedSpa(factorization=Factorization())
+
+
+# ------------------------------------------------------------------------------------------------ learners of all kinds
+
+
+class Words(L.LightningModule):
+    """Has an embedding with sparse gradients, a frozen layer, weights without entries, and buffers without signs."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(), nn.Linear(18, 6), nn.Linear(6, 6))
+        self.body[3].requires_grad_(False)
+        self.head = nn.Linear(6, 2)
+        self.none = nn.Parameter(torch.zeros(0, 6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.uint8))
+
+    def training_step(self, batch, batch_idx):
+        self.seen.fill_(True)
+        self.batches += 1
+        return nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([weight for weight in self.parameters() if weight.requires_grad], lr=0.1)
+
+
+class Sentences(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randint(9, (12, 3)), torch.randint(2, (12,))), batch_size=4)
+
+
+def test_frozen_and_empty_weights_sparse_gradients_and_tensors_without_signs():
+    torch.manual_seed(0)
+    learner = Words()
+    frozen = learner.body[3].weight.clone()
+    federation = Federation(FedSpa(learner=learner, density=0.7), seed=1, threads=1)
+    trainer(2).fit(federation, datamodule=PerClient([Sentences(), Sentences()]))
+    model = federation.coordinator.server.model
+    assert torch.equal(model["body.3.weight"], frozen)
+    assert model["seen"]
+    assert model["batches"] == 2 * 3
+    masked = federation.clients[0].masks
+    assert "body.3.weight" not in masked
+    active = sum(int(mask.sum()) for _, mask in masked.items())
+    total = sum(weight.numel() for weight in learner.parameters())
+    assert active == pytest.approx(0.7 * total - (total - sum(mask.numel() for _, mask in masked.items())), abs=2)

@@ -47,6 +47,12 @@ def test_what_is_dense_in_any_case_counts():
         erk_densities(shapes(), 0.3, {"last"})
 
 
+def test_of_a_tensor_without_entries_no_share_is_taken():
+    empty, full = torch.Size([0, 3]), torch.Size([8, 8])
+    assert erk_densities({"empty": empty, "full": full}, 0.5) == {"empty": 1, "full": 0.5}
+    assert erk_densities({"empty": empty}, 0.5) == {"empty": 1}
+
+
 @pytest.mark.parametrize("active", [0, 1, 17, 60])
 def test_random_masks_have_as_many_active_weights(active):
     masks = [random_mask(torch.Size([3, 4, 5]), active, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
