@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Literal
 
 import lightning as L
@@ -45,10 +46,11 @@ def roles_of(learner: nn.Module, head: frozenset[str]) -> dict[str, Role]:
 
 
 def _first_names(learner: nn.Module) -> Iterator[str]:
-    seen: set[int] = set()
+    # What else is in a state_dict (get_extra_state) stays at home, tensors too.
+    left = {id(tensor) for tensor in chain(learner.parameters(), learner.buffers())}
     for name, tensor in learner.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) in left:
+            left.remove(id(tensor))
             yield name
 
 

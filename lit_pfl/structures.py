@@ -38,7 +38,7 @@ class LowRankStructure:
         """Count the elements of its factors, or its own if these are fewer."""
         if weight.dim() < 2:
             return weight.numel()
-        matrix = as_matrix(weight)
+        matrix = as_matrix(weight).to(torch.promote_types(weight.dtype, torch.float32))
         return min(weight.numel(), int(torch.linalg.matrix_rank(matrix)) * sum(matrix.shape))
 
 

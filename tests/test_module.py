@@ -12,9 +12,10 @@ from torchmetrics import MeanMetric
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
-from lit_pfl.methods import FedAvg
+from lit_pfl.methods import FedAvg, FedFOMO
+from lit_pfl.server import Server
 from lit_pfl_callbacks import FederatedLoop
-from tiny import TinyNet, client, digits, momentum_sgd, run, spec
+from tiny import TinyNet, client, digits, momentum_sgd, run, spec, trainer
 
 
 class Keeps(FedAvg):
@@ -135,3 +136,50 @@ def test_layers_that_are_made_too_late_to_travel_are_refused():
     hub.add(0, lambda: trainer.fit(FedAvg(learner=MakesMore()), batches))
     with pytest.raises(ConfigError, match=r"MakesMore makes 'more\.bias' in setup\(\), after"):
         hub.run(FedAvg(learner=Lazy(made=True)).configure_server())
+
+
+class Scaled(nn.Linear):
+    """Keeps a tensor beside its own (``get_extra_state``), as layers of mixed precision do."""
+
+    scale = torch.ones(1)
+
+    def get_extra_state(self):
+        return self.scale
+
+    def set_extra_state(self, state):
+        self.scale = state
+
+
+class WithExtraState(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Scaled(3, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.body(batch[0])).square().mean()
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("method", [None, FedAvg, FedFOMO])
+def test_tensors_in_extra_state_stay_at_home(method):
+    hub = LocalHub()
+
+    def make():
+        return WithExtraState() if method is None else method(learner=WithExtraState())
+
+    def fit():
+        trainer(callbacks=[FederatedLoop(hub.link)]).fit(make())
+
+    for client_id in range(2):
+        hub.add(client_id, fit)
+    server = Server() if method is None else make().configure_server()
+    assert hub.run(server).round == 2

@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module's ``state_dict()``: what else it holds (``get_extra_state``) is left out."""
-    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        name: value
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX)
+    }
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
