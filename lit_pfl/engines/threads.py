@@ -31,6 +31,8 @@ def choose_threads(learner: L.LightningModule, example: Any, batch_size: int | N
     try:
         with FlopCounterMode(display=False) as counter:
             mean_loss(learner, [example])
+    except ConfigError:
+        raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         if "is not attached to a `Trainer`" in str(error):  # which it will have, and asks for something
             return torch.get_num_threads()

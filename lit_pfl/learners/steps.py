@@ -48,11 +48,21 @@ def training_loss(learner: L.LightningModule, batch: Any, batch_idx: int) -> Ten
 
     Raises:
         SkipBatch: when it returns None.
+        ConfigError: when it returns something else that is no loss.
     """
     outputs = call_step(learner, "training_step", batch, batch_idx)
     if outputs is None:
         raise SkipBatch
-    return outputs["loss"] if isinstance(outputs, Mapping) else outputs
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        if isinstance(outputs, Mapping):
+            what = f"a dict with {what} as its 'loss'" if "loss" in outputs else "a dict without a 'loss'"
+        raise ConfigError(
+            f"model.learner: its training_step returns {what}; it must return the loss as a tensor of one number, a "
+            "dict with that as its 'loss', or None to skip the batch."
+        )
+    return loss
 
 
 class Step(nn.Module):
