@@ -10,6 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from lit_pfl.errors import ConfigError
+
 
 class Augment(nn.Module, ABC):
     """A random change of training images.
@@ -33,6 +35,9 @@ class CropFlip(Augment):
         padding_mode: what is in the padding; zeros are those of the normalised space, a mean colour.
         crop_probability: share of the images that are shifted.
 
+    Raises:
+        ConfigError: for a padding below 0, one that a smaller image is to be reflected in, and a share that is none.
+
     Source:
         FedSLR (padding 4, on CIFAR; 8 on Tiny-ImageNet); FedMA (reflect, all images).
     """
@@ -46,6 +51,10 @@ class CropFlip(Augment):
         crop_probability: float = 0.5,
     ) -> None:
         super().__init__()
+        if padding < 0:
+            raise ConfigError(f"data.augment.padding={padding}: give 0 pixels or more.")
+        if not 0 <= crop_probability <= 1:
+            raise ConfigError(f"data.augment.crop_probability={crop_probability}: give a share from 0 to 1.")
         self.padding = padding
         self.padding_mode = padding_mode
         self.crop_probability = crop_probability
@@ -56,6 +65,11 @@ class CropFlip(Augment):
             from kornia.augmentation import RandomCrop, RandomHorizontalFlip  # takes a second to import
 
             size = (images.shape[-2], images.shape[-1])
+            if self.padding_mode == "reflect" and self.padding >= min(size):
+                raise ConfigError(
+                    f"data.augment.padding={self.padding}: images of {size[0]} x {size[1]} pixels can be reflected in "
+                    f"{min(size) - 1} at most; give less, or padding_mode=constant."
+                )
             self.flip = RandomHorizontalFlip(p=0.5)
             self.crop = RandomCrop(size, padding=self.padding, padding_mode=self.padding_mode)
         images = self.flip(images)

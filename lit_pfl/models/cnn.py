@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from lit_pfl.errors import ConfigError
 from lit_pfl.models.backbone import Backbone
 
 
@@ -32,9 +33,14 @@ class MLP(Backbone):
         channels: channels of the input images.
         classes: number of classes.
         hidden: units of a hidden layer.
+
+    Raises:
+        ConfigError: for less than one unit, through which nothing would be seen of an image.
     """
 
     def __init__(self, channels: int = 1, classes: int = 10, hidden: int = 200) -> None:
+        if hidden < 1:
+            raise ConfigError(f"model.backbone.hidden={hidden}: give 1 unit or more.")
         body = nn.Sequential(
             nn.Flatten(), nn.LazyLinear(hidden), nn.ReLU(),
             nn.Linear(hidden, hidden), nn.ReLU(),

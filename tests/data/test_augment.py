@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lit_pfl.data import BatchLoader, CropFlip, ImageSet, ResizedCropJitter
+from lit_pfl.errors import ConfigError
 from tiny import digits
 
 AUGMENTS = [CropFlip, ResizedCropJitter]
@@ -120,3 +121,17 @@ def test_the_probability_of_a_crop_is_that_of_each_image():
     changed = CropFlip(padding=4, crop_probability=0.5)(images)
     unmoved = [(changed == candidate).flatten(1).all(1) for candidate in (images, images.flip(-1))]
     assert abs(float((unmoved[0] | unmoved[1]).float().mean()) - (0.5 + 0.5 / 81)) < 0.04
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"padding": -1}, r"data\.augment\.padding=-1: give 0 pixels or more"),
+        ({"crop_probability": 1.5}, r"data\.augment\.crop_probability=1\.5: give a share from 0 to 1"),
+        ({"crop_probability": float("nan")}, r"data\.augment\.crop_probability=nan"),
+        ({"padding": 8, "padding_mode": "reflect"}, r"data\.augment\.padding=8: .* 8 x 8 pixels .* in 7 at most"),
+    ],
+)
+def test_crops_that_cannot_be_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        CropFlip(**options)(torch.zeros(1, 1, 8, 8))

@@ -230,3 +230,9 @@ def test_a_norm_follows_every_convolution_of_vgg9(norm):
 def test_a_norm_that_there_is_not(make):
     with pytest.raises(ConfigError, match=r"model.backbone.norm='layer'.*batch, group"):
         make(norm="layer")
+
+
+@pytest.mark.parametrize("hidden", [0, -1])
+def test_an_mlp_has_units(hidden):
+    with pytest.raises(ConfigError, match=rf"^model\.backbone\.hidden={hidden}: give 1 unit or more"):
+        MLP(hidden=hidden)
