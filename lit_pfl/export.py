@@ -292,7 +292,9 @@ def save_program(network: nn.Module, path: str | os.PathLike[str], example: Tens
         example: (B, C, H, W) images of the right size, B at least 2.
     """
     network = copy.deepcopy(network).eval()
+    sizes = torch.export.ShapesCollection()  # which finds the example also where forward takes *inputs
+    sizes[example] = {0: torch.export.Dim("batch")}
     with torch.no_grad():
-        program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        program = torch.export.export(network, (example,), dynamic_shapes=sizes.dynamic_shapes(network, (example,)))
     with replacing(Path(path)) as file:
         torch.export.save(program, file)

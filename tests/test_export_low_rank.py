@@ -12,6 +12,7 @@ from torch import nn
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.export import load_mixed, load_model, low_rank_weights, save_mixed, save_model, save_program, to_factors
+from lit_pfl.learners import Mixture
 from lit_pfl.low_rank import as_matrix, as_weight
 from lit_pfl.methods import FedSLR
 from lit_pfl.methods.fedslr import MIXED
@@ -112,6 +113,14 @@ def test_a_program_runs_without_this_library():
     torch.save(EXAMPLE, "images.pt")
     subprocess.run([sys.executable, "-c", SCRIPT], check=True)
     torch.testing.assert_close(torch.load("logits.pt"), network.eval()(EXAMPLE))
+
+
+def test_a_mixture_of_networks_is_a_program_for_batches_of_any_size(tmp_path):
+    mixture = Mixture(GroupNet(3, 10), GroupNet(3, 10), torch.tensor(0.3))
+    save_program(mixture, tmp_path / "model.pt2", torch.zeros(2, 3, 32, 32))
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    for images in (EXAMPLE, EXAMPLE[:1]):
+        torch.testing.assert_close(program(images), mixture(images))
 
 
 @pytest.mark.parametrize("permute_labels", [False, True])
