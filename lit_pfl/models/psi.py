@@ -18,7 +18,9 @@ from lit_pfl.nn import (
     GroupedLogits,
     GroupedNorm,
     GroupSlice,
+    check_plain,
     class_groups,
+    places_of_weights,
 )
 
 Boundary = Literal["split", "full"]
@@ -122,6 +124,7 @@ class _Plan:
         except Exception as error:  # whatever a forward pass may do with what is no tensor
             raise ConfigError(f"model.backbone: its layers cannot be followed: {error}") from error
         self.shared = self._shared_layers(depth)
+        self.places = places_of_weights(self.body)
         self.channels: dict[fx.Node, Channels] = {}
         self.grouped: set[fx.Node] = set()  # nodes whose values are divided among the groups
         self.outputs: dict[str, Channels] = {}  # of layers, by name
@@ -141,7 +144,9 @@ class _Plan:
     def _shared_layers(self, depth: int | None) -> set[str]:
         names = list(dict.fromkeys(str(n.target) for n in self.graph.nodes if isinstance(self._module(n), LAYERS)))
         for name in names:
-            if is_lazy(self.body.get_parameter(f"{name}.weight")):
+            layer = self.body.get_submodule(name)
+            assert isinstance(layer, LAYERS)
+            if is_lazy(layer.weight):
                 raise ConfigError(f"Layer {name!r} does not know its shape yet: run a batch through the network first.")
         if depth is None:
             convolutions = [name for name in names if isinstance(self.body.get_submodule(name), nn.Conv2d)]
@@ -242,6 +247,7 @@ class _Plan:
         grouped, bias = divide and node in self.grouped, layer.bias is not None
         if ends == _ends(layer) and not grouped:
             return layer
+        check_plain(layer, str(node.target), self.places)
         reads_all = self._reads_all(layer, before)
         if isinstance(layer, nn.Linear):
             if grouped:
@@ -264,16 +270,19 @@ class _Plan:
         width, grouped = self.channels[node].rounded(), node in self.grouped
         if isinstance(layer, nn.GroupNorm):
             if grouped:
-                return self._group_norm(width, divide)
-            return layer if width == layer.num_channels else nn.GroupNorm(layer.num_groups, width, layer.eps)
+                return self._group_norm(width, divide, layer.affine)
+            if width == layer.num_channels:
+                return layer
+            return nn.GroupNorm(layer.num_groups, width, layer.eps, layer.affine)
         if grouped and norm == "group":
-            return self._group_norm(width, divide)
+            return self._group_norm(width, divide, layer.affine)
+        options = (layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         if grouped and divide:
-            return GroupedBatchNorm(self.groups, width, layer.eps, layer.momentum)
-        return layer if width == layer.num_features else type(layer)(width, layer.eps, layer.momentum)
+            return GroupedBatchNorm(self.groups, width, *options)
+        return layer if width == layer.num_features else type(layer)(width, *options)
 
-    def _group_norm(self, width: int, divide: bool) -> nn.Module:
-        return (GroupedNorm if divide else nn.GroupNorm)(self.groups, width)
+    def _group_norm(self, width: int, divide: bool, affine: bool = True) -> nn.Module:
+        return (GroupedNorm if divide else nn.GroupNorm)(self.groups, width, affine=affine)
 
     def _slice(self) -> None:
         """Give groups their share of what is shared, wherever they take it in."""

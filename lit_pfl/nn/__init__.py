@@ -35,6 +35,7 @@ from lit_pfl.nn.hadamard import (
     rank_for_ratio,
 )
 from lit_pfl.nn.memory import Memory
+from lit_pfl.nn.replace import check_plain, places_of_weights
 
 __all__ = [
     "CHANNELWISE",
@@ -56,6 +57,7 @@ __all__ = [
     "Pi",
     "RankRule",
     "Start",
+    "check_plain",
     "class_groups",
     "factorize",
     "factorized_layers",
@@ -64,6 +66,7 @@ __all__ = [
     "hadamard",
     "hadamard_layers",
     "l1_norm_of_masks",
+    "places_of_weights",
     "rank_for_gamma",
     "rank_for_ratio",
     "row_groups",

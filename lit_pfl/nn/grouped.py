@@ -184,13 +184,14 @@ class GroupedNorm(Grouped, nn.GroupNorm):
     Args:
         num_groups: G.
         num_channels: a multiple of G.
+        affine: as in :class:`torch.nn.GroupNorm`.
 
     Source:
         Psi-Net, Section 3.2.
     """
 
-    def __init__(self, num_groups: int, num_channels: int) -> None:
-        super().__init__(num_groups, num_channels)
+    def __init__(self, num_groups: int, num_channels: int, affine: bool = True) -> None:
+        super().__init__(num_groups, num_channels, affine=affine)
         self._divide(num_groups, evenly(num_channels, num_groups))
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
@@ -203,12 +204,22 @@ class GroupedBatchNorm(Grouped, nn.modules.batchnorm._BatchNorm):
     Args:
         num_groups: G.
         num_features: a multiple of G.
-        eps: as in :class:`torch.nn.BatchNorm2d`, like ``momentum``.
+        eps: as in :class:`torch.nn.BatchNorm2d`, like ``momentum``, ``affine`` and ``track_running_stats``.
         momentum: likewise.
+        affine: likewise.
+        track_running_stats: likewise.
     """
 
-    def __init__(self, num_groups: int, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
-        super().__init__(num_features, eps, momentum)
+    def __init__(
+        self,
+        num_groups: int,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self._divide(num_groups, evenly(num_features, num_groups))
 
     def _check_input_dim(self, input: Tensor) -> None:

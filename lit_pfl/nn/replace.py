@@ -30,7 +30,7 @@ def replace_layers(
             that is more than its weight, which would be lost without a word.
     """
     made: dict[nn.Module, nn.Module] = {}
-    places = Counter(id(weight) for part in module.modules() for weight in part._parameters.values())
+    places = places_of_weights(module)
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if not isinstance(layer, nn.Conv2d | nn.Linear) or keep(path):
             continue
@@ -40,14 +40,33 @@ def replace_layers(
             raise ConfigError(f"Layer {path!r} has padding_mode={layer.padding_mode!r}; only 'zeros' can be replaced.")
         if layer.weight.numel() == 0 or not layer.weight.requires_grad:
             continue
-        if more := _beside_its_weight(layer, path, places):
-            raise ConfigError(f"Layer {path!r} {more}, which would be lost; only plain layers can be replaced.")
+        check_plain(layer, path, places)
         if layer not in made:
             made[layer] = make(layer).to(layer.weight).train(layer.training)
         if not path:
             return made[layer]
         module.set_submodule(path, made[layer])
     return module
+
+
+def places_of_weights(module: nn.Module) -> Counter[int]:
+    """Return in how many places of a module each of its parameters is, by its identity."""
+    return Counter(id(weight) for part in module.modules() for weight in part._parameters.values())
+
+
+def check_plain(layer: nn.Conv2d | nn.Linear, path: str, places: Counter[int]) -> None:
+    """Refuse to replace a layer that is more than its weight, which would be lost without a word.
+
+    Args:
+        layer: the layer.
+        path: where it is, for the message.
+        places: see :func:`places_of_weights`, of the network that it is in.
+
+    Raises:
+        ConfigError: when it does what does not follow from its weight, bias and geometry.
+    """
+    if more := _beside_its_weight(layer, path, places):
+        raise ConfigError(f"Layer {path!r} {more}, which would be lost; only plain layers can be replaced.")
 
 
 def _beside_its_weight(layer: nn.Conv2d | nn.Linear, path: str, places: Counter[int]) -> str | None:

@@ -276,3 +276,44 @@ def test_networks_of_torchvision_that_cannot_be_divided(name):
 def test_a_head_of_another_kind():
     with pytest.raises(ConfigError, match="Sequential"):
         psi(Some(nn.Sequential(nn.Conv2d(3, 6, 3)), nn.Sequential(nn.Linear(6, 3))), 3)
+
+
+def with_norms(norm, layer=lambda: nn.Conv2d(8, 10, 3)):
+    body = nn.Sequential(nn.Conv2d(3, 7, 3), norm(7), nn.Conv2d(7, 8, 3), norm(8), layer(), nn.AdaptiveAvgPool2d(1))
+    return Some(nn.Sequential(*body, nn.Flatten()), nn.Linear(10, 4))
+
+
+@pytest.mark.parametrize("structure", ["grouped", "dense"])
+@pytest.mark.parametrize(
+    "options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.1}], ids=str
+)
+def test_batch_norms_keep_their_options(options, structure):
+    network = psi(with_norms(lambda width: nn.BatchNorm2d(width, **options)), 4, 1, norm="keep", structure=structure)
+    norms = [part for part in network.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    assert [norm.num_features for norm in norms] == [8, 8]
+    for norm in norms:
+        assert {name: getattr(norm, name) for name in options} == options
+        assert (norm.running_mean is None) == (not norm.track_running_stats)
+    if structure == "grouped":
+        images = torch.rand(2, 3, 9, 9)
+        whole = network.eval()(images)
+        torch.testing.assert_close(trim(network, [1, 3])(images)[:, [1, 3]], whole[:, [1, 3]])
+
+
+@pytest.mark.parametrize("norm", ["group", "keep"])
+def test_group_norms_without_affine_parameters_stay_so(norm):
+    network = psi(with_norms(lambda width: nn.GroupNorm(1, width, affine=False)), 4, 1, norm=norm)
+    assert [part.affine for part in network.modules() if isinstance(part, nn.GroupNorm)] == [False, False]
+
+
+class Standardized(nn.Conv2d):
+    def forward(self, x):
+        return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
+
+
+@pytest.mark.parametrize("layer", [
+    lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 10, 3)), lambda: Standardized(8, 10, 3)
+])  # fmt: skip
+def test_a_layer_that_is_more_than_its_weight_is_not_divided(layer):
+    with pytest.raises(ConfigError, match=r"^Layer '4' .* which would be lost"):
+        psi(with_norms(nn.BatchNorm2d, layer), 4, 1)
