@@ -194,7 +194,7 @@ class _OfDataLoader:
         some = Subset(self.samples, sorted({0, n // 2, n - 1}) if n else [])
         known = [str(n).encode()]
         for batch in DataLoader(FixedDraws(some), 1, collate_fn=self.loader.collate_fn, generator=torch.Generator()):
-            apply_to_collection(batch, Tensor, lambda x: known.append(x.cpu().contiguous().numpy().tobytes()))
+            apply_to_collection(batch, Tensor, lambda x: known.append(_bytes_of(x)))
         return b"|".join(known)
 
     def samples_of(self) -> Tensor:
@@ -268,3 +268,8 @@ class FixedDraws(Dataset):
     def __getitem__(self, position: int) -> Any:
         with fixed_draws(position):
             return self.dataset[position]
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    """Return a tensor's own bytes, of types that numpy does not know too."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

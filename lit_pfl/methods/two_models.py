@@ -74,9 +74,11 @@ class TwoModels(Client):
             return
         clip = nn.utils.clip_grad_value_ if gradient_clip_algorithm == "value" else nn.utils.clip_grad_norm_
         for name, learner in self.learners.items():
+            if all(weight.grad is None for weight in learner.parameters()):
+                continue  # it does not train at present
             if not own:
                 clip(learner.parameters(), gradient_clip_val)  # type: ignore[arg-type]
-            elif any(weight.grad is not None for weight in learner.parameters()):  # one that trains at present
+            else:
                 [other] = [other for other in self.learners.values() if other is not learner]
                 with _without_gradients(other):  # whose weights are in the optimizer too
                     call_hook(

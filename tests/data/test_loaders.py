@@ -29,6 +29,7 @@ from lit_pfl.data import (
     num_samples,
     part_of,
 )
+from lit_pfl.data.loaders import identity_of
 from lit_pfl.data.randomness import random_state, same_state
 from lit_pfl.errors import ConfigError
 
@@ -277,3 +278,14 @@ def test_loaders_of_other_kinds_say_what_they_lack(loader, message):
         with pytest.raises(ConfigError, match=message) as error:
             ask(loader)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64, torch.bool, torch.int8]
+)
+def test_samples_of_every_type_are_known_again(dtype):
+    def loader(values):
+        return DataLoader(TensorDataset(torch.tensor(values).to(dtype), torch.ones(2, 0)), batch_size=2)
+
+    one, same, other = (identity_of(loader(values)) for values in ([0.0, 1.0], [0.0, 1.0], [1.0, 1.0]))
+    assert one == same != other

@@ -5,7 +5,7 @@ import torch
 
 from foreign import PROJECTS, Regression
 from lit_pfl import Federation
-from lit_pfl.methods import APFL, Ditto, FedAvg, StandAlone
+from lit_pfl.methods import APFL, Ditto, FedAvg, FedSLR, StandAlone
 from tiny import assert_equal, trainer, weights
 
 
@@ -46,6 +46,13 @@ def test_both_of_ditto_s_models_are_clipped_as_if_alone(schedule):
     assert_equal(part(both, "net."), part(run(FedAvg), "net."))
     assert_equal(part(both, "personal.net."), part(run(StandAlone), "net."))
     assert not torch.equal(both[0]["net.3.weight"], run(FedAvg, lambda: Regression("SGD"))[0]["net.3.weight"])
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_model_that_does_not_train_at_present_has_nothing_to_clip(algorithm):
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    clipped = run(FedSLR, lambda: Regression("SGD"), client_trainer=options)
+    assert not torch.equal(clipped[0]["net.3.weight"], run(FedSLR, lambda: Regression("SGD"))[0]["net.3.weight"])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
