@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.methods import FactorizedFL, FedAvg, FedPer, FedSpa, PFedPara, Scaffold, SimFed, StandAlone
@@ -158,3 +159,14 @@ def test_states_that_modules_make_themselves_are_copied():
     module.memory += 1
     state.restore()
     assert module.memory == 0
+
+
+def test_what_has_two_names_is_as_in_the_reply_again():
+    module = nn.Module()
+    module.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module.head = module.net[1]
+    reply = {name: torch.full_like(weight, 3.0) for name, weight in module.named_parameters()}
+    good = LastGoodState(module, [], reply)
+    module.net.requires_grad_(False).apply(lambda part: [weight.fill_(torch.nan) for weight in part.parameters()])
+    good.restore()
+    assert all(weight.eq(3).all() for weight in module.parameters())

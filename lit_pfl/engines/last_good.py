@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lit_pfl.errors import UploadError
 from lit_pfl.finite import all_finite
 from lit_pfl.payload import Payload
-from lit_pfl_callbacks.tensors import copied, tensors_of
+from lit_pfl_callbacks.tensors import copied, load_tensors, tensors_of
 
 BACK = " The client begins its next round from where it began this one."
 
@@ -71,6 +71,7 @@ class LastGoodState:
     def restore(self) -> None:
         """Take up the state again. Schedules go on."""
         self.module.load_state_dict({**self._module, **self._reply})
+        load_tensors(self.module, self._reply)  # what has two names was kept under the second, as it was before
         for optimizer, states in zip(self.optimizers, self._optimizers, strict=True):
             optimizer.state.clear()
             optimizer.state.update(states)
