@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Literal
 
 import lightning as L
-from torch import Tensor, nn
+from torch import nn
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import factorized_layers
