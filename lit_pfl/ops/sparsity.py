@@ -27,7 +27,7 @@ def erk_densities(shapes: Mapping[str, torch.Size], density: float, dense: Set[s
         Evci et al. 2020 (RigL), Section 3; used by FedSpa.
     """
     total = sum(shape.numel() for shape in shapes.values())
-    dense |= {name for name, shape in shapes.items() if not shape.numel()}  # which no share can be taken of
+    dense = dense | {name for name, shape in shapes.items() if not shape.numel()}  # which no share can be taken of
     fixed = sum(shapes[name].numel() for name in dense)
     if fixed >= density * total and fixed < total:
         raise ValueError(f"{fixed} of {total} weights are dense, which is not below a density of {density}.")
@@ -38,7 +38,7 @@ def erk_densities(shapes: Mapping[str, torch.Size], density: float, dense: Set[s
         exceeding = {name for name, share in densities.items() if share > 1}
         if not exceeding:
             return {name: densities.get(name, 1.0) for name in shapes}
-        dense |= exceeding
+        dense = dense | exceeding
     return dict.fromkeys(shapes, 1.0)
 
 

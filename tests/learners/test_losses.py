@@ -1,11 +1,28 @@
 """What a training_step may return."""
 
+from typing import Any
+
+import lightning as L
 import pytest
 import torch
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import SkipBatch
-from lit_pfl.learners.steps import loss_of
+from lit_pfl.learners import SkipBatch, training_loss
+
+
+class Returning(L.LightningModule):
+    """Its step returns what is given."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def training_step(self, batch):
+        return self.outputs
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    return training_loss(Returning(outputs), None, 0)
 
 
 @pytest.mark.parametrize(
