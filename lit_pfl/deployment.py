@@ -86,8 +86,8 @@ class Deployment:
             By how much the logits of each format are off at most, by file.
 
         Raises:
-            ConfigError: when the extra is not installed, the model cannot be followed, or a format does not compute
-                what the model does.
+            ConfigError: when the extra is not installed, the model cannot be followed or has no ONNX, or a format does
+                not compute what the model does.
         """
         check_packages(onnx)
         folder, network = Path(folder), to_dense(self.network).eval()
@@ -101,7 +101,13 @@ class Deployment:
         with torch.no_grad():
             found = {PROGRAM: torch.export.load(folder / PROGRAM).module()(self.examples)}
         if onnx:
-            save_onnx(folder / PROGRAM, folder / ONNX)
+            try:
+                save_onnx(folder / PROGRAM, folder / ONNX)
+            except Exception as error:  # what ONNX has no operator for; what this PyTorch and this onnxscript cannot
+                raise ConfigError(
+                    f"{type(self.network).__name__} cannot be written as ONNX by PyTorch {torch.__version__}, which "
+                    f"another version may be able to: {_last_cause(error)}; or do without it, --no-onnx."
+                ) from error
             found[ONNX] = run_onnx(folder / ONNX, self.examples)
         differences = {file: _difference(logits, expected) for file, logits in found.items()}
         for file, difference in differences.items():
@@ -138,7 +144,13 @@ class Deployment:
         write_whole(folder / CARD, card(self.facts, labels, sizes, differences, shape))
 
 
-def _first_line(error: Exception) -> str:
+def _last_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -225,6 +225,16 @@ def test_a_format_that_computes_something_else_is_refused(monkeypatch):
         Deployment(nn.Identity(), torch.ones(2, 3)).save("model")
 
 
+def test_a_model_that_has_no_onnx_is_told_in_one_line(tmp_path):
+    network = Forward(lambda x: torch.linalg.eigvalsh(x[:, None] * x[..., None]))
+    with pytest.raises(
+        ConfigError, match=r"^Forward cannot be written as ONNX by PyTorch .*; or do without it, --no-onnx\.$"
+    ):
+        Deployment(network, torch.randn(2, 3)).save(tmp_path / "export")
+    assert not (tmp_path / "export" / "model.onnx").exists()
+    assert Deployment(network, torch.randn(2, 3)).save(tmp_path / "export", onnx=False)
+
+
 def test_without_the_packages_one_line_says_which(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
