@@ -293,7 +293,7 @@ def save_program(network: nn.Module, path: str | os.PathLike[str], example: Tens
     """
     network = copy.deepcopy(network).eval()
     sizes = torch.export.ShapesCollection()  # which finds the example also where forward takes *inputs
-    sizes[example] = {0: torch.export.Dim("batch")}
+    sizes[example] = {0: torch.export.Dim("batch", max=2**31 - 1)}
     with torch.no_grad():
         program = torch.export.export(network, (example,), dynamic_shapes=sizes.dynamic_shapes(network, (example,)))
     with replacing(Path(path)) as file:

@@ -25,6 +25,8 @@ from lit_pfl.methods import APFL, Ditto, FedAvg, FedSLR, PFedPara, PsiNet, SimFe
 from lit_pfl.models import Backbone
 from tiny import GroupNet, client, digits, trainer
 
+with_onnx = pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="needs the extra export")
+
 
 class Net(Backbone):
     """Two convolutions and a linear layer: enough to share one and to divide the others."""
@@ -85,6 +87,7 @@ def raw_images(data, number):
     return data.data.images[data.client(number).test.samples_of()]
 
 
+@with_onnx
 def test_the_same_logits_by_onnx_runtime_and_in_a_process_without_this_library(tmp_path):
     expected: dict[str, np.ndarray] = {}
     for name, method in METHODS.items():
@@ -107,6 +110,7 @@ def test_the_same_logits_by_onnx_runtime_and_in_a_process_without_this_library(t
     )
 
 
+@with_onnx
 def test_the_five_lines_name_the_class_in_the_clients_own_order(tmp_path):
     """Without this library, from a picture file, larger than the model's images and in colour."""
     data = digits(3, permute_labels=True)
@@ -218,6 +222,7 @@ def test_labels_are_not_those_of_a_single_logit_and_the_network_stays_as_it_is(t
     assert network.training
 
 
+@with_onnx
 def test_a_format_that_computes_something_else_is_refused(monkeypatch):
     monkeypatch.setattr("lit_pfl.deployment.save_onnx", lambda program, path: Path(path).write_bytes(b""))
     monkeypatch.setattr("lit_pfl.deployment.run_onnx", lambda path, inputs: inputs * 1.001)
@@ -225,6 +230,7 @@ def test_a_format_that_computes_something_else_is_refused(monkeypatch):
         Deployment(nn.Identity(), torch.ones(2, 3)).save("model")
 
 
+@with_onnx
 def test_a_model_that_has_no_onnx_is_told_in_one_line(tmp_path):
     network = Forward(lambda x: torch.linalg.eigvalsh(x[:, None] * x[..., None]))
     with pytest.raises(
