@@ -22,6 +22,8 @@ HEAD = 4096
 NAPS = 2e-5, 2e-3
 #: seconds for which a process that ends waits for what it has given up
 GIVEN_UP = 5.0
+#: seconds between the end of a process's connections and that of the process itself, at most
+LAST_BREATH = 1.0
 
 
 class Processes:
@@ -128,7 +130,10 @@ class Processes:
         try:
             work.wait()
         except RuntimeError as error:
-            self.check()
+            end = time.monotonic() + LAST_BREATH  # whoever is killed loses its connections before it counts as ended
+            while time.monotonic() < end:
+                self.check()
+                time.sleep(NAPS[1])
             raise RankError("Another process of this run is gone; its own output says why.") from error
 
     def _wait(self, done: Callable[[], bool], timeout: float) -> None:
