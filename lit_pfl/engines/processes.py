@@ -2,6 +2,7 @@
 
 import atexit
 import copy
+import math
 import os
 import time
 from collections.abc import Callable
@@ -131,9 +132,7 @@ class Processes:
             work.wait()
         except RuntimeError as error:
             end = time.monotonic() + LAST_BREATH  # whoever is killed loses its connections before it counts as ended
-            while time.monotonic() < end:
-                self.check()
-                time.sleep(NAPS[1])
+            self._wait(lambda: time.monotonic() > end, math.inf)
             raise RankError("Another process of this run is gone; its own output says why.") from error
 
     def _wait(self, done: Callable[[], bool], timeout: float) -> None:

@@ -1,9 +1,9 @@
 """Processes that tell each other things: what is said of one that is gone."""
 
-import socket
 from types import SimpleNamespace
 
 import pytest
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from lit_pfl.engines.processes import Processes
 from lit_pfl.errors import RankError
@@ -30,10 +30,7 @@ def test_how_a_process_ended_is_known_a_little_later_than_that_it_is_gone(looks)
         if looked == looks:
             raise RankError("ended by signal 9")
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = Processes(0, 1, "127.0.0.1", port)
+    group = Processes(0, 1, "127.0.0.1", find_free_network_port())
     group.check, group._gloo = check, SimpleNamespace(allgather=lambda *_: Lost())
     with pytest.raises(RankError, match="ended by signal 9" if looks else "is gone; its own output says why"):
         group.all_gather(b"")

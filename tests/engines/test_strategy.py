@@ -3,13 +3,13 @@
 import csv
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.demos.boring_classes import BoringModel
 from methods_on_ranks import METHODS, OTHERS, outcome, run
 
@@ -112,10 +112,7 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on_in_one(tmp_path):
 
 
 def test_a_process_that_gives_up_ends_in_good_order():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    came = started("giving_up.py", port)
+    came = started("giving_up.py", find_free_network_port())
     assert (came.returncode, came.stderr) == (2, "")
 
 
