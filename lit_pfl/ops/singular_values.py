@@ -1,5 +1,6 @@
 """Soft thresholding of singular values, fast for many matrices, and faster where few values stay."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -72,26 +73,22 @@ def threshold_singular_values(
             raise ValueError(f"Tensor {i} is {matrix.dtype} {tuple(matrix.shape)}, not a matrix of real numbers.")
         by_shape.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(i)
     for alike in by_shape.values():
-        stack = torch.stack([matrices[i].detach() for i in alike])
-        if stack.dtype.itemsize < 4:
-            stack = stack.float()
-        # so that nothing overflows, and a matrix of zeros is one
-        scales = stack.abs().amax((1, 2)) if stack.numel() else stack.new_zeros(len(stack))
-        if not scales.isfinite().all():
-            raise ValueError("A matrix holds NaN or infinity; it has no singular values.")
         rest = []
-        for i, matrix, scale in zip(alike, stack, scales.tolist(), strict=True):
+        for i in alike:
+            matrix = matrices[i].detach()
+            matrix = matrix.float() if matrix.dtype.itemsize < 4 else matrix
+            # so that nothing overflows, and a matrix of zeros is one
+            scale = max(abs(float(extreme)) for extreme in matrix.aminmax()) if matrix.numel() else 0.0
+            if not math.isfinite(scale):
+                raise ValueError("A matrix holds NaN or infinity; it has no singular values.")
             if scale == 0:
                 results[i] = Factors(matrix[:, :0], matrix[:0])
                 continue
+            matrix = matrix / scale
             start = None if near is None else near[i]
-            found = (
-                None
-                if start is None
-                else _in_a_subspace(matrix / scale, threshold / scale, start.to(matrix) / scale**0.5)
-            )
+            found = None if start is None else _in_a_subspace(matrix, threshold / scale, start.to(matrix) / scale**0.5)
             if found is None:
-                rest.append((i, matrix / scale, threshold / scale, scale))
+                rest.append((i, matrix, threshold / scale, scale))
             else:
                 results[i] = _scaled(found, scale)
         if rest:
@@ -138,8 +135,8 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
 
     The subspace is somewhat wider, in random directions, the more so the more of ``near`` has singular values, the
     squares of its rows' norms, that are small beside the threshold: as many may be just below it. It is widened where
-    it is seen to be too narrow. It is multiplied by A and A^T in turns, and made orthonormal each time: the largest
-    values would soon swamp all else.
+    it is seen to be too narrow. It is multiplied by A and A^T in turns, random directions three times more than the
+    others, and made orthonormal: the largest values would soon swamp all else.
 
     With orthonormal Q, ``Q^T A = W S V^T`` and the rest ``R = A - Q Q^T A``, A V has of every s a part ``R v`` outside
     Q, which is seen; what A^T then finds outside V is at most o / s of that, with o the largest singular value of what
@@ -147,37 +144,38 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
     ``(s - t) sqrt(s^2 + o^2) / (s^2 - o^2)`` times that of every kept s, with t the threshold; to second order it is
     added the square of ``R v`` over ``s - o``. Of what is not kept, where ``|A v|`` is below the threshold, it is what
     that and the part outside V together, as the root of the sum of squares, exceed the threshold by.
+
+    Here vectors are rows, which is faster: ``q`` is Q^T, ``right`` V^T and ``images`` (A V)^T.
     """
-    small = min(matrix.shape)
+    widest = WIDEST * min(matrix.shape)
     extra = len(near) // 16 + 16 + 2 * int((near.square().sum(1) < threshold / 2).sum())
-    if matrix.dtype != torch.float32 or threshold <= 0:
+    if matrix.dtype != torch.float32 or threshold <= 0 or len(near) + extra > widest:
         return None
     generator = torch.Generator().manual_seed(0)
     enough = TOLERANCE * float(matrix.norm())
-    right = torch.nn.functional.normalize(near).T
+    images = torch.nn.functional.normalize(near) @ matrix.T
     errors: list[float] = []
     for steps_left in reversed(range(STEPS)):
+        q = _orthonormal(images)
         if extra:
             around = torch.randn(extra, matrix.shape[1], generator=generator).to(matrix)
-            right = torch.cat([right, around.T / matrix.shape[1] ** 0.5], 1)
-            if right.shape[1] > WIDEST * small:
-                return None
-            # directions out of nowhere need two turns more
-            images = matrix @ _orthonormal(matrix.T @ _orthonormal(matrix @ right))
-        q = _orthonormal(images)
-        z = matrix.T @ q
-        squares, w = (t.flip(-1) for t in torch.linalg.eigh(z.T.double() @ z.double()))
+            turned = _orthonormal_to(q, around @ matrix.T)
+            q = torch.cat([q, _orthonormal_to(q, turned @ matrix @ matrix.T)])
+        z = q @ matrix
+        exact = z.double()
+        squares, w = (t.flip(-1) for t in torch.linalg.eigh(exact @ exact.T))
         s = squares.clamp(min=float(squares[0]) * 1e-14).sqrt()
-        w = w.to(matrix.dtype)
-        right = z @ (w / s.to(matrix.dtype))
-        images = matrix @ right
+        right = (w / s).to(matrix.dtype).T @ z
         outside = min(max(1.25 * float(s[-1]), LOWEST * threshold), HIGHEST * threshold)
         near_enough = s > outside
         extra = len(s) if near_enough.all() else 0
+        if len(s) + extra > widest:
+            return None
+        images = right @ matrix.T
         if extra:
             continue
-        apart = (images - q @ (w * s.to(matrix.dtype))).norm(dim=0).double()
-        lengths = images.norm(dim=0).double()
+        apart = torch.addmm(images, (w * s).to(matrix.dtype).T, q, alpha=-1).norm(dim=1).double()
+        lengths = images.norm(dim=1).double()
         kept = lengths > threshold
         further = outside / s * apart
         weight = (s - threshold) * (s**2 + outside**2).sqrt() / (s**2 - outside**2)
@@ -185,27 +183,30 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
         lifted = ((lengths.square() + further.square()).sqrt() - threshold)[near_enough & ~kept].clamp(min=0).sum()
         errors.append(float((weight * further)[kept].norm() + second + lifted))
         if errors[-1] <= enough:
-            if not _all_below(matrix, images[:, near_enough], right[:, near_enough], outside, threshold):
+            if not _all_below(matrix, images[near_enough], right[near_enough], outside, threshold):
                 return None
-            root = (lengths[kept] - threshold).sqrt()
-            left = images[:, kept] * (root / lengths[kept]).to(matrix.dtype)
-            return Factors(left, (right[:, kept] * root.to(matrix.dtype)).T)
+            root = (lengths[kept] - threshold).sqrt()[:, None]
+            left = images[kept].mul_((root / lengths[kept][:, None]).to(matrix.dtype))
+            return Factors(left.T, right[kept].mul_(root.to(matrix.dtype)))
         if len(errors) > 1 and errors[-1] * (errors[-1] / errors[-2]) ** steps_left > enough:
             return None
     return None
 
 
-def _orthonormal(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis of (m, l) columns."""
-    triangle, failed = torch.linalg.cholesky_ex(columns.T.double() @ columns.double())
-    if failed:
-        return torch.linalg.qr(columns).Q
-    eye = torch.eye(len(triangle)).to(triangle)
-    return columns @ torch.linalg.solve_triangular(triangle, eye, upper=False).T.to(columns.dtype)
+def _orthonormal(rows: Tensor) -> Tensor:
+    """Return an orthonormal basis of (l, n) rows."""
+    return torch.linalg.qr(rows.T).Q.T
+
+
+def _orthonormal_to(others: Tensor, rows: Tensor) -> Tensor:
+    """Return one of what (l, n) rows have that is not in the (k, n) orthonormal others."""
+    for _ in range(2):  # what rounding leaves of a large part is gone after the second time
+        rows = _orthonormal(rows - (rows @ others.T) @ others)
+    return rows
 
 
 def _all_below(matrix: Tensor, left: Tensor, right: Tensor, usual: float, threshold: float) -> bool:
-    """See whether ``matrix - left @ right^T``, with singular values mostly up to ``usual``, has none above a threshold.
+    """See whether ``matrix - left^T @ right``, with singular values mostly up to ``usual``, has none above a threshold.
 
     A Chebyshev polynomial stays within 1 up to ``usual`` and is far above that from the threshold on; its degree is
     such that a tenth of what it is there exceeds three times the length of a random vector, sqrt(n). Of a matrix with
@@ -213,12 +214,12 @@ def _all_below(matrix: Tensor, left: Tensor, right: Tensor, usual: float, thresh
     tenth of its standard deviation in a given direction happens once in 10^13.
     """
     generator = torch.Generator().manual_seed(1)
-    before = torch.randn(12, matrix.shape[1], generator=generator).to(matrix)  # as rows: twice as fast as columns
+    before = torch.randn(12, matrix.shape[1], generator=generator).to(matrix)
     edge = 2 * (threshold / usual) ** 2 - 1
 
     def step(x: Tensor) -> Tensor:
-        y = x @ matrix.T - (x @ right) @ left.T
-        back = y @ matrix - (y @ left) @ right.T
+        y = x @ matrix.T - (x @ right.T) @ left
+        back = y @ matrix - (y @ left.T) @ right
         return 2 / usual**2 * back - x
 
     now, at_edge, most = step(before), [1.0, edge], 3 * matrix.shape[1] ** 0.5

@@ -196,7 +196,7 @@ def test_a_value_just_above_the_threshold_is_not_lost(largest):
 
 def test_what_the_probes_say_of_what_is_left():
     """They see the one direction in 400 that reaches the threshold, and do not mind many below it."""
-    nothing = torch.zeros(400, 0)
+    nothing = torch.zeros(0, 400)
     for largest, expected in [(0.8, True), (0.79, True), (1.0, False), (1.5, False), (100.0, False)]:
         matrix = torch.tensor(with_values([largest] + [0.8] * 300, 400, 400)).float()
         assert singular_values._all_below(matrix, nothing, nothing, 0.8, 1.0) == expected
