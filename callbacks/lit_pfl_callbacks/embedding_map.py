@@ -56,6 +56,7 @@ class EmbeddingMap(Listening):
         """Draw the map."""
         round = round_of(trainer)
         if len(self._latest) < 2 or not due(round, self.every_n_rounds) or not trainer.is_global_zero:
+            self._table.add(trainer, [])
             return
         ids = sorted(self._latest)
         points = principal_plane(torch.stack([self._latest[client] for client in ids]))

@@ -101,17 +101,22 @@ class RoundTable:
         return path if path.exists() or self._former is None else self._former
 
     def add(self, trainer: L.Trainer, rows: list[dict[str, Any]]) -> None:
-        """Write rows, of one round or of some that follow each other, unless the Trainer keeps nothing."""
-        if not rows or not writes(trainer):
+        """Write rows, of one round or of some that follow each other, unless the Trainer keeps nothing.
+
+        A round that has none, such as one that is not measured, says so by an empty list: after a run is resumed, what
+        was there of that round and of later ones is gone all the same.
+        """
+        if not writes(trainer):
             return
         path = run_folder(trainer) / self.name
         if path == self._path:
             append_rows(path, rows, self.columns)
             return
-        first = min(row["round"] for row in rows)
+        first = min((row["round"] for row in rows), default=round_of(trainer))
         before = [row for row in checked_rows(self._source(trainer), self.columns) if int(float(row["round"])) < first]
-        write_rows(path, [{column: row[column] for column in self.columns} for row in [*before, *rows]])
-        self._path = path
+        if before or rows:
+            write_rows(path, [{column: row[column] for column in self.columns} for row in [*before, *rows]])
+            self._path = path
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the file is."""

@@ -104,6 +104,8 @@ class Similarity(Listening):
         round = round_of(trainer)
         self._count(pl_module)
         if not due(round, self.every_n_rounds):
+            self._table.add(trainer, [])
+            self._matching_table.add(trainer, [])
             return
         assert isinstance(pl_module, HasClients)
         found = self._of_states({client: pl_module.clients[client] for client in self._ids})

@@ -73,6 +73,7 @@ class SparsityMonitor(L.Callback):
         """Measure, as the weights are after training and before a reply is loaded."""
         round = round_of(trainer)
         if not trainer.is_global_zero or not ends_round(trainer) or not due(round, self.every_n_rounds):
+            self._table.add(trainer, [])
             return
         clients: Mapping[Any, nn.Module] = pl_module.clients if isinstance(pl_module, HasClients) else {"": pl_module}
         found = {client: measured(clients[client]) for client in spread(list(clients), self.most)}

@@ -1,0 +1,26 @@
+"""Files that get rows round by round."""
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from callbacks.plain import rows
+from lit_pfl import Federation
+from lit_pfl.methods import SimFed
+from lit_pfl_callbacks import EmbeddingMap, RunLogger, Similarity, SparsityMonitor
+from tiny import client, digits, trainer
+
+FILES = ("similarity.csv", "matching.csv", "embeddings.csv", "sparsity.csv")
+
+
+def test_a_run_that_goes_on_from_an_earlier_round_has_no_rows_of_rounds_it_does_not_reach(tmp_path):
+    def measured(rounds, path=None):
+        callbacks = [kind(every_n_rounds=3) for kind in (Similarity, EmbeddingMap, SparsityMonitor)]
+        keep = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", save_top_k=-1)
+        logger = RunLogger(str(tmp_path), name="", version="run")
+        trainer(rounds, callbacks=[*callbacks, keep], logger=logger, enable_checkpointing=True).fit(
+            Federation(client(SimFed), seed=1, threads=1), datamodule=digits(3), ckpt_path=path, weights_only=False
+        )
+        return [{int(row["round"]) for row in rows(tmp_path / "run" / name)} for name in FILES]
+
+    assert measured(6) == [{1, 3, 6}] * 4
+    assert measured(4, tmp_path / "kept" / "epoch=2.ckpt") == [{1, 3}] * 4
+    assert measured(6, tmp_path / "kept" / "epoch=3.ckpt") == [{1, 3, 6}] * 4
