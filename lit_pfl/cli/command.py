@@ -134,7 +134,7 @@ class FederatedCLI(LightningCLI):
         if record is None:
             return  # written from Python: the federation compares what it knows
         before = record["options"]
-        self.loggers = record.get("loggers") or [["WandbLogger", record.get("wandb")]]  # the second: of before
+        self.loggers = record["loggers"]
         self.changed = taken(before, by_name(of_a_run(self.given)), self.scoring)
         if self.changed and not self.scoring:
             say("Goes on with " + ", ".join(f"{k}: {new} (was {old})" for k, (old, new) in self.changed.items()))
