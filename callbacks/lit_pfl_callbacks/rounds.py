@@ -110,7 +110,8 @@ class RoundTable:
             return
         path = run_folder(trainer) / self.name
         if path == self._path:
-            append_rows(path, rows, self.columns)
+            if rows:
+                append_rows(path, rows, self.columns)
             return
         first = min((row["round"] for row in rows), default=round_of(trainer))
         before = [row for row in checked_rows(self._source(trainer), self.columns) if int(float(row["round"])) < first]

@@ -135,7 +135,7 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
 
     The subspace is somewhat wider, in random directions, the more so the more of ``near`` has singular values, the
     squares of its rows' norms, that are small beside the threshold: as many may be just below it. It is widened where
-    it is seen to be too narrow. It is multiplied by A and A^T in turns, random directions three times more than the
+    it is seen to be too narrow. It is multiplied by A and A^T in turns, random directions twice more than the
     others, and made orthonormal: the largest values would soon swamp all else.
 
     With orthonormal Q, ``Q^T A = W S V^T`` and the rest ``R = A - Q Q^T A``, A V has of every s a part ``R v`` outside
