@@ -51,6 +51,8 @@ def test_a_fit_that_something_ends_is_said_in_one_line():
         ({"overfit_batches": 1}, r"trainer\.overfit_batches=1: .*federation\.participation"),
         ({"limit_val_batches": 3}, r"trainer\.limit_val_batches=3: .*federation\.evaluate_clients"),
         ({"limit_test_batches": 1}, r"trainer\.limit_test_batches=1: .*tests are of all clients; give 0"),
+        ({"val_check_interval": 1}, r"trainer\.val_check_interval=1: .*trainer\.check_val_every_n_epoch"),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, r"trainer\.val_check_interval=4: "),
         ({"check_val_every_n_epoch": 0}, r"trainer\.check_val_every_n_epoch=0: .*limit_val_batches=0"),
         ({"gradient_clip_val": 10}, r"trainer\.gradient_clip_val=10: .*federation\.client_trainer\.gradient_clip_val"),
         ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2: .*client_trainer\.accumulate_grad_batches"),
@@ -74,6 +76,11 @@ def test_no_validation_and_a_first_try_are_all_right():
 def test_precision_of_clients_alone():
     with pytest.raises(ConfigError, match=r"federation\.client_trainer\.precision=64-true: "):
         run(client(FedAvg), client_trainer={"precision": "64-true"})
+
+
+def test_clients_do_not_overfit_on_the_same_batches():
+    with pytest.raises(ConfigError, match=r"federation\.client_trainer\.overfit_batches: .*limit_train_batches\.$"):
+        run(client(FedAvg), client_trainer={"overfit_batches": 2})
 
 
 @pytest.mark.parametrize("method", [PerFedAvg, lambda **options: APFL(adaptive=True, **options)])

@@ -80,7 +80,12 @@ def check_outer(trainer: L.Trainer) -> None:
             f"trainer.limit_test_batches={trainer.limit_test_batches}: a batch is a client here, and tests are of all "
             "clients; give 0 for no test."
         )
-    if trainer.check_val_every_n_epoch is not None and trainer.check_val_every_n_epoch < 1:
+    if trainer.check_val_every_n_epoch is None or not _is_share(trainer.val_check_interval, 1.0):
+        raise ConfigError(
+            f"trainer.val_check_interval={trainer.val_check_interval}: a batch is a client here, and some clients' "
+            "round is not over yet; give trainer.check_val_every_n_epoch, the rounds from one validation to the next."
+        )
+    if trainer.check_val_every_n_epoch < 1:
         raise ConfigError(
             f"trainer.check_val_every_n_epoch={trainer.check_val_every_n_epoch}: give 1 or more rounds, or "
             "trainer.limit_val_batches=0 for no validation."
@@ -162,6 +167,11 @@ def client_trainer(
     except TypeError as error:
         raise ConfigError(f"federation.client_trainer: {error}") from None
     check_precision("federation.client_trainer.precision", trainer)
+    if trainer.overfit_batches:  # type: ignore[attr-defined]
+        raise ConfigError(
+            "federation.client_trainer.overfit_batches: clients' batches come in their own order; for fewer of them give "
+            "federation.client_trainer.limit_train_batches."
+        )
     make_endless(trainer)
     return trainer
 

@@ -12,8 +12,9 @@ from lit_pfl.payload import Payload
 def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: Iterable[str] | None = None) -> Payload:
     """Sum payloads of equal lay-out, each times its weight.
 
-    Every product and sum is rounded by itself, in the given order, so the result does not depend on the machine. A
-    weight of 0 leaves its payload out altogether, and a single weight of 1 returns that payload's values unchanged.
+    Every product and sum is rounded by itself, in the given order, so the result does not depend on the machine; of
+    tensors in half precision to single precision, and the result once more. A weight of 0 leaves its payload out
+    altogether, and a single weight of 1 returns that payload's values unchanged.
 
     Args:
         payloads: J payloads with the same names and shapes.
@@ -30,20 +31,27 @@ def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: 
 
 def _weighted_sum(terms: list[tuple[Tensor, float]]) -> Tensor:
     (first, weight), *others = terms
-    if not first.is_floating_point():  # whole numbers, exact up to 2^53
-        return _weighted_sum([(tensor.double(), weight) for tensor, weight in terms]).round().to(first.dtype)
-    total = first * weight
+    wide = _wide(first)
+    total = first.to(wide) * weight
     term = torch.empty_like(total)  # one for all: fresh memory would take longer than the sum
     for tensor, weight in others:
-        total += torch.mul(tensor, weight, out=term)
-    return total
+        total += torch.mul(tensor.to(wide), weight, out=term)
+    return (total if first.is_floating_point() else total.round()).to(first.dtype)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the type in which to add up: in half precision a sum of many loses what is added last."""
+    if not tensor.is_floating_point():
+        return torch.float64  # whole numbers, exact up to 2^53
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 @torch.no_grad()
 def mean_of_rows(parts: Sequence[tuple[Tensor, Tensor, float]], before: Tensor) -> Tensor:
     """Average every row of a tensor over those who have it.
 
-    As in :func:`weighted_mean`, every product and sum is rounded by itself, in the given order.
+    As in :func:`weighted_mean`, every product and sum is rounded by itself, in the given order, of half precision to
+    single precision.
 
     Args:
         parts: of each who has some: (r, ...) rows; (r,) which rows of the whole these are, each once; and a weight
@@ -59,9 +67,10 @@ def mean_of_rows(parts: Sequence[tuple[Tensor, Tensor, float]], before: Tensor) 
     mass = torch.zeros(len(before), dtype=torch.float64)
     for _, rows, weight in parts:
         mass[rows] += weight
-    total = torch.zeros_like(before)
+    total = torch.zeros_like(before, dtype=_wide(before))
     for tensor, rows, weight in parts:
-        share = (weight / mass[rows]).to(before).view(-1, *[1] * (before.dim() - 1))
+        share = (weight / mass[rows]).to(total).view(-1, *[1] * (before.dim() - 1))
         total.index_add_(0, rows.to(before.device), tensor * share)
+    total = total.to(before.dtype)
     nobody = (mass == 0).nonzero().flatten().to(before.device)
     return total.index_copy_(0, nobody, before[nobody])
