@@ -32,10 +32,10 @@ class Factorization:
             released code.
         pi: how the matrices of form ``FFxIO`` become weights, see :class:`~lit_pfl.nn.FactorizedConv2d`.
         start: how weights start. ``dense``: as those of the dense network of the same seed, u v^T their best
-            approximation of this rank and mu the rest; without a mask the approximation only. ``paper``: u and v drawn
-            Xavier-uniform and mu zero, as Factorized-FL says. ``released``: the same, but mu and the bias of linear
-            layers drawn so too, as in its released code. Papers that do not say (SimFed) get ``dense``: a weight of
-            rank 1 learns slowly until mu has grown.
+            approximation of this rank and mu the rest; without a mask the approximation only. ``paper``: mu zero,
+            as Factorized-FL says, u and v drawn Xavier-uniform, as in its released code. ``released``: the same, but mu
+            and the bias of linear layers drawn so too, as in that code. Papers that do not say (SimFed) get ``dense``:
+            a weight of rank 1 learns slowly until mu has grown.
 
     Source:
         Error feedback: Seide et al. 2014; Karimireddy et al. 2019.

@@ -85,6 +85,10 @@ class Server:
         """Return what this client loads before it trains again. Called any number of times, changing nothing."""
         return self.model
 
+    def shown(self, client: int) -> Payload:
+        """Return what this client loads before it is evaluated as aggregated: its reply, if a method has no other."""
+        return self.reply(client)
+
     def mixing(self) -> tuple[list[int], Tensor] | None:
         """Return clients' ids, and (J, J) weights of everybody's latest tensors in each one's next reply.
 

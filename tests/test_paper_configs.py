@@ -54,7 +54,7 @@ CELLS += [[file] for file in files(FACTORIZED / "fig8i", PSI / "fig7")] + [
 #: what may lie over a cell
 OVER = [
     [OVERLAY[0], start, FACTORIZED / "fig8/similarity.yaml", FACTORIZED / "columns/domains.yaml"]
-    for start in files(FACTORIZED / "starts")
+    for start in [*files(FACTORIZED / "starts"), FACTORIZED / "inert_penalty.yaml"]
 ] + [[SIMFED / "rows/simfed.yaml", SIMFED / "starts/paper.yaml", SIMFED / "columns/superclasses.yaml"]]
 SCALES = [
     [paper / f"rows/{row}.yaml", paper / f"columns/{column}.yaml", paper / f"{scale}.yaml"]
@@ -174,6 +174,7 @@ def test_what_goes_over_a_cell_changes_what_it_says(cells):
     assert {name: starts[name].model.factorization.start for name in ("dense", "released", "paper")} == {
         "dense": "dense", "released": "released", "paper": "paper"
     }  # fmt: skip
+    assert [starts[name].model.factorization.l1_mode for name in ("paper", "inert_penalty")] == ["subgradient", "inert"]
     assert starts["dense"].model.rule.min_matches == 4
     [similarity] = starts["dense"].trainer.callbacks
     names = [f"learner.backbone.{name}" for name in starts["dense"].model.make_backbone(3, 10).state_dict()]

@@ -54,7 +54,7 @@ class PartitionedDataModule(FederatedDataModule):
         eval_batch_size: samples in a validation or test batch.
         evaluate_on: ``own``: every client is evaluated on a part of the validation and test data with the same share of
             each class as its training data. ``all``: on all of them (all of its domain's, if there are several), under
-            its own labels (Factorized-FL, Section 5.1). ``alike``: on about ``eval_samples`` of them, drawn with the
+            its own labels (Factorized-FL's released code). ``alike``: on about ``eval_samples`` of them, drawn with the
             same shares of classes, whatever other clients have drawn (FedSLR, Appendix B.1).
         split: ``pooled``: the source's own training and test data together are cut anew. ``official``: the source's own
             test data are for testing, all of them, and its training data are cut into a training part and, below a

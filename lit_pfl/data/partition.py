@@ -133,7 +133,7 @@ class Dirichlet(Partition):
             clients, which then take no part.
 
     Source:
-        Factorized-FL, Section 5.1 (alpha = 0.5, proportions over clients for each class).
+        Factorized-FL, Appendix B.1 (alpha = 0.5), and its released code (proportions over clients for each class).
     """
 
     def __init__(self, alpha: PositiveFloat = 0.5, min_samples: NonNegativeInt = 10) -> None:

@@ -169,8 +169,8 @@ def client_trainer(
     check_precision("federation.client_trainer.precision", trainer)
     if trainer.overfit_batches:  # type: ignore[attr-defined]
         raise ConfigError(
-            "federation.client_trainer.overfit_batches: clients' batches come in their own order; for fewer of them give "
-            "federation.client_trainer.limit_train_batches."
+            "federation.client_trainer.overfit_batches: clients' batches come in their own order; for fewer of them "
+            "give federation.client_trainer.limit_train_batches."
         )
     make_endless(trainer)
     return trainer

@@ -60,8 +60,8 @@ class FactorizedFL(Client):
         ConfigError: without a factorization, or with a mixture of mu that is not there.
 
     Source:
-        Factorized-FL, Eq. 3 to 6 and Algorithm 1; its domains use tau = 0.95, epsilon = 20, min_matches = 4, permuted
-        labels 0, 1, 10, standard labels 0, 1, 20 (released code).
+        Factorized-FL, Eq. 2 to 6, Algorithms 1 and 2; its domains use tau = 0.95, epsilon = 20, min_matches = 4,
+        permuted labels 0, 1, 10, standard labels 0, 1, 20 (released code).
     """
 
     shares: frozenset[Role] = MIXES["u"] | {"body", "norm", "head"}

@@ -1,7 +1,7 @@
 """FedDyn: dynamic regularisation, under which the clients' optima agree with the global one."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jsonargparse.typing import PositiveFloat
@@ -26,12 +26,15 @@ class FedDyn(Client):
     client last took part. Where this comes to rest, ``-alpha h_i`` is the gradient of client i's loss, and these sum
     to zero.
 
-    With ``federation.evaluate=after``, what is evaluated is that sum, the model that the next round begins with.
+    With ``federation.evaluate=after``, what is evaluated is that sum, the model that the next round begins with, or
+    the participants' mean alone (``scored_model``).
 
     Args:
         alpha: how strongly clients are held; 0.01 is of the authors' runs on CIFAR, 0.1 of FedSLR's comparison.
         by_samples: let clients count by their numbers of samples n, as the authors' code does: client i is held by
             ``alpha mean(n) / n_i``, which the server tells it.
+        scored_model: which model of the server is evaluated: the one that the ``next`` round begins with, or the
+            ``mean`` of the participants' models, as trained ("cld" and "sel" of the authors' code).
         kwargs: see :class:`~lit_pfl.Client`. The authors clip gradients to a norm of 10:
             ``--federation.client_trainer.gradient_clip_val 10``.
 
@@ -46,11 +49,17 @@ class FedDyn(Client):
 
     deviation: Memory
 
-    def __init__(self, alpha: PositiveFloat = 0.01, by_samples: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        alpha: PositiveFloat = 0.01,
+        by_samples: bool = False,
+        scored_model: Literal["next", "mean"] = "next",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         if not alpha > 0:
             raise ConfigError(f"model.alpha={alpha}: FedDyn needs a number above 0; without one, use FedAvg.")
-        self.alpha, self.by_samples = alpha, by_samples
+        self.alpha, self.by_samples, self.scored_model = alpha, by_samples, scored_model
         self._own_alpha = alpha
         self._centre: dict[str, Tensor] = {}
 
@@ -58,7 +67,8 @@ class FedDyn(Client):
         self.deviation = Memory(self.shared_weights()).zero_()
 
     def configure_server(self) -> "FedDynServer":  # noqa: D102
-        return FedDynServer(frozenset(self.shared_weights()), self.alpha if self.by_samples else None)
+        alpha = self.alpha if self.by_samples else None
+        return FedDynServer(frozenset(self.shared_weights()), alpha, self.scored_model == "mean")
 
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
         self._own_alpha = float(reply.get(ALPHA, self.alpha))
@@ -94,6 +104,7 @@ class FedDynServer(UniformServer):
     Args:
         weights: names of the trained parameters among what is uploaded; all else is averaged only.
         alpha: told to every client as ``alpha mean(n) / n_i``; None: not told.
+        shows_mean: whether what is evaluated is the mean that the next round's model is made of.
 
     Attributes:
         deviation: mean of h_i over all clients, by name.
@@ -101,8 +112,8 @@ class FedDynServer(UniformServer):
 
     deviation: dict[str, Tensor]
 
-    def __init__(self, weights: frozenset[str], alpha: float | None = None) -> None:
-        self.weights, self.alpha = weights, alpha
+    def __init__(self, weights: frozenset[str], alpha: float | None = None, shows_mean: bool = False) -> None:
+        self.weights, self.alpha, self.shows_mean = weights, alpha, shows_mean
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
@@ -125,6 +136,15 @@ class FedDynServer(UniformServer):
         mean = sum(self.num_samples.values()) / len(self.num_samples)
         alpha = torch.tensor(self.alpha * mean / self.num_samples[client])
         return Payload({**self.model, ALPHA: alpha}, self.model.sparse)
+
+    def shown(self, client: int) -> Payload:  # noqa: D102
+        return self.global_model() if self.shows_mean else super().shown(client)
+
+    def global_model(self) -> Payload:  # noqa: D102
+        if not self.shows_mean:
+            return self.model
+        mean = {name: self.model[name] - deviation for name, deviation in self.deviation.items()}
+        return Payload({**self.model, **mean}, self.model.sparse)
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
         return {**super().state_dict(), "deviation": dict(self.deviation)}

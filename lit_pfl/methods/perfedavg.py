@@ -39,7 +39,8 @@ class PerFedAvg(Client):
 
     * ``g`` (``order="first"``), or
     * ``g - alpha * d``, ``d = [grad f(w + delta g; D3) - grad f(w - delta g; D3)] / (2 delta)``, Hessian times g
-      (``order="hessian_free"``).
+      (``order="hessian_free"``), or
+    * the same with d the Hessian of ``f(w; D3)`` times g itself, by differentiating twice (``order="exact"``).
 
     The paper's outer step size beta is the optimizer's learning rate; its momentum and weight decay apply to the outer
     step only, and gradient clipping likewise. The loss that is reported is ``f(w~; D2)``.
@@ -56,7 +57,8 @@ class PerFedAvg(Client):
 
     Args:
         alpha: inner step size.
-        order: which approximation of the gradient of ``f(w - alpha * grad f(w))``.
+        order: how the gradient of ``f(w - alpha * grad f(w))`` is taken. ``exact`` needs layers that can be
+            differentiated twice.
         delta: the step of the difference, in ``hessian_free``. In half precision 0.001 is too little.
         inner_statistics: whether batch norm counts D1 (and D3) in its running statistics, as the codes of others do;
             if not, only D2 at w~.
@@ -73,7 +75,7 @@ class PerFedAvg(Client):
     def __init__(
         self,
         alpha: NonNegativeFloat = 0.01,
-        order: Literal["first", "hessian_free"] = "first",
+        order: Literal["first", "hessian_free", "exact"] = "first",
         delta: PositiveFloat = 1e-3,
         inner_statistics: bool = True,
         weighting: Weighting = "uniform",
@@ -86,7 +88,7 @@ class PerFedAvg(Client):
     @property
     def parts(self) -> int:
         """Number of independent batches that a step takes."""
-        return {"first": 2, "hessian_free": 3}[self.order]
+        return 2 if self.order == "first" else 3
 
     def configure_server(self) -> Server:  # noqa: D102
         return averaging(self.weighting)
@@ -115,15 +117,25 @@ class PerFedAvg(Client):
             return loss
         g = _gradients(loss, weights)
         with unseen(self.learner):
-            # Both sides of the difference see the same dropout, else it would be that of two functions.
-            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                above = self._gradient(_moved(weights, g, self.delta), probe[0], batch_idx)
-            below = self._gradient(_moved(weights, g, -self.delta), probe[0], batch_idx)
-        linear = [
-            ((g[name] - self.alpha * (above[name] - below[name]) / (2 * self.delta)) * (w - w.detach())).sum()
-            for name, w in weights.items()
-        ]
+            curved = {"hessian_free": self._difference, "exact": self._hessian_times}[self.order]
+            d = curved(weights, g, probe[0], batch_idx)
+        linear = [((g[name] - self.alpha * d[name]) * (w - w.detach())).sum() for name, w in weights.items()]
         return loss.detach() + sum(linear)
+
+    def _difference(self, weights: Weights, g: Weights, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        # Both sides of the difference see the same dropout, else it would be that of two functions.
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            above = self._gradient(_moved(weights, g, self.delta), batch, batch_idx)
+        below = self._gradient(_moved(weights, g, -self.delta), batch, batch_idx)
+        return {name: (above[name] - below[name]) / (2 * self.delta) for name in weights}
+
+    def _hessian_times(self, weights: Weights, g: Weights, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        at = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+        gradient = _gradients(self._loss_at(at, batch, batch_idx, self.inner_statistics), at, create_graph=True)
+        along = torch.stack([(gradient[name] * g[name]).sum() for name in at]).sum()
+        if not along.requires_grad:  # of a loss that is linear in all weights
+            return {name: torch.zeros_like(weight) for name, weight in at.items()}
+        return _gradients(along, at)
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: weight for name, weight in self.learner.named_parameters() if weight.requires_grad}
@@ -164,6 +176,6 @@ def _moved(weights: Weights, direction: Weights, step: float) -> dict[str, Tenso
     return {name: weight + step * direction[name] for name, weight in weights.items()}
 
 
-def _gradients(loss: Tensor, weights: Weights) -> dict[str, Tensor]:
-    gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+def _gradients(loss: Tensor, weights: Weights, create_graph: bool = False) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True, create_graph=create_graph)
     return dict(zip(weights, gradients, strict=True))

@@ -50,7 +50,7 @@ class _Factorized(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw u and v uniformly (Xavier) and zero mu and the bias (Factorized-FL, Section 4)."""
+        """Draw u and v uniformly (Xavier: Factorized-FL, released code) and zero mu and the bias (Section 4)."""
         nn.init.xavier_uniform_(self.u)
         nn.init.xavier_uniform_(self.v)
         for zero in (self.mu, self.bias):
@@ -96,7 +96,7 @@ class _Factorized(nn.Module):
 
     @property
     def sparse_mu(self) -> Tensor | None:
-        """``mu`` as it is used and sent: entries below the threshold are zero (Factorized-FL, Section 4)."""
+        """``mu`` as it is used and sent: entries below the threshold are zero (Factorized-FL, released code)."""
         if self.mu is None or not self.threshold:
             return self.mu
         return self.mu * (self.mu.abs() >= self.threshold)
@@ -133,7 +133,7 @@ class FactorizedLinear(_Factorized, ComposedLinear):
         mask: whether there is a mu.
 
     Source:
-        SimFed, Eq. 5; Factorized-FL, Eq. 3.
+        SimFed, Eq. 5; Factorized-FL, Eq. 2.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class FactorizedConv2d(_Factorized, ComposedConv2d):
         pi: how the matrix of form ``FFxIO`` becomes a weight.
 
     Source:
-        SimFed, Eq. 6; Factorized-FL, Eq. 4.
+        SimFed, Eq. 6; Factorized-FL, Eq. 3.
     """
 
     def __init__(
@@ -269,9 +269,9 @@ def factorize(
         mask: whether there is a mu.
         pi: how the matrices of form ``FFxIO`` become weights, see :class:`FactorizedConv2d`.
         threshold: entries of mu below it in size count as zero in evaluation mode.
-        start: how the new weights start. ``paper``: u and v drawn Xavier-uniform, mu and the bias zero (Factorized-FL).
-            ``released``: the same, but in linear layers mu and the bias are drawn so too, as the code does that
-            Factorized-FL's authors released. ``dense``: as the weight and the bias that are replaced, trained or not
+        start: how the new weights start. ``paper``: mu and the bias zero (Factorized-FL), u and v drawn Xavier-uniform
+            (the code that its authors released). ``released``: the same, but in linear layers mu and the bias are drawn
+            so too, as that code does. ``dense``: as the weight and the bias that are replaced, trained or not
             (:meth:`FactorizedLinear.load_dense`).
 
     Returns:

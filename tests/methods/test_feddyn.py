@@ -231,6 +231,24 @@ def test_evaluation_after_aggregation_leaves_the_run_as_it_is():
     assert_equal(weights(a), weights(b))
 
 
+def test_the_mean_of_the_participants_is_scored_if_asked_to():
+    federations = {}
+    for scored in ("next", "mean"):
+        method = quadratic(FedDyn, Quadratics.random(), alpha=2.0, scored_model=scored)
+        federations[scored] = run(method, equal(4), rounds=3, participation=0.5, evaluate="after")
+    a, b = (federations[scored].coordinator.server for scored in ("next", "mean"))
+    assert_equal(dict(a.model), dict(b.model))  # what is scored changes nothing
+    assert a.shown(0) is a.model
+    moved = np.mean(
+        [flat(federations["mean"].clients[k].upload()) for k in federations["mean"].participants(2)], axis=0
+    )
+    np.testing.assert_allclose(flat(b.shown(0)), moved, atol=1e-6)
+    np.testing.assert_allclose(flat(b.global_model()), moved, atol=1e-6)
+    assert np.abs(flat(a.model) - moved).max() > 1e-3
+    alone = federations["mean"].standalone(0)
+    np.testing.assert_allclose(flat(dict(alone.named_parameters())), moved, atol=1e-6)
+
+
 def test_resumed_equals_uninterrupted(tmp_path):
     a, b = run_whole_and_in_two_parts(
         tmp_path, lambda: client(FedDyn, by_samples=True), lambda: digits(4), local_epochs=2, participation=0.5

@@ -90,11 +90,11 @@ class LeastSquares(PerFedAvg):
         return (learner(images)[:, 0] - labels).square().mean() / 2
 
 
-@pytest.mark.parametrize("delta", [1e-3, 1.0])
-def test_hessian_free_is_exact_on_a_quadratic(delta):
+@pytest.mark.parametrize(("order", "delta"), [("hessian_free", 1e-3), ("hessian_free", 1.0), ("exact", 1.0)])
+def test_second_order_on_a_quadratic(order, delta):
     """(I - alpha H3) grad f(w - alpha grad f(w; D1); D2), where differences are exact for any delta."""
     linear = lambda *_: Parts(nn.Flatten(), nn.Linear(4, 1))  # noqa: E731
-    method = LeastSquares(alpha=0.2, order="hessian_free", delta=delta, backbone=linear)
+    method = LeastSquares(alpha=0.2, order=order, delta=delta, backbone=linear)
     member = method.build(spec(channels=1, image_size=2)).double()
     images, labels = torch.randn(12, 1, 2, 2, dtype=torch.double), torch.randn(12, dtype=torch.double)
     loss = member.objective((images, labels), 0)
@@ -110,6 +110,35 @@ def test_hessian_free_is_exact_on_a_quadratic(delta):
     np.testing.assert_allclose(ours, expected, atol=1e-9)
     assert float(loss.detach()) == pytest.approx(np.square(x2 @ stepped - y2).mean() / 2)
     np.testing.assert_allclose(np.concatenate([a.ravel() for a in arrays(member.backbone).values()]), w)
+
+
+def test_exact_is_the_gradient_of_the_loss_after_the_inner_step():
+    """With D1 = D2 = D3 the gradient is that of ``f(w - alpha grad f(w))`` as a function of w."""
+    member = PerFedAvg(alpha=0.3, order="exact", backbone=TwoLayers).build(spec(channels=1, image_size=8)).double()
+    images, labels = torch.randn(7, 1, 8, 8, dtype=torch.double), torch.randint(10, (7,))
+    member.objective((images.repeat(3, 1, 1, 1), labels.repeat(3)), 0).backward()
+    w = {name: weight.detach().requires_grad_() for name, weight in member.backbone.named_parameters()}
+
+    def f(w):
+        return nn.functional.cross_entropy(torch.func.functional_call(member.backbone, w, images), labels)
+
+    inner = torch.autograd.grad(f(w), list(w.values()), create_graph=True)
+    outer = f({name: weight - 0.3 * g for (name, weight), g in zip(w.items(), inner, strict=True)})
+    expected = torch.autograd.grad(outer, list(w.values()))
+    for weight, theirs in zip(member.backbone.parameters(), expected, strict=True):
+        torch.testing.assert_close(weight.grad, theirs)
+
+
+def test_a_loss_that_is_linear_in_the_weights_has_no_curvature():
+    class Linear(PerFedAvg):
+        def loss(self, learner, batch, batch_idx):
+            return learner(batch[0]).mean()
+
+    linear = lambda *_: Parts(nn.Flatten(), nn.Linear(4, 1, bias=False))  # noqa: E731
+    member = Linear(order="exact", backbone=linear).build(spec(channels=1, image_size=2))
+    images = torch.randn(12, 1, 2, 2)
+    member.objective((images, torch.zeros(12)), 0).backward()
+    torch.testing.assert_close(next(member.backbone.parameters()).grad, images[4:8].flatten(1).mean(0, keepdim=True))
 
 
 def test_hessian_free_sees_one_function_on_both_sides():
@@ -128,7 +157,7 @@ def test_hessian_free_sees_one_function_on_both_sides():
     assert sizes[1] < 2 * sizes[0]
 
 
-@pytest.mark.parametrize(("order", "parts"), [("first", 2), ("hessian_free", 3)])
+@pytest.mark.parametrize(("order", "parts"), [("first", 2), ("hessian_free", 3), ("exact", 3)])
 def test_without_an_inner_step_it_is_fedavg_on_the_second_parts_bit_for_bit(order, parts):
     """With alpha = 0 a step is along the gradient at w of D2. D1 then only moves statistics, unless told not to."""
 
@@ -150,7 +179,7 @@ def test_without_an_inner_step_it_is_fedavg_on_the_second_parts_bit_for_bit(orde
     assert accuracy[0] == accuracy[1]
 
 
-@pytest.mark.parametrize(("order", "parts"), [("first", 2), ("hessian_free", 3)])
+@pytest.mark.parametrize(("order", "parts"), [("first", 2), ("hessian_free", 3), ("exact", 3)])
 def test_a_step_uses_consecutive_batches_of_an_epoch(order, parts):
     federation = run(client(PerFedAvg, order=order), digits(2, batch_size=64), rounds=2, local_epochs=3)
     for member in federation.clients.values():
@@ -170,11 +199,12 @@ def test_a_step_uses_consecutive_batches_of_an_epoch(order, parts):
 def test_batch_norm_counts_every_pass_or_the_last():
     counts = {}
     for inner in (True, False):
-        for order in ("first", "hessian_free"):
+        for order in ("first", "hessian_free", "exact"):
             member = client(PerFedAvg, order=order, inner_statistics=inner).build(spec(channels=1, image_size=8))
             member.objective((torch.randn(12, 1, 8, 8), torch.randint(10, (12,))), 0)
             counts[inner, order] = int(member.backbone.body[1].num_batches_tracked)
-    assert counts == {(True, "first"): 2, (True, "hessian_free"): 4, (False, "first"): 1, (False, "hessian_free"): 1}
+    assert [counts[True, order] for order in ("first", "hessian_free", "exact")] == [2, 4, 3]
+    assert [counts[False, order] for order in ("first", "hessian_free", "exact")] == [1, 1, 1]
 
 
 def personal_score(member):
@@ -244,7 +274,7 @@ def test_heads_stay_at_home_under_permuted_labels():
     assert not torch.equal(*[member.backbone.head.weight for member in federation.clients.values()])
 
 
-@pytest.mark.parametrize("order", ["first", "hessian_free"])
+@pytest.mark.parametrize("order", ["first", "hessian_free", "exact"])
 def test_absent_clients_and_resuming(tmp_path, order):
     assert_absent_clients_stay(lambda: client(PerFedAvg, order=order))
     whole, resumed = run_whole_and_in_two_parts(
@@ -254,7 +284,7 @@ def test_absent_clients_and_resuming(tmp_path, order):
     assert whole.rows == resumed.rows
 
 
-@pytest.mark.parametrize("order", ["first", "hessian_free"])
+@pytest.mark.parametrize("order", ["first", "hessian_free", "exact"])
 def test_inner_batches_do_not_count_in_the_learner_s_metrics(order):
     class Counts(L.LightningModule):
         def __init__(self):
