@@ -1,8 +1,8 @@
 """Calling a learner's steps as a Trainer would."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import chain
@@ -13,6 +13,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lit_pfl.errors import ConfigError
@@ -175,12 +176,31 @@ def holding(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[Non
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Put the plain attributes of a module and its parts back afterwards: hidden states, caches, counters, metrics.
+    """Put a module and its parts back afterwards: their tensors, hidden states, caches, counters, metrics.
 
-    They are in no checkpoint, so a resumed run would not have what an evaluation leaves behind.
+    What changes inside is undone too: of tensors, also those in dicts, as parameters and buffers are; of lists and
+    dicts. Plain attributes are in no checkpoint, so a resumed run would not have what an evaluation leaves behind.
     """
-    before = [(part.__dict__, part.__dict__.copy()) for part in module.modules()]
-    inside = [(value, _content(value)) for _, attributes in before for value in attributes.values()]
+    with _as_they_were([*module.modules()]):
+        yield
+
+
+@contextmanager
+def unseen(learner: L.LightningModule) -> Iterator[None]:
+    """Tell nobody what a learner logs, and leave its metrics as they are; the rest of it changes as ever."""
+    metrics = [part for part in learner.modules() if isinstance(part, Metric)]
+    with _as_they_were(metrics), recorded(learner):
+        yield
+
+
+@contextmanager
+def _as_they_were(parts: Sequence[nn.Module]) -> Iterator[None]:
+    before = [(part.__dict__, part.__dict__.copy()) for part in parts]
+    values = [value for _, attributes in before for value in attributes.values()]
+    inside = [(value, value.copy()) for value in values if isinstance(value, list | dict)]
+    in_dicts = (value for _, content in inside if isinstance(content, dict) for value in content.values())
+    tensors = {id(x): x for x in chain(values, in_dicts) if isinstance(x, Tensor) and not is_lazy(x)}
+    held = [_Held(tensor) for tensor in tensors.values()]
     try:
         yield
     finally:
@@ -188,33 +208,32 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             attributes.clear()
             attributes.update(former)
         for value, content in inside:
-            _put_back(value, content)
+            if isinstance(value, list):
+                value[:] = content
+            else:
+                value.clear()
+                value.update(content)
+        for one in held:
+            one.put_back()
 
 
-@contextmanager
-def unseen(learner: L.LightningModule) -> Iterator[None]:
-    """Tell nobody what a learner logs, and leave its metrics as they are; the rest of it changes as ever."""
-    with ExitStack() as stack:
-        for part in learner.modules():
-            if isinstance(part, Metric):
-                stack.enter_context(unchanged(part))
-        stack.enter_context(recorded(learner))
-        yield
+class _Held:
+    """A tensor's memory and what is in it."""
 
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.memory = tensor, tensor.detach()
+        self.content = self.memory.clone()
+        # others, sparse ones for instance, cannot be compared; they count their changes, but not those by way of .data
+        self.is_plain = tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter)
+        self.version = None if self.is_plain or tensor.is_inference() else tensor._version
 
-def _content(value: Any) -> Any:
-    """Return a copy of what may change inside a tensor, list or dict without being replaced by another one."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value.copy() if isinstance(value, list | dict) else None
-
-
-def _put_back(value: Any, content: Any) -> None:
-    if isinstance(value, Tensor):
-        if not torch.equal(value, content):
-            value.detach().copy_(content)
-    elif isinstance(value, list):
-        value[:] = content
-    elif isinstance(value, dict):
-        value.clear()
-        value.update(content)
+    def put_back(self) -> None:
+        """Write what has changed, in place: optimizers and views know the tensor, and the memory."""
+        if self.is_plain:
+            if not torch.equal(self.memory, self.content):
+                self.memory.copy_(self.content)
+            if not self.tensor.is_set_to(self.memory):  # somebody has assigned to .data
+                self.tensor.data = self.memory
+        elif self.version is not None and self.tensor._version != self.version:
+            with torch.no_grad():
+                self.tensor.copy_(self.content)

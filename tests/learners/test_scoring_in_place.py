@@ -1,0 +1,93 @@
+"""A client's training is a Trainer's, whatever a step changes in place while it is scored or tried."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from lit_pfl.learners import unchanged
+from lit_pfl.methods import StandAlone
+from tiny import assert_equal, trainer
+
+X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
+Y = X.sum(1, keepdim=True)
+
+
+class InOrder(L.LightningDataModule):
+    """The same batches in training, validation and testing, always in the same order."""
+
+    def _loader(self):
+        return DataLoader(TensorDataset(X, Y), 8)
+
+    train_dataloader = val_dataloader = test_dataloader = _loader
+
+
+class Momentum(L.LightningModule):
+    """Follows its own network by a mean in place, like encoders that learn by contrast, and counts its steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.slow = nn.Linear(6, 1), nn.Linear(6, 1)
+        self.slow.requires_grad_(False)
+        self.assigned = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("queue", torch.zeros(5))
+        self.means = {"loss": torch.zeros(())}
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        with torch.no_grad():
+            for slow, own in zip(self.slow.parameters(), self.net.parameters(), strict=True):
+                slow.data.lerp_(own.data, 0.1)  # which a tensor does not count as a change
+            self.assigned.data = self.assigned.data * 1.5
+            self.queue[self.steps % 5] = x.mean() + 1
+            self.steps += 1
+        loss = nn.functional.mse_loss(self.net(x) + self.slow(x) * self.assigned, y * self.queue.mean())
+        self.means["loss"] += loss.detach()
+        return loss + 0.01 * self.means["loss"].sin() * self.net.weight.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class ScoredByTheSame(Momentum):
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.training_step(batch, batch_idx))
+
+
+@pytest.mark.parametrize("kind", [Momentum, ScoredByTheSame])
+def test_one_client_by_itself_is_a_plain_fit(kind):
+    def made():
+        torch.manual_seed(0)
+        return kind()
+
+    plain = made()
+    trainer(3, limit_val_batches=0).fit(plain, InOrder().train_dataloader())
+    federation = Federation(StandAlone(learner=made()), seed=0, threads=1)
+    trainer(3, num_sanity_val_steps=2).fit(federation, datamodule=PerClient([InOrder()]))
+    assert federation.rows[0].scores["loss"] > 0
+    assert_equal(federation.clients[0].learner.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_tensors_are_put_back_where_they_were(around):
+    module = nn.Linear(3, 2)
+    module.register_buffer("edges", torch.eye(3).to_sparse())
+    weight, bias, edges = module.weight, module.bias, module.edges
+    view, values = weight.detach().view(-1), {name: x.clone() for name, x in module.state_dict().items()}
+    untouched = bias._version
+    with around(), unchanged(module):
+        weight.data = weight * 2
+        weight.data = torch.ones(7)
+        edges *= 3
+        module.edges = None
+    assert module.weight is weight
+    assert module.edges is edges
+    assert_equal({**module.state_dict(), "edges": edges.to_dense()}, {**values, "edges": values["edges"].to_dense()})
+    assert bias._version == untouched
+    with torch.no_grad():
+        view.zero_()
+    assert not weight.any()
