@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.learners import SkipBatch, call_hook, call_step, recorded, size_of, training_loss, unchanged
@@ -67,7 +66,7 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
         for hook in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
             _tell(learner, hook)
         for index, batch in enumerate(batches):
-            batch = move_data_to_device(batch, learner.device)
+            batch = transferred(learner, batch)
             record.batch_size = size_of(batch)
             _tell(learner, f"on_{stage}_batch_start", batch, index)
             outputs = call_step(learner, f"{stage}_step", batch, index)
@@ -84,6 +83,13 @@ def _tell(learner: L.LightningModule, hook: str, *args: Any) -> None:
         call_hook(learner, hook, *args)
 
 
+def transferred(learner: L.LightningModule, batch: Any) -> Any:
+    """Return a batch as a Trainer hands it to a learner: on its device, after the hooks that it meets on the way."""
+    batch = call_hook(learner, "on_before_batch_transfer", batch, 0)
+    batch = call_hook(learner, "transfer_batch_to_device", batch, learner.device, 0)
+    return call_hook(learner, "on_after_batch_transfer", batch, 0)
+
+
 def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, float]:
     """Return the number of samples and the mean loss of ``training_step`` on them, in evaluation mode, NaN without any.
 
@@ -92,7 +98,7 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
     n, total = 0, 0.0
     with torch.no_grad(), evaluating(learner), unchanged(learner), recorded(learner):
         for index, batch in enumerate(batches):
-            batch = move_data_to_device(batch, learner.device)
+            batch = transferred(learner, batch)
             size = size_of(batch)
             try:
                 total += float(training_loss(learner, batch, index)) * size

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from lit_pfl.client import Client
@@ -15,7 +14,7 @@ from lit_pfl.data import LateLoader
 from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.engines.streams import random_state_kept, scoring_draws
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.evaluation import Score, Split, score
+from lit_pfl.evaluation import Score, Split, score, transferred
 from lit_pfl.learners import call_step
 from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean
 from lit_pfl.links import LocalHub
@@ -143,7 +142,7 @@ class LocalEngine:
         assert module.data is not None
         with self._shown(client, module.evaluated[0], reply, trainer) as learner, evaluating(learner), torch.no_grad():
             return [
-                call_step(learner, "predict_step", move_data_to_device(batch, learner.device), index)
+                call_step(learner, "predict_step", transferred(learner, batch), index)
                 for index, batch in enumerate(module.data.test)
             ]
 

@@ -1,4 +1,4 @@
-"""A client's training is a Trainer's, whatever a step changes in place while it is scored or tried."""
+"""A client is scored as a Trainer would do it, and left as it was, so that its training is a Trainer's too."""
 
 import lightning as L
 import pytest
@@ -91,3 +91,49 @@ def test_tensors_are_put_back_where_they_were(around):
     with torch.no_grad():
         view.zero_()
     assert not weight.any()
+
+
+class Scaled(L.LightningModule):
+    """Gets its batches ready on their way to the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 1)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return dict(zip(("x", "y"), batch, strict=True))
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return {**super().transfer_batch_to_device(batch, device, dataloader_idx), "moved": True}
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        assert batch.pop("moved")
+        return {**batch, "x": batch["x"] * 100}
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch["x"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class OnlyTrains(Scaled):
+    validation_step = L.LightningModule.validation_step
+
+
+@pytest.mark.parametrize("kind", [Scaled, OnlyTrains])
+def test_batches_of_scores_go_through_the_learner_s_hooks(kind):
+    data, own, fitting = PerClient([InOrder()]), Scaled(), trainer(1)
+    federation = Federation(StandAlone(learner=kind()), seed=0, threads=1)
+    fitting.fit(federation, datamodule=data)
+    own.load_state_dict(federation.clients[0].learner.state_dict())
+    (expected,) = trainer().validate(own, InOrder().val_dataloader(), verbose=False)
+    assert fitting.callback_metrics["val/loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
+    (predicted,) = fitting.predict(federation, datamodule=data)
+    assert torch.equal(predicted[0], torch.cat(trainer().predict(own, InOrder().val_dataloader())))
