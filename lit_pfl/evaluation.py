@@ -2,20 +2,25 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.learners import SkipBatch, call_hook, call_step, recorded, size_of, training_loss, unchanged
+from lit_pfl.lightning_internals import told_evaluating
 from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
 from lit_pfl_callbacks.tensors import evaluating
 
 Split = Literal["val", "test"]
 STAGES: dict[str, str] = {"val": "validation", "test": "test"}
+#: what a learner's Trainer says that it does
+RUNNING: dict[str, RunningStage] = {"val": RunningStage.VALIDATING, "test": RunningStage.TESTING}
 LOSS = re.compile(r"(^|[/_.])loss$")
 
 
@@ -59,10 +64,11 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
     stages = [STAGES[split], *(stage for stage in STAGES.values() if stage != STAGES[split])]
     stage = next((s for s in stages if is_overridden(f"{s}_step", learner)), None)
     if stage is None:
-        n, loss = mean_loss(learner, batches)
+        with told_evaluating(learner, RUNNING[split]):
+            n, loss = mean_loss(learner, batches)
         return Score(n, {"loss": loss} if n else {})
     n = 0
-    with torch.no_grad(), evaluating(learner), unchanged(learner), recorded(learner) as record:
+    with _evaluated(learner, stage, RUNNING[split]), recorded(learner) as record:
         for hook in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
             _tell(learner, hook)
         for index, batch in enumerate(batches):
@@ -76,6 +82,28 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
             _tell(learner, f"on_{stage}_epoch_end")
             _tell(learner, f"on_{stage}_end")
         return Score(n, record.compute() if n else {}, record.directions)
+
+
+def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]:
+    """Return what a learner's ``predict_step`` gives for each batch; the learner is left as it was."""
+    with _evaluated(learner, "predict", RunningStage.PREDICTING):
+        return [
+            call_step(learner, "predict_step", transferred(learner, batch), index)
+            for index, batch in enumerate(batches)
+        ]
+
+
+@contextmanager
+def _evaluated(learner: L.LightningModule, stage: str, running: RunningStage) -> Iterator[None]:
+    """Put a learner into the mode in which its Trainer would evaluate it; all of it is put back afterwards."""
+    with torch.no_grad(), unchanged(learner), told_evaluating(learner, running):
+        hook = f"on_{stage}_model_eval"
+        if is_overridden(hook, learner):  # as for dropout that draws
+            call_hook(learner, hook)
+        else:
+            learner.eval()
+        yield
+        _tell(learner, f"on_{stage}_model_train")
 
 
 def _tell(learner: L.LightningModule, hook: str, *args: Any) -> None:

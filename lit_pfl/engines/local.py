@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
-import torch
 from torch import Tensor, nn
 
 from lit_pfl.client import Client
@@ -14,13 +13,12 @@ from lit_pfl.data import LateLoader
 from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.engines.streams import random_state_kept, scoring_draws
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.evaluation import Score, Split, score, transferred
-from lit_pfl.learners import call_step
+from lit_pfl.evaluation import Score, Split, predictions, score
 from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean
 from lit_pfl.links import LocalHub
 from lit_pfl.payload import Payload, as_payload
 from lit_pfl_callbacks import FederatedLoop
-from lit_pfl_callbacks.tensors import copied, evaluating
+from lit_pfl_callbacks.tensors import copied
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
@@ -140,11 +138,8 @@ class LocalEngine:
         """Return what a client's personalized model predicts on its test data, batch by batch; see :meth:`evaluate`."""
         module = self.clients[client]
         assert module.data is not None
-        with self._shown(client, module.evaluated[0], reply, trainer) as learner, evaluating(learner), torch.no_grad():
-            return [
-                call_step(learner, "predict_step", transferred(learner, batch), index)
-                for index, batch in enumerate(module.data.test)
-            ]
+        with self._shown(client, module.evaluated[0], reply, trainer) as learner:
+            return predictions(learner, module.data.test)
 
     def standalone(self, client: int, reply: Payload | None, trainer: L.Trainer) -> nn.Module:
         """Return a copy of a client's personalized model as a network by itself; see :meth:`evaluate`."""

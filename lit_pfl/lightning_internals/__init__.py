@@ -9,7 +9,14 @@ from lit_pfl.lightning_internals.checkpoint_io import (
     read_whole,
 )
 from lit_pfl.lightning_internals.endless import make_endless
-from lit_pfl.lightning_internals.hooks import hand_down_trainer, in_hook, lent_trainer, name_metrics, optimizers_in
+from lit_pfl.lightning_internals.hooks import (
+    hand_down_trainer,
+    in_hook,
+    lent_trainer,
+    name_metrics,
+    optimizers_in,
+    told_evaluating,
+)
 from lit_pfl.lightning_internals.launcher import ScriptLauncher
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
 from lit_pfl.lightning_internals.undisturbed import undisturbed
@@ -31,5 +38,6 @@ __all__ = [
     "own_copy",
     "read_checkpoint",
     "read_whole",
+    "told_evaluating",
     "undisturbed",
 ]

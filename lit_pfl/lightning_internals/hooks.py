@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import Metric
 
 
@@ -62,3 +63,24 @@ def lent_trainer(module: L.LightningModule, trainer: L.Trainer) -> Iterator[None
         yield
     finally:
         module.trainer = None
+
+
+@contextmanager
+def told_evaluating(module: L.LightningModule, stage: RunningStage) -> Iterator[None]:
+    """Let a module's Trainer, if there is one, say that it evaluates, and that it is this module.
+
+    Args:
+        module: the module.
+        stage: what the Trainer is said to do; a check of sanity stays one.
+    """
+    trainer = module._trainer
+    if trainer is None:
+        yield
+        return
+    before, outer = trainer.state.stage, trainer.model
+    trainer.state.stage = before if trainer.sanity_checking else stage
+    trainer.strategy.model = module  # which Lightning's own on_validation_model_eval and its like put into their modes
+    try:
+        yield
+    finally:
+        trainer.state.stage, trainer.strategy.model = before, outer

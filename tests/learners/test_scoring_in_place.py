@@ -1,5 +1,7 @@
 """A client is scored as a Trainer would do it, and left as it was, so that its training is a Trainer's too."""
 
+from typing import Any
+
 import lightning as L
 import pytest
 import torch
@@ -137,3 +139,71 @@ def test_batches_of_scores_go_through_the_learner_s_hooks(kind):
     assert fitting.callback_metrics["val/loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
     (predicted,) = fitting.predict(federation, datamodule=data)
     assert torch.equal(predicted[0], torch.cat(trainer().predict(own, InOrder().val_dataloader())))
+
+
+heard: list[Any] = []
+
+
+class Asks(OnlyTrains):
+    """Notes what its Trainer says that it does, and keeps drawing."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 1), nn.Dropout(0.5))
+
+    def note(self, step):
+        says = self.trainer
+        flags = (says.training, says.validating, says.testing, says.predicting)
+        heard.append((step, says.state.stage.value, flags.index(True), says.model is self))
+        return {"drawing": float(self.net[1].training)}
+
+    def validation_step(self, batch, batch_idx):
+        self.log_dict(self.note("validation_step"))
+
+    def test_step(self, batch, batch_idx):
+        self.log_dict(self.note("test_step"))
+
+    def predict_step(self, batch, batch_idx):
+        self.note("predict_step")
+        return self.net(batch["x"])
+
+    def on_validation_model_eval(self):
+        super().on_validation_model_eval()
+        assert not self.net[1].training
+        self.net[1].train()
+
+    def on_validation_model_train(self):
+        heard.append("on_validation_model_train")
+        super().on_validation_model_train()
+
+
+class AsksInTraining(OnlyTrains):
+    def training_step(self, batch, batch_idx):
+        heard.append(self.trainer.state.stage.value)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_trainer_says_that_it_evaluates_and_is_asked_for_the_mode():
+    heard.clear()
+    data, fitting = PerClient([InOrder()]), trainer(1)
+    federation = Federation(StandAlone(learner=Asks()), seed=0, threads=1, local_epochs=1)
+    fitting.fit(federation, datamodule=data)
+    assert fitting.callback_metrics["val/drawing"] == 1
+    assert fitting.callback_metrics["test/drawing"] == 0
+    learner = federation.clients[0].learner
+    after = {part: part.training for part in federation.clients[0].modules()}
+    fitting.predict(federation, datamodule=data)
+    validated, tested = ("validation_step", "validate", 1, True), ("test_step", "test", 2, True)
+    predicted = ("predict_step", "predict", 3, True)
+    assert heard == [*[validated] * 3, "on_validation_model_train", *[tested] * 3, *[predicted] * 3]
+    assert after == {part: part.training for part in federation.clients[0].modules()}
+    assert learner.trainer.model is federation.clients[0]
+    assert not learner.trainer.evaluating
+
+
+def test_it_says_so_too_where_the_loss_is_the_score():
+    heard.clear()
+    client = StandAlone(learner=AsksInTraining())
+    federation = Federation(client, seed=0, threads=1)
+    trainer(1, num_sanity_val_steps=1).fit(federation, datamodule=PerClient([InOrder()]))
+    assert heard == ["sanity_check"] * 3 + ["train"] * 3 + ["validate"] * 3 + ["test"] * 3
