@@ -326,6 +326,15 @@ def test_empty_clients_take_no_part():
     assert [row.client for row in federation.rows] == list(federation.clients)
 
 
+def test_mixed_precision_is_that_of_the_last_test_too():
+    federation, data = Federation(client(StandAlone), seed=1, threads=1), digits()
+    fitting = trainer(1, precision="bf16-mixed")
+    fitting.fit(federation, datamodule=data)
+    at_the_end = federation.rows
+    fitting.test(federation, datamodule=data, verbose=False)
+    assert federation.rows == at_the_end
+
+
 def test_mixed_precision_does_not_reuse_stale_weights():
     federation = Federation(client(FedAvg), seed=3, threads=1)
     trainer(2, precision="bf16-mixed").fit(federation, datamodule=digits())

@@ -142,7 +142,7 @@ class Scoring(Parts):
         if {row[:3] for row in self.rows} == {(client, self.coordinator.round, "test") for client in everybody}:
             return  # there were no validation data, and nobody was left out
         self.rows = []
-        with torch.no_grad():
+        with torch.no_grad(), self.trainer.precision_plugin.test_step_context():  # as in a test by the Trainer
             self._evaluate(list(self.clients), "test")
         self._gather_rows()
         metrics = summary(self.rows, "test", self.higher_is_better)
