@@ -169,7 +169,7 @@ class Client(Training, Exchange, Telling):
         hand_down_trainer(self)
         for name, learner in self.learners.items():
             name_metrics(learner, f"{name}.")
-        hand_on(self, list(self.learners.values()), self.scored, Client, alone)
+        hand_on(self, self.learners, self.scored, Client, alone)
         if alone:
             for step in ("validation_step", "test_step", "predict_step"):
                 if is_overridden(step, self.scored):
@@ -228,6 +228,11 @@ class Client(Training, Exchange, Telling):
     def learners(self) -> dict[str, L.LightningModule]:
         """The client's learners by name: ``learner``, whose tensors may travel, and others that a method adds."""
         return {"learner": self.learner}
+
+    @L.LightningModule.strict_loading.getter  # type: ignore[attr-defined]
+    def strict_loading(self) -> bool:
+        """Whether a checkpoint has to hold every tensor, and no other; the learner may say that it need not."""
+        return super().strict_loading and (self.learner is None or self.learner.strict_loading)
 
     @property
     def backbone(self) -> nn.Module:

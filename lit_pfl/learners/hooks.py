@@ -1,6 +1,6 @@
 """A Trainer calls the hooks of the module that it is given: a client, which hands them on to its learner."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,7 +33,7 @@ DATA = ("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader",
 
 def hand_on(
     client: L.LightningModule,
-    learners: Sequence[L.LightningModule],
+    learners: Mapping[str, L.LightningModule],
     scored: L.LightningModule,
     base: type[L.LightningModule],
     data: bool,
@@ -42,13 +42,13 @@ def hand_on(
 
     Args:
         client: the module that the Trainer knows.
-        learners: the learner, and further ones of the same kind. What those log in training is not shown: it would be
-            under the same names.
+        learners: the learner, and further ones of the same kind, by their names in the client. What those log in
+            training is not shown: it would be under the same names.
         scored: the one of them that is evaluated.
         base: the client's own base class; hooks of classes below it are a method's.
         data: whether hooks that get data are handed on too.
     """
-    first, *_ = learners
+    first, *_ = every = list(learners.values())
     for hook in (*TOLD, *DONE, *(DATA if data else ())):
         if not is_overridden(hook, first):
             continue
@@ -58,7 +58,7 @@ def hand_on(
                 client.__dict__[hook] = _handing_on(hook, None, [first])
         else:
             evaluation = any(hook.startswith(f"on_{stage}_") for stage in STAGES)
-            client.__dict__[hook] = _handing_on(hook, own, [scored] if evaluation else learners)
+            client.__dict__[hook] = _handing_on(hook, own, [scored] if evaluation else every)
     for hook in KEPT:
         if is_overridden(hook, first) and not is_overridden(hook, client, base):
             client.__dict__[hook] = _keeping(hook, learners)
@@ -83,11 +83,19 @@ def _handing_on(hook: str, own: Callable[..., Any] | None, learners: Iterable[L.
     return handing_on
 
 
-def _keeping(hook: str, learners: Sequence[L.LightningModule]) -> Callable[[dict[str, Any]], None]:
+def _keeping(hook: str, learners: Mapping[str, L.LightningModule]) -> Callable[[dict[str, Any]], None]:
     def keeping(checkpoint: dict[str, Any]) -> None:
-        for number, learner in enumerate(learners):  # the first finds what it keeps where a Trainer would put it
+        tensors = checkpoint["state_dict"]
+        for number, (name, learner) in enumerate(learners.items()):
+            # the first finds what it keeps where a Trainer would put it
             place = checkpoint if number == 0 else checkpoint.setdefault(f"kept_by_learner_{number}", {})
+            prefix = f"{name}."
+            own = [key for key in tensors if key.startswith(prefix)]
+            # Under the learner's own names, and in the client's dict again: that one knows versions of its entries.
+            place["state_dict"] = {key.removeprefix(prefix): tensors.pop(key) for key in own}
             call_hook(learner, hook, place)
+            tensors.update({prefix + key: value for key, value in place.pop("state_dict").items()})
+        checkpoint["state_dict"] = tensors
 
     return keeping
 

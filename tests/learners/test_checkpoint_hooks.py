@@ -1,0 +1,107 @@
+"""What a learner does to its checkpoints, it does under a method too: its hooks see its tensors under its own names."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_pfl.client import ClientSpec
+from lit_pfl.links import LocalHub
+from lit_pfl.methods import Ditto, FedAvg
+from lit_pfl_callbacks import FederatedLoop
+from lit_pfl_callbacks.tensors import tensors_of
+from tiny import assert_equal, trainer
+
+
+class Taught(L.LightningModule):
+    """Learns from a teacher that is never trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.teacher, self.head = nn.Linear(3, 2).requires_grad_(False), nn.Sequential(nn.Linear(3, 2))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.head(batch[0]), self.teacher(batch[0]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+
+
+class KeepsWhatIsTrained(Taught):
+    """As with a LoRA: a new dict of the trained weights only."""
+
+    def __init__(self):
+        super().__init__()
+        self.strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint):
+        trained = {name for name, weight in self.named_parameters() if weight.requires_grad}
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
+
+
+class PutsBack(Taught):
+    """Takes the teacher out of the dict that is there, and puts it back."""
+
+    def on_save_checkpoint(self, checkpoint):
+        for name in self.teacher.state_dict():
+            del checkpoint["state_dict"][f"teacher.{name}"]
+
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["state_dict"].update({f"teacher.{k}": v for k, v in self.teacher.state_dict().items()})
+
+
+def samples(client):
+    return TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(client)))
+
+
+def sites(method, learner, folder, rounds, former=None):
+    """Train two sites, under a Trainer of their own each, and return their methods; every one leaves a checkpoint."""
+    modules, hub = [method(learner=learner()) for _ in range(2)], LocalHub(seed=1)
+
+    def fit(number):
+        fitting = trainer(rounds, callbacks=[FederatedLoop(hub.link)])
+        path = former and folder / f"{former}-{number}.ckpt"
+        fitting.fit(modules[number], DataLoader(samples(number), 4), ckpt_path=path, weights_only=False)
+        fitting.save_checkpoint(folder / f"{rounds}-{number}.ckpt")
+
+    for number in range(2):
+        hub.add(number, lambda number=number: fit(number))
+    hub.run(method(learner=learner()).configure_server())
+    return modules
+
+
+@pytest.mark.parametrize("method", [FedAvg, Ditto])
+@pytest.mark.parametrize("learner", [KeepsWhatIsTrained, PutsBack])
+def test_a_site_goes_on_from_what_its_module_keeps(tmp_path, learner, method):
+    straight = sites(method, Taught, tmp_path, 3)
+    sites(method, learner, tmp_path, 1)
+    resumed = sites(method, learner, tmp_path, 3, former=1)
+    for one, other in zip(straight, resumed, strict=True):
+        assert_equal(tensors_of(one), tensors_of(other))
+    kept = torch.load(tmp_path / "1-0.ckpt", weights_only=False)["state_dict"]
+    parts = list(resumed[0].learners)
+    assert set(kept) == {f"{part}.head.0.{name}" for part in parts for name in ("weight", "bias")}
+
+
+def test_other_entries_and_their_versions_are_left_as_they_are():
+    client = FedAvg(learner=PutsBack())
+    client.configure(ClientSpec())
+    state = client.state_dict()
+    checkpoint = {"state_dict": state}
+    state["else"] = torch.ones(())
+    client.on_save_checkpoint(checkpoint)
+    assert set(checkpoint["state_dict"]) == {"else", "learner.head.0.weight", "learner.head.0.bias"}
+    assert checkpoint["state_dict"]._metadata["learner.head.0"] == {"version": 1}
+    client.on_load_checkpoint(checkpoint)
+    assert set(checkpoint["state_dict"]) == {"else", *client.state_dict()}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_learner_says_how_strictly_it_is_loaded(strict):
+    client = FedAvg(learner=Taught())
+    client.learner.strict_loading = strict
+    assert client.strict_loading is strict
+    client.strict_loading = False
+    assert not client.strict_loading
