@@ -4,12 +4,12 @@ Everything here takes a loader of this package or a PyTorch DataLoader over a ma
 of the loader's own samples, from 0. Where a loader cannot do what is asked, a ConfigError names what it lacks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import singledispatch
 from typing import Any, Protocol
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -104,6 +104,25 @@ def example_of(loader: Any) -> Any:
     return next(iter(in_order(loader, 1)))
 
 
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield a batch's tensors in their order, whatever holds them: sequences, mappings, dataclasses, nested.
+
+    Nothing is put together again, which not every holder lets one do: a ``PackedSequence`` wants its own types back.
+    """
+    if isinstance(batch, Tensor):
+        yield batch
+        return
+    parts: Any = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        parts = batch
+    elif is_dataclass(batch):
+        parts = [getattr(batch, field.name) for field in fields(batch)]
+    for part in parts:
+        yield from tensors_in(part)
+
+
 def _labels_in(batch: Any) -> Tensor:
     labels = batch[-1] if isinstance(batch, list | tuple) else None
     if isinstance(batch, Mapping):
@@ -194,7 +213,7 @@ class _OfDataLoader:
         some = Subset(self.samples, sorted({0, n // 2, n - 1}) if n else [])
         known = [str(n).encode()]
         for batch in DataLoader(FixedDraws(some), 1, collate_fn=self.loader.collate_fn, generator=torch.Generator()):
-            apply_to_collection(batch, Tensor, lambda x: known.append(_bytes_of(x)))
+            known += map(_bytes_of, tensors_in(batch))
         return b"|".join(known)
 
     def samples_of(self) -> Tensor:

@@ -9,6 +9,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lit_pfl.client import Client
+from lit_pfl.data.loaders import tensors_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import mean_loss
 from lit_pfl.factorization import Factorization
@@ -99,7 +100,7 @@ class SimFed(Client):
             mean_loss(self.learner, [batch])
         finally:
             handle.remove()
-        first = next((x for x in _tensors(seen) if x.is_floating_point()), None)
+        first = next((x for x in tensors_in(seen) if x.is_floating_point()), None)
         if first is None:
             raise ConfigError(
                 f"model.encoder: training_step of {type(self.learner).__name__} does not call this part, or gets no "
@@ -115,14 +116,8 @@ class SimFed(Client):
 
 def noisy_tensors(example: Any) -> list[Tensor]:
     """Return those tensors of a batch that Gaussian noise can stand for; without any, those of whole numbers."""
-    tensors = [x for x in _tensors(example) if x.dim()]
+    tensors = [x for x in tensors_in(example) if x.dim()]
     return [x for x in tensors if x.is_floating_point()] or tensors
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)
-    return found
 
 
 def noise_like(x: Tensor) -> Tensor:

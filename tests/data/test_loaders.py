@@ -2,11 +2,13 @@
 
 import copy
 import random
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -29,7 +31,7 @@ from lit_pfl.data import (
     num_samples,
     part_of,
 )
-from lit_pfl.data.loaders import identity_of
+from lit_pfl.data.loaders import identity_of, tensors_in
 from lit_pfl.data.randomness import random_state, same_state
 from lit_pfl.errors import ConfigError
 
@@ -289,3 +291,24 @@ def test_samples_of_every_type_are_known_again(dtype):
 
     one, same, other = (identity_of(loader(values)) for values in ([0.0, 1.0], [0.0, 1.0], [1.0, 1.0]))
     assert one == same != other
+
+
+@dataclass(frozen=True)
+class Pair:
+    left: torch.Tensor
+    right: object
+
+
+def test_tensors_are_found_in_their_order_whatever_holds_them():
+    one, two, three, four = (torch.full((), float(i)) for i in range(4))
+    held = [{"x": (one, "a name", None), "y": Pair(two, [three, 3])}, four]
+    assert [int(x) for x in tensors_in(held)] == [0, 1, 2, 3]
+
+
+def test_packed_sequences_are_known_again():
+    def packed(last: float) -> DataLoader:
+        rows = [torch.ones(3), torch.ones(2), torch.tensor([last])]
+        return DataLoader(rows, 2, collate_fn=lambda rows: pack_sequence(rows, enforce_sorted=False))
+
+    assert identity_of(packed(1.0)) == identity_of(packed(1.0))
+    assert identity_of(packed(1.0)) != identity_of(packed(2.0))
