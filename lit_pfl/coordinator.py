@@ -60,7 +60,8 @@ class Coordinator:
             clients: those of this process, by id.
 
         Raises:
-            ConfigError: when there is no client, or one without samples, or with a tensor that cannot travel.
+            ConfigError: when there is no client, or one without samples, or with a tensor that cannot travel, or
+                that is not finite.
         """
         clients = self._from_all_ranks(clients)
         if not clients:
@@ -74,6 +75,12 @@ class Coordinator:
                         f"Client {client}: tensor {name!r} is {tensor.dtype}, which a payload does not hold; real and "
                         "whole numbers travel, and a complex tensor as its two real parts (torch.view_as_real)."
                     )
+            # in a payload of its own, which remembers what it finds; what is not averaged need not be there yet
+            if bad := Payload({k: v for k, v in info.initial.items() if self.server.mixable(k)}).not_finite:
+                raise ConfigError(
+                    f"Client {client}: tensor {bad!r} holds NaN or infinity before any training, and no upload may; "
+                    "a mask stays at home by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."
+                )
         self._layout = {client: _layout(info.initial) for client, info in clients.items()}
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
         if self.ranks.size > 1 and type(self.server).mean is Server.mean:  # not one of the method's own

@@ -385,6 +385,15 @@ def test_a_tensor_that_cannot_travel_is_named_before_the_first_round(dtype):
         Coordinator(Server()).start({4: ClientInfo(10, initial)})
 
 
+def test_a_tensor_that_no_upload_may_hold_is_named_before_the_first_round():
+    mask = torch.full((3, 3), -torch.inf).triu(1)
+    initial = Payload({"w": torch.zeros(2), "mask": mask})
+    with pytest.raises(ConfigError, match=r"Client 4: tensor 'mask' holds NaN .* persistent=False.*share=") as error:
+        Coordinator(Server()).start({4: ClientInfo(10, initial)})
+    assert "\n" not in str(error.value)
+    Coordinator(Neighbours()).start({4: ClientInfo(10, Payload({"w": torch.zeros(2), "b": mask}))})  # not averaged
+
+
 class Two(Ranks):
     """As if there were another process, which has no clients."""
 
