@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lit_pfl.engines.last_good import LastGoodState
+from lit_pfl.finite import all_finite
 from lit_pfl.methods import FactorizedFL, FedAvg, FedPer, FedSpa, PFedPara, Scaffold, SimFed, StandAlone
 from lit_pfl.payload import Payload
 from tiny import assert_equal, client, digits, run, weights
@@ -108,6 +109,20 @@ def test_what_was_not_finite_before_is_no_trouble():
     assert "'weight'" in str(state.trouble(0, Payload({})))
     state.restore()
     assert state.trouble(0, Payload({})) is None
+
+
+def test_sparse_tensors_are_held_and_looked_at_too():
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("graph", torch.eye(2).to_sparse())
+    state, sent = LastGoodState(module, [], {}), Payload({"graph": module.graph})
+    assert state.trouble(0, sent) is None
+    module.bias.data.fill_(float("nan"))
+    assert "'bias'" in str(state.trouble(0, sent))
+    state.restore()
+    module.graph.mul_(float("inf"))
+    assert not all_finite(state._stays(Payload({})))
+    state.restore()
+    assert torch.equal(module.graph.to_dense(), torch.eye(2))
 
 
 def test_what_is_no_tensor_goes_back_too():

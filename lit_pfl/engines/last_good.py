@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -49,6 +50,8 @@ class LastGoodState:
         if all_finite([*self._stays(upload), *self._momenta()]):
             return None
         for name, tensor in tensors_of(self.module).items():
+            if all_finite([tensor]):  # sparse ones are not asked one by one
+                continue
             before = self._module.get(name)
             if not tensor.isfinite().all() and (before is None or before.isfinite().all()):
                 return UploadError(f"Client {client}: its own tensor {name!r} holds NaN or infinity.{BACK}")
@@ -92,6 +95,8 @@ def _is_plain(kind: Hashable) -> bool:
     return all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
 
 
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _place(tensor: Tensor) -> tuple[object, ...]:
     """Return what two tensors have in common that are the same memory."""
+    if tensor.layout is not torch.strided:  # in several places; what is sent of it is looked at once more
+        return (id(tensor),)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
