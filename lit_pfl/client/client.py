@@ -141,7 +141,7 @@ class Client(Training, Exchange, Telling):
                 f"{type(self).__name__}.shares: {unknown[0]!r} is no role; it must be a set of some of "
                 f"{', '.join(get_args(Role))}."
             )
-        self.spec = spec
+        self.spec, self.alone = spec, alone
         if self.learner is None:
             options = {name: getattr(self, f"make_{name}") for name in ("optimizer", "scheduler")}
             self.learner = ImageClassifier.for_data(

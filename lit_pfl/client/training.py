@@ -26,6 +26,7 @@ class Training(QuickModule):
         super().__init__()
         self.completed_rounds = 0  # of the federation, which keeps it up to date
         self.epoch_ended = False
+        self.alone = False  # whether a Trainer is given this client by itself
         self._losses: list[tuple[Tensor, int]] = []
         self._known: frozenset[str] = frozenset()  # the learner's tensors when it was settled what travels
 
@@ -111,7 +112,8 @@ class Training(QuickModule):
             loss = self.objective(batch, batch_idx)
         except SkipBatch:
             return None
-        self.note_loss(loss.detach(), size_of(batch))
+        if not self.alone:  # a federation collects them, nobody else does
+            self.note_loss(loss.detach(), size_of(batch))
         return loss
 
     def note_loss(self, loss: Tensor, size: int) -> None:

@@ -141,3 +141,9 @@ def test_metrics_of_a_second_model_do_not_pile_up(method):
     trainer(3).fit(federation, datamodule=data)
     for client in federation.clients.values():
         assert not client.personal.train_auroc.preds
+
+
+def test_a_trainer_of_one_s_own_leaves_no_losses():
+    module = FedAvg(learner=Regression())
+    trainer(2).fit(module, DataLoader(diabetes()[0], 64))
+    assert module.fall_asleep() == (0.0, 0)
