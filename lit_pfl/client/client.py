@@ -27,7 +27,7 @@ from lit_pfl.learners import (
     hand_on,
     single_optimizer,
 )
-from lit_pfl.lightning_internals import hand_down_trainer, name_metrics, own_copy
+from lit_pfl.lightning_internals import hand_down_trainer, hand_up_hparams, name_metrics, own_copy
 from lit_pfl.models import ResNet9
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
@@ -171,6 +171,7 @@ class Client(Training, Exchange, Telling):
             name_metrics(learner, f"{name}.")
         hand_on(self, self.learners, self.scored, Client, alone)
         if alone:
+            hand_up_hparams(self.learner, self)
             for step in ("validation_step", "test_step", "predict_step"):
                 if is_overridden(step, self.scored):
                     self.__dict__[step] = self._evaluating_step(step)

@@ -11,6 +11,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
 from lit_pfl.lightning_internals.endless import make_endless
 from lit_pfl.lightning_internals.hooks import (
     hand_down_trainer,
+    hand_up_hparams,
     in_hook,
     lent_trainer,
     name_metrics,
@@ -29,6 +30,7 @@ __all__ = [
     "QuickModule",
     "ScriptLauncher",
     "hand_down_trainer",
+    "hand_up_hparams",
     "in_hook",
     "lent_trainer",
     "make_endless",

@@ -10,6 +10,9 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import Metric
 
+#: what ``save_hyperparameters`` leaves in a module
+HPARAMS = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams")
+
 
 class in_hook:
     """Let a module know which hook it is called in: what it logs is then taken as from that hook.
@@ -40,6 +43,12 @@ def name_metrics(module: L.LightningModule, prefix: str) -> None:
     """
     metrics = {id(part): prefix + name for name, part in module.named_modules() if isinstance(part, Metric)}
     module._metric_attributes = metrics or None
+
+
+def hand_up_hparams(inner: L.LightningModule, outer: L.LightningModule) -> None:
+    """Let a Trainer log and save a module's hyperparameters as those of the one around it, unless that has its own."""
+    if not outer.hparams:
+        outer.__dict__.update({name: vars(inner)[name] for name in HPARAMS if name in vars(inner)})
 
 
 def optimizers_in(configured: Any) -> list[torch.optim.Optimizer]:

@@ -3,6 +3,8 @@
 import lightning as L
 import pytest
 import torch
+import yaml
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -105,3 +107,37 @@ def test_the_learner_says_how_strictly_it_is_loaded(strict):
     assert client.strict_loading is strict
     client.strict_loading = False
     assert not client.strict_loading
+
+
+class Named(Taught):
+    def __init__(self, width=3, kind="small", logger=True):
+        super().__init__()
+        self.save_hyperparameters(ignore="logger", logger=logger)
+
+
+@pytest.mark.parametrize("logger", [True, False])
+def test_hyperparameters_are_where_they_are_without_a_method(tmp_path, logger):
+    found = {}
+    for module in (Named(5, logger=logger), FedAvg(learner=Named(5, logger=logger))):
+        folder = tmp_path / type(module).__name__
+        fitting = trainer(1, logger=CSVLogger(folder, name="", version=""))
+        fitting.fit(module, DataLoader(samples(0), 4))
+        fitting.save_checkpoint(folder / "one.ckpt")
+        checkpoint = torch.load(folder / "one.ckpt", weights_only=False)
+        kept = {name: checkpoint[name] for name in ("hyper_parameters", "hparams_name")}
+        told = folder / "hparams.yaml"
+        found[type(module)] = kept, yaml.safe_load(told.read_text()) if told.exists() else None
+    assert found[FedAvg] == found[Named]
+    assert found[FedAvg][0]["hyper_parameters"] == {"width": 5, "kind": "small"}
+    assert bool(found[FedAvg][1]) is logger
+
+
+def test_a_method_that_has_hyperparameters_keeps_its_own():
+    class Own(FedAvg):
+        def __init__(self, strength=2, **options):
+            super().__init__(**options)
+            self.save_hyperparameters("strength")
+
+    module = Own(learner=Named())
+    module.configure_model()
+    assert module.hparams == {"strength": 2}
