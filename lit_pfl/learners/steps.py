@@ -1,7 +1,7 @@
 """Calling a learner's steps as a Trainer would."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
 from lit_pfl.errors import ConfigError
@@ -128,13 +129,25 @@ def _length(part: Any) -> int | None:
     """Return the number of samples of a part of a batch; None where there is no tensor."""
     if isinstance(part, Tensor):
         return len(part) if part.dim() else 1
+    return next((length for inside in _inside(part) if (length := _length(inside)) is not None), None)
+
+
+def _inside(part: Any) -> Collection[Any]:
+    """Return what a part of a batch is looked through for."""
     if isinstance(part, Mapping):
-        part = part.values()
-    elif is_dataclass(part):
-        part = [getattr(part, field.name) for field in fields(part)]
-    elif not isinstance(part, tuple | list):
-        return None
-    return next((length for inside in part if (length := _length(inside)) is not None), None)
+        return part.values()
+    if is_dataclass(part):
+        return [getattr(part, field.name) for field in fields(part)]
+    return part if isinstance(part, tuple | list) else ()
+
+
+def _lengths(part: Any) -> Iterator[int]:
+    """Return the lengths of all tensors in a part of a batch, but of those without dimensions."""
+    if isinstance(part, Tensor):
+        yield from part.shape[:1]
+        return
+    for inside in _inside(part):
+        yield from _lengths(inside)
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
@@ -142,10 +155,20 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 
     Args:
         batch: tensors, in whatever they are held, that have its samples along their first dimension; lists of as many
-            things that are no tensors, such as names, are divided too.
+            things without a length, such as names, are divided too. A tensor without dimensions goes with every part.
         parts: how many; each has at least two samples.
+
+    Raises:
+        ConfigError: when it holds what cannot be divided so.
     """
-    size = size_of(batch)
+    lengths = dict.fromkeys(_lengths(batch))
+    size = next(iter(lengths), 1)
+    _check_divides(batch, size)
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"A batch has tensors of {' and '.join(map(str, lengths))} rows, and this method divides batches into "
+            "samples: give every tensor one row a sample."
+        )
     if size < 2 * parts:
         return [batch] * parts
     places = [places.tolist() for places in torch.arange(size).tensor_split(parts)]
@@ -153,14 +176,40 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     def part(index: int) -> Any:
         def cut(x: Tensor | list[Any]) -> Any:
             if isinstance(x, Tensor):
-                return x.tensor_split(parts)[index] if x.dim() and len(x) == size else x
-            if len(x) == size and _length(x) is None:
+                return x.tensor_split(parts)[index] if x.dim() else x
+            if _is_of_samples(x, size):
                 return [x[place] for place in places[index]]
             return [apply_to_collection(inside, (Tensor, list), cut) for inside in x]
 
         return apply_to_collection(batch, (Tensor, list), cut)
 
     return [part(index) for index in range(parts)]
+
+
+def _is_of_samples(part: Any, size: int) -> bool:
+    """Say whether a part of a batch is a list with something for each sample."""
+    return isinstance(part, list) and len(part) == size and next(_lengths(part), None) is None
+
+
+def _check_divides(part: Any, size: int) -> None:
+    """Refuse what has samples, or may have them, in an order that nobody here knows."""
+    if isinstance(part, Tensor) or _is_of_samples(part, size):
+        return
+    if isinstance(part, PackedSequence) or _is_closed(part):
+        raise ConfigError(
+            f"A batch has a {type(part).__name__} in it, and this method divides batches into samples: give the "
+            "tensors that it is made of, with one row a sample, and make it in the learner's steps."
+        )
+    for inside in _inside(part):
+        _check_divides(inside, size)
+
+
+def _is_closed(part: Any) -> bool:
+    """Say whether something may hold samples where batches are not looked through: an array, a set, a graph."""
+    if isinstance(part, str | bytes | Mapping | tuple | list) or is_dataclass(part):
+        return False
+    tensors = any(isinstance(value, Tensor) for value in getattr(part, "__dict__", {}).values())
+    return tensors or hasattr(part, "to") or isinstance(part, Collection)
 
 
 @contextmanager
