@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 
 from lit_pfl.client import Client
 from lit_pfl.errors import ConfigError
+from lit_pfl.evaluation import transferred
 from lit_pfl.learners import SkipBatch, recorded, unchanged
 from lit_pfl.nn import Memory
 from lit_pfl.ops import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
@@ -153,7 +153,7 @@ class FedSpa(Client):
         gradients: Sequence[Tensor] = [torch.zeros_like(weight) for weight in weights]
         for index, batch in enumerate(self.training_data()):
             with torch.enable_grad(), unchanged(self.learner), recorded(self.learner), suppress(SkipBatch):
-                loss = self.objective(move_data_to_device(batch, self.device), index)
+                loss = self.objective(transferred(self.learner, batch), index)
                 gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
                 break
         for buffer, value in before:

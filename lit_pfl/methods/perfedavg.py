@@ -7,12 +7,12 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
-from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 
 from lit_pfl.client import Client
 from lit_pfl.data.loaders import in_batches_of, in_order, num_samples
 from lit_pfl.engines.trainers import refuse_scaled_gradients
+from lit_pfl.evaluation import transferred
 from lit_pfl.learners import (
     SkipBatch,
     Step,
@@ -162,7 +162,7 @@ class PerFedAvg(Client):
             gradient = {name: torch.zeros_like(weight) for name, weight in weights.items()}
             with evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
                 for index, batch in enumerate(batches):
-                    batch = move_data_to_device(batch, self.device)
+                    batch = transferred(self.learner, batch)
                     with suppress(SkipBatch):
                         for name, part in _gradients(self.loss(self.learner, batch, index), weights).items():
                             gradient[name] += part * (size_of(batch) / n)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.learners import unchanged
-from lit_pfl.methods import StandAlone
+from lit_pfl.methods import FedSpa, PerFedAvg, StandAlone
 from tiny import assert_equal, trainer
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
@@ -139,6 +139,11 @@ def test_batches_of_scores_go_through_the_learner_s_hooks(kind):
     assert fitting.callback_metrics["val/loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
     (predicted,) = fitting.predict(federation, datamodule=data)
     assert torch.equal(predicted[0], torch.cat(trainer().predict(own, InOrder().val_dataloader())))
+
+
+@pytest.mark.parametrize("method", [PerFedAvg, FedSpa])
+def test_batches_that_a_method_looks_at_by_itself_go_through_them_too(method):
+    trainer(2).fit(Federation(method(learner=OnlyTrains()), seed=0, threads=1), datamodule=PerClient([InOrder()]))
 
 
 heard: list[Any] = []
