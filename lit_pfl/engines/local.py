@@ -14,6 +14,7 @@ from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.engines.streams import random_state_kept, scoring_draws
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.evaluation import Score, Split, predictions, score
+from lit_pfl.identity import refuse_another_network
 from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean
 from lit_pfl.links import LocalHub
 from lit_pfl.payload import Payload, as_payload
@@ -186,15 +187,24 @@ class LocalEngine:
         return self._restored.get(client, {"state_dict": module.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of :meth:`state_dict`."""
+        """Take over a state of :meth:`state_dict`.
+
+        Raises:
+            ConfigError: when it is of another network.
+        """
         # of what these clients did before nothing is left, nor of those that have not trained yet in that state
         self._restored.clear()
         self.hub.streams.clear()
-        for client in self.clients:
+        for client, module in self.clients.items():
             own = state["clients"][client]
             if len(own) > 1:  # it has trained
-                # at once, as it may be scored before it trains again; first, since shapes may depend on it
-                self.clients[client].on_load_checkpoint(own)
+                # at once, as it may be scored before it trains again; first, since shapes and names depend on it
+                module.on_load_checkpoint(own)
                 self._restored[client] = {name: own[name] for name in (*TRAINER_STATE, *own)}
                 self.hub.stream(client).load_state_dict(state["streams"][client])
-            self.clients[client].load_state_dict(own["state_dict"])
+            saved, now = own["state_dict"], module.state_dict()
+            names = saved.keys() | now.keys() if module.strict_loading else saved.keys() & now.keys()
+            before, after = ({name: own[name] for name in own if name in names} for own in (saved, now))
+            refuse_another_network(client, before, after, module.resizes)
+        for client, module in self.clients.items():
+            module.load_state_dict(state["clients"][client]["state_dict"], strict=module.strict_loading)

@@ -10,7 +10,7 @@ from lit_pfl.data import FederatedDataModule
 from lit_pfl.draws import Draws
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.parts import Parts
-from lit_pfl.identity import fingerprint, refuse_another_network, refuse_another_run
+from lit_pfl.identity import fingerprint, refuse_another_run
 
 
 class Checkpointing(Parts):
@@ -74,8 +74,8 @@ class Checkpointing(Parts):
             state = checkpoint["federation"]
             self._refuse_another_run(state)
             self.seed = self.draws.seed = self.engine.hub.seed = state["seed"]
-            self.coordinator.load_state_dict(state["coordinator"])
             self.engine.load_state_dict(state)
+            self.coordinator.load_state_dict(state["coordinator"])
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise ConfigError(f"The checkpoint is no federation's, or not whole: {error!r}.") from error
 
@@ -89,9 +89,6 @@ class Checkpointing(Parts):
         if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
             names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])
         refuse_another_run(state, self._identity(), names)
-        for client, module in self.clients.items():
-            saved = state["clients"][client]["state_dict"]
-            refuse_another_network(client, saved, module.state_dict(), module.resizes)
 
 
 def _together(states: list[dict[str, Any]]) -> dict[str, Any]:

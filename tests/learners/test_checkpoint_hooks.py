@@ -8,12 +8,15 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_pfl import Federation
 from lit_pfl.client import ClientSpec
+from lit_pfl.data import PerClient
+from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import Ditto, FedAvg
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.tensors import tensors_of
-from tiny import assert_equal, trainer
+from tiny import assert_equal, trainer, weights
 
 
 class Taught(L.LightningModule):
@@ -85,6 +88,38 @@ def test_a_site_goes_on_from_what_its_module_keeps(tmp_path, learner, method):
     kept = torch.load(tmp_path / "1-0.ckpt", weights_only=False)["state_dict"]
     parts = list(resumed[0].learners)
     assert set(kept) == {f"{part}.head.0.{name}" for part in parts for name in ("weight", "bias")}
+
+
+def federation(method, learner, rounds, folder, resume=False):
+    """Train a federation, and leave its checkpoint."""
+    data = PerClient([L.LightningDataModule.from_datasets(samples(k), batch_size=4) for k in range(2)])
+    made, fitting = Federation(method(learner=learner()), seed=1, threads=1), trainer(rounds)
+    fitting.fit(made, datamodule=data, ckpt_path=folder / "last.ckpt" if resume else None)
+    fitting.save_checkpoint(folder / "last.ckpt")
+    return made
+
+
+@pytest.mark.parametrize("method", [FedAvg, Ditto])
+@pytest.mark.parametrize("learner", [KeepsWhatIsTrained, PutsBack])
+def test_a_federation_goes_on_from_what_its_module_keeps(tmp_path, learner, method):
+    straight = federation(method, Taught, 3, tmp_path)
+    federation(method, learner, 1, tmp_path)
+    kept = torch.load(tmp_path / "last.ckpt", weights_only=False)["federation"]["clients"][0]["state_dict"]
+    resumed = federation(method, learner, 3, tmp_path, resume=True)
+    assert_equal(weights(straight), weights(resumed))
+    parts = list(resumed.clients[0].learners)
+    assert set(kept) == {f"{part}.head.0.{name}" for part in parts for name in ("weight", "bias")}
+
+
+def test_what_is_not_missing_has_to_fit_all_the_same(tmp_path):
+    class Wider(KeepsWhatIsTrained):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+    federation(FedAvg, KeepsWhatIsTrained, 1, tmp_path)
+    with pytest.raises(ConfigError, match=r"'learner\.head\.0\.weight' is \(2, 3\), where this model's is \(4, 3\)"):
+        federation(FedAvg, Wider, 2, tmp_path, resume=True)
 
 
 def test_other_entries_and_their_versions_are_left_as_they_are():
