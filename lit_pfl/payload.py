@@ -146,7 +146,9 @@ class Payload(Mapping[str, Tensor]):
         """Name of a tensor that holds NaN or infinity, as it is when this is first asked; None if none does."""
         if all_finite(self._tensors.values()):
             return None
-        return next((name for name, tensor in self.items() if not tensor.isfinite().all()), None)
+        # sparse ones can only be asked by their sum
+        suspects = (name for name, tensor in self.items() if not all_finite([tensor]))
+        return next((name for name in suspects if not self[name].isfinite().all()), None)
 
     @cached_property
     def counts(self) -> dict[str, int]:

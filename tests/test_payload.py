@@ -313,3 +313,8 @@ def test_bits_are_bytes_but_no_elements():
     assert payload.counts == {"w": 3, "masks#bits": 0, "bits": 2}
     assert payload.sizes == {"w": 12, "masks#bits": 5, "bits": 8}
     assert assert_travels(payload).counts == payload.counts
+
+
+def test_what_is_not_finite_is_found_beside_a_sparse_tensor():
+    payload = Payload({"graph": torch.eye(3).to_sparse(), "w": torch.tensor([torch.nan])})
+    assert payload.not_finite == "w"
