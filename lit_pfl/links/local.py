@@ -16,7 +16,16 @@ from lit_pfl_callbacks.federated_loop import JoinInfo
 
 
 class LocalLink:
-    """The client's end: puts the client's fit to sleep until the hub wakes it with a reply."""
+    """The client's end: puts the client's fit to sleep until the hub wakes it with a reply.
+
+    Attributes:
+        round: rounds that the hub has completed in :meth:`LocalHub.run`; it goes into the checkpoints of every fit.
+        resumed: the same, as the checkpoint has it from which a fit was resumed.
+    """
+
+    def __init__(self) -> None:
+        self.round: int | None = None
+        self.resumed: dict[greenlet, int] = {}
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor]:
         """Sleep until the federation starts."""
@@ -25,6 +34,14 @@ class LocalLink:
     def exchange(self, upload: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Sleep until the next reply. What is uploaded is handed over by reference, not copied."""
         return self._hub().switch(upload)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what goes into a fit's checkpoint: the round after which it was saved."""
+        return {} if self.round is None else {"round": self.round}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take note of what the checkpoint says from which the fit is resumed."""
+        self.resumed[getcurrent()] = state["round"]
 
     def lend(self, work: object) -> None:
         """Hand over something else in the middle of a round, and sleep until it is done."""
@@ -142,16 +159,19 @@ class LocalHub:
             The coordinator of the finished federation, with its server and its byte counts.
 
         Raises:
-            ConfigError: when a fit ends before it has joined.
+            ConfigError: when a fit ends before it has joined, or resumes from another round than the last that it took
+                part in, as ``state`` has it.
             UploadError: when fewer uploads of a round are usable than the quorum asks for.
         """
-        coordinator = Coordinator(server, quorum)
+        coordinator = _Coordinator(server, quorum)
         try:
             infos = {client: self.start(client) for client in sorted(self._fits)}
             coordinator.start({c: ClientInfo(i.num_samples, as_payload(i.tensors)) for c, i in infos.items()})
             if state is not None:
                 coordinator.load_state_dict(state)
+                self._check_rounds(coordinator)
             while self._fits:
+                self.link.round = coordinator.round
                 coordinator.begin_round()
                 coordinator.train(self, sorted(self._fits))
                 completed = coordinator.round
@@ -160,7 +180,22 @@ class LocalHub:
                     after_round(coordinator)
         finally:
             self.abort()
+            self.link.round = None
+            self.link.resumed.clear()
         return coordinator
+
+    def _check_rounds(self, coordinator: "_Coordinator") -> None:
+        """See that clients go on from the last rounds that they took part in; who has never may begin at any time."""
+        for client, fit in sorted(self._fits.items()):
+            last = coordinator.last_rounds.get(client)
+            own = self.link.resumed.get(fit, 0)
+            if last is not None and own != last:
+                found = f"its checkpoint is of round {own}" if own else "it begins without a checkpoint"
+                apart = f"{abs(last - own)} round{'s' * (abs(last - own) > 1)} {'behind' if own < last else 'ahead'}"
+                raise ConfigError(
+                    f"Client {client}: {found}, but the server's state has it after round {last}: {apart}. Give "
+                    "run(state=...) and every fit's ckpt_path of the same round."
+                )
 
     def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Mapping[str, Tensor]]:
         """Let fits load their replies and train a round; those that end by themselves leave the hub."""
@@ -176,3 +211,27 @@ class LocalHub:
             except Exception as error:
                 error.add_note(f"(in the fit of client {client})")
                 raise
+
+
+class _Coordinator(Coordinator):
+    """One whose state says who took part when, since the fits of its clients resume from checkpoints of their own.
+
+    Attributes:
+        last_rounds: by client, the last round in which it uploaded.
+    """
+
+    def __init__(self, server: Server, quorum: float) -> None:
+        super().__init__(server, quorum)
+        self.last_rounds: dict[int, int] = {}
+
+    def end_round(self) -> None:
+        uploaded = list(self._uploads)
+        super().end_round()
+        self.last_rounds |= dict.fromkeys(uploaded, self.round)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "last_rounds": dict(self.last_rounds)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.last_rounds = dict(state.get("last_rounds", {}))  # of a state of another kind nothing is known

@@ -1,10 +1,17 @@
 """Fits in one process, as the server counts them."""
 
-import torch
+import copy
 
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from callbacks.plain import Line, batches
 from lit_pfl import Payload, Server
+from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
-from lit_pfl_callbacks import JoinInfo
+from lit_pfl_callbacks import FederatedLoop, JoinInfo
+from tiny import trainer
 
 
 def test_what_clients_mark_as_sparse_on_joining_is_sent_back_as_sparse():
@@ -18,3 +25,50 @@ def test_what_clients_mark_as_sparse_on_joining_is_sent_back_as_sparse():
     ledger = hub.run(Server()).ledger
     assert ledger.clients == {0: [shared.nbytes, 2 * shared.nbytes]}  # the first reply, and the last
     assert ledger.total < 1000
+
+
+def run(folder, rounds, paths=(None, None), state=None):
+    """Run sites that keep a checkpoint of every round; return the server's states, and the coordinator."""
+    hub, states = LocalHub(), {}
+
+    def fit(site, last):
+        keeps = ModelCheckpoint(folder / str(site), filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        fitting = trainer(last, callbacks=[FederatedLoop(hub.link), keeps], enable_checkpointing=True)
+        fitting.fit(Line(), batches(), ckpt_path=paths[site], weights_only=True)
+
+    for site, last in enumerate(rounds):
+        hub.add(site, lambda site=site, last=last: fit(site, last))
+    after = lambda coordinator: states.update({coordinator.round: copy.deepcopy(coordinator.state_dict())})  # noqa: E731
+    return states, hub.run(Server(), state=state, after_round=after)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "round", "message"),
+    [
+        ((2, 1), 3, r"Client 1: its checkpoint is of round 2, .* after round 3: 1 round behind\."),
+        ((3, 1), 3, r"Client 0: its checkpoint is of round 4, .* after round 3: 1 round ahead\."),
+        ((2, None), 3, r"Client 1: it begins without a checkpoint, .* after round 3: 3 rounds behind\."),
+        ((2, 2), 3, None),
+    ],
+)
+def test_sites_resume_from_the_round_of_the_server_s_state(tmp_path, epochs, round, message):
+    states, _ = run(tmp_path, (4, 4))
+    paths = [None if e is None else tmp_path / str(site) / f"epoch={e}.ckpt" for site, e in enumerate(epochs)]
+    if message is None:
+        assert run(tmp_path, (6, 6), paths, states[round])[1].round == 6
+        return
+    with pytest.raises(ConfigError, match=message) as error:
+        run(tmp_path, (6, 6), paths, states[round])
+    assert "\n" not in str(error.value)
+
+
+def test_sites_that_come_late_or_had_left_go_on_from_rounds_of_their_own(tmp_path):
+    states, _ = run(tmp_path, (4, 2))  # site 1 leaves after two rounds
+    first, left = tmp_path / "0/epoch=3.ckpt", tmp_path / "1/epoch=1.ckpt"
+    states, coordinator = run(tmp_path, (6, 3, 2), (first, left, None), states[4])
+    assert coordinator.round == 6
+    assert sorted(states) == [5, 6]
+    paths = [tmp_path / f"{site}/epoch={epoch}.ckpt" for site, epoch in enumerate((5, 2, 1))]
+    assert run(tmp_path, (7, 4, 3), paths, states[6])[1].round == 7
+    old = {name: value for name, value in states[6].items() if name != "last_rounds"}
+    assert run(tmp_path, (7, 4, 2), [paths[0], left, None], old)[1].round == 8  # a state that does not tell
