@@ -195,6 +195,8 @@ class FederatedLoop(L.Callback):
     ) -> None:
         if reply is None:
             trainer.should_stop = True
+            # A Trainer stops no sooner than these say; the federation has ended all the same.
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
             return
         self._tell(round, "down", reply)
         if _decides(pl_module):

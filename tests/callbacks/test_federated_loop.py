@@ -149,6 +149,22 @@ def test_a_reply_of_none_ends_the_fit_and_the_link_hears_of_the_samples():
     assert (trainer.current_epoch, link.exchanged, link.info.num_samples) == (6, 2, 100)
 
 
+class Never(Ends):
+    """A link at which a client's turn never comes."""
+
+    def join(self, info):
+        return None
+
+
+@pytest.mark.parametrize("least", [{"min_epochs": 5}, {"min_steps": 20}])
+@pytest.mark.parametrize(("link", "epochs"), [(Never(), 0), (Ends(), 2)])
+def test_a_reply_of_none_ends_the_fit_whatever_its_least_length(least, link, epochs):
+    link.exchanged = 0
+    trainer = quiet_trainer(FederatedLoop(link), max_epochs=8, **least)
+    trainer.fit(PlainModule(), loaders()[3])
+    assert (trainer.current_epoch, link.exchanged) == (epochs, epochs)
+
+
 class Again(Ends):
     """A link that sends back what it gets."""
 
