@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
 from lit_pfl_callbacks.tensors import load_tensors, tensors_of
@@ -92,8 +93,8 @@ class FederatedLoop(L.Callback):
         seconds: ``link``: the time that this process has waited for the server so far.
 
     Raises:
-        MisconfigurationException: when ``every_n_epochs`` is below 1, when ``share`` picks nothing, when the number of
-            samples cannot be found out, or when a reply does not fit the module.
+        MisconfigurationException: when ``every_n_epochs`` is below 1, when ``share`` picks nothing or what a lazy layer
+            has not made yet, when the number of samples cannot be found out, or when a reply does not fit the module.
 
     Example::
 
@@ -187,6 +188,11 @@ class FederatedLoop(L.Callback):
             raise MisconfigurationException(
                 f"FederatedLoop(share=...) picks no tensor of {type(pl_module).__name__}; its state_dict has "
                 f"{', '.join(list(pl_module.state_dict())[:5]) or 'no entry'}, ..."
+            )
+        if lazy := next((name for name, tensor in tensors.items() if is_lazy(tensor)), None):
+            raise MisconfigurationException(
+                f"FederatedLoop: {lazy!r} of {type(pl_module).__name__} has no shape before its lazy layer has seen a "
+                "batch, and cannot travel; run one through the module before trainer.fit."
             )
         return tensors
 

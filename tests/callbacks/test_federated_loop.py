@@ -195,6 +195,19 @@ def test_what_does_not_fit_is_named(options, link, message):
         quiet_trainer(FederatedLoop(link, **options), max_epochs=1).fit(PlainModule(), loaders()[3])
 
 
+def test_a_lazy_layer_is_named_until_it_has_seen_a_batch():
+    module = PlainModule()
+    module.net[3] = nn.LazyLinear(10)
+    hub = LocalHub()
+    hub.add(0, lambda: quiet_trainer(FederatedLoop(hub.link), max_epochs=1).fit(module, loaders()[3]))
+    with pytest.raises(MisconfigurationException, match=r"'net.3.weight' of PlainModule .* run one through") as error:
+        hub.run(Server())
+    assert "\n" not in str(error.value)
+    module.net(torch.zeros(2, 64))
+    hub.add(0, lambda: quiet_trainer(FederatedLoop(hub.link), max_epochs=1).fit(module, loaders()[3]))
+    assert hub.run(Server()).round == 1
+
+
 def test_an_unknown_number_of_samples_is_asked_for():
 
     class Batches:
