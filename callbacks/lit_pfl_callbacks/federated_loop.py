@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import lightning as L
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -18,6 +19,9 @@ from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
 # Running statistics of normalisation layers describe one client's data, so they stay with the client.
 NOT_RUNNING_STATISTICS = r"^(?!.*(running_mean|running_var|num_batches_tracked)$)"
+
+
+Reply = Mapping[str, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class JoinInfo:
 class Link(Protocol):
     """How a client's uploads travel to the server and the replies back.
 
-    The callback is the same in a simulation, in a cluster and between hospitals; only the link differs.
+    The callback is the same in a simulation, in a cluster and between hospitals; only the link differs. Of a client
+    whose Trainer has several processes, that of global rank 0 alone uses its link, unless the link has an attribute
+    ``in_every_process`` that is true: then each process has the whole federation, and all do the same.
     """
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
@@ -80,6 +86,8 @@ class FederatedLoop(L.Callback):
     normalisation layers. A module with the methods of :class:`Shares`, such as a ``lit_pfl`` method around a
     learner, decides for itself.
 
+    A Trainer of several processes (``strategy="ddp"``) is one client: its processes load what the first one is sent.
+
     Args:
         link: how the upload travels, for example :class:`lit_pfl.links.LocalLink`.
         every_n_epochs: number of local epochs between two exchanges, at least 1.
@@ -122,8 +130,15 @@ class FederatedLoop(L.Callback):
         """Join. A run resumed from a checkpoint joins too and is told where the federation stands now.
 
         Raises:
-            MisconfigurationException: when that is a checkpoint of the middle of a round.
+            MisconfigurationException: when that is a checkpoint of the middle of a round, or when the Trainer has
+                several processes which do not all hold the same.
         """
+        if trainer.world_size > 1 and (type(trainer.strategy) is not DDPStrategy or _decides(pl_module)):
+            raise MisconfigurationException(
+                f"FederatedLoop: a client of {trainer.world_size} processes needs strategy='ddp' and a module that "
+                f"shares its state_dict(); with {type(trainer.strategy).__name__} and {type(pl_module).__name__}, "
+                "give Trainer(devices=1)."
+            )
         if over := trainer.current_epoch % self.every_n_epochs:
             raise MisconfigurationException(
                 f"FederatedLoop(every_n_epochs={self.every_n_epochs}): the checkpoint is of the middle of a round, "
@@ -139,7 +154,7 @@ class FederatedLoop(L.Callback):
         shared = pl_module.initial() if _decides(pl_module) else self._shared(pl_module)
         info = JoinInfo(self._count_samples(trainer), shared)
         with self._waiting():
-            reply = self.link.join(info)
+            reply = self._answer(trainer, lambda: self.link.join(info))
         self._load(trainer, pl_module, reply, trainer.current_epoch // self.every_n_epochs + 1)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -157,7 +172,7 @@ class FederatedLoop(L.Callback):
         round = (trainer.current_epoch + 1) // self.every_n_epochs
         self._tell(round, "up", shared)
         with self._waiting():
-            reply = self.link.exchange(shared)
+            reply = self._answer(trainer, lambda: self.link.exchange(shared))
         self._load(trainer, pl_module, reply, round + 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,6 +184,12 @@ class FederatedLoop(L.Callback):
         """Tell the link what it said."""
         link: Any = self.link
         link.load_state_dict(state_dict)
+
+    def _answer(self, trainer: L.Trainer, ask: Callable[[], Reply]) -> Reply:
+        """Return what the link says, in all processes of the client."""
+        if trainer.world_size == 1 or getattr(self.link, "in_every_process", False):
+            return ask()
+        return trainer.strategy.broadcast(ask() if trainer.is_global_zero else None)
 
     def _tell(self, round: int, direction: Direction, tensors: Mapping[str, Tensor]) -> None:
         if self.watchers:

@@ -23,6 +23,8 @@ class LocalLink:
         resumed: the same, as the checkpoint has it from which a fit was resumed.
     """
 
+    in_every_process = True  # where clients train by several processes, each of these has a hub with them all
+
     def __init__(self) -> None:
         self.round: int | None = None
         self.resumed: dict[greenlet, int] = {}
