@@ -17,7 +17,8 @@ TOLD = (
     "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step", "setup", "teardown",
     *(f"on_{stage}_{when}" for stage in STAGES
-      for when in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")),
+      for when in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval",
+                   "model_train")),
 )  # fmt: skip
 #: hooks that do something, or return it: the learner's takes the place of Lightning's, but not of the method's
 DONE = (

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 #: "val_loss" of one module and "loss" of another are the same score; of a module that logs both they are two
-STAGE = re.compile(r"^(val|valid|validation|test)[/_.]")
+STAGE = re.compile(r"^(val|valid|validate|validation|test)[/_.]")
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
 
 

@@ -11,7 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.learners import unchanged
-from lit_pfl.methods import FedSpa, PerFedAvg, StandAlone
+from lit_pfl.links import LocalHub
+from lit_pfl.methods import Ditto, FedAvg, FedSpa, PerFedAvg, StandAlone
+from lit_pfl.server import Server
+from lit_pfl_callbacks import FederatedLoop
 from tiny import assert_equal, trainer
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
@@ -180,6 +183,16 @@ class Asks(OnlyTrains):
     def on_validation_model_train(self):
         heard.append("on_validation_model_train")
         super().on_validation_model_train()
+
+
+@pytest.mark.parametrize("method", [FedAvg, Ditto])
+def test_the_mode_is_asked_for_under_a_trainer_of_one_s_own_too(method):
+    hub, fitting = LocalHub(seed=0), trainer(1)
+    loop, data = FederatedLoop(hub.link), InOrder()
+    fitting.callbacks.append(loop)
+    hub.add(0, lambda: fitting.fit(method(learner=Asks()), data.train_dataloader(), data.val_dataloader()))
+    hub.run(Server())
+    assert fitting.callback_metrics["drawing"] == 1
 
 
 class AsksInTraining(OnlyTrains):
