@@ -1,7 +1,7 @@
 """Which classes the neurons of a classifier stand for, layer by layer."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from lit_pfl_callbacks.features import (
     total_variance,
 )
 from lit_pfl_callbacks.protocols import HasClients
+from lit_pfl_callbacks.rounds import keeps, writes
 from lit_pfl_callbacks.run_folder import checked_rows, read_rows_before, run_folder, write_rows
 from lit_pfl_callbacks.tensors import evaluating
 
@@ -70,7 +71,7 @@ class FeatureAlignment(L.Callback):
         """Look whether it can measure, and go on with its files."""
         if trainer.world_size > 1 and isinstance(pl_module, HasClients):  # every process has some of them
             raise MisconfigurationException("FeatureAlignment measures clients of one process: trainer.devices=1.")
-        for name in ("features.csv", "preferences.csv") if trainer.loggers and trainer.is_global_zero else ():
+        for name in ("features.csv", "preferences.csv") if writes(trainer) else ():
             checked_rows(run_folder(trainer) / name, ["epoch"], "epoch")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -91,11 +92,12 @@ class FeatureAlignment(L.Callback):
         self._measured, folder = epoch, run_folder(trainer)
         path, neurons_path = folder / "features.csv", folder / "preferences.csv"
         if self.rows is None or self._neurons is None:
-            self.rows = read_rows_before(path, epoch, "epoch")
-            self._neurons = read_rows_before(neurons_path, epoch, "epoch")
+            self.rows = read_rows_before(path, epoch, "epoch") if keeps(trainer) else []
+            self._neurons = read_rows_before(neurons_path, epoch, "epoch") if keeps(trainer) else []
         new: list[dict[str, Any]] = []
         for client, module, batches in _classifiers(trainer, pl_module):
-            measured = measure_features(module, batches, self.batches)
+            with nullcontext() if isinstance(pl_module, HasClients) else _validating(trainer):
+                measured = measure_features(module, batches, self.batches)
             for position, (layer, preferences) in enumerate(measured.items(), start=1):
                 where = {"epoch": epoch, "client": client, "position": position, "layer": layer}
                 new.append({
@@ -106,7 +108,7 @@ class FeatureAlignment(L.Callback):
                     self._neurons.append({**where, "neuron": neuron, **{f"class_{c}": p for c, p in enumerate(shares)}})
         self.rows += new
         self.depth = _suggested_depth(new)
-        if trainer.loggers:
+        if keeps(trainer):
             write_rows(path, self.rows)
             if self.preferences:
                 write_rows(neurons_path, self._neurons)
@@ -167,7 +169,9 @@ def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | Non
                 )
             gradients = torch.autograd.grad(own, activations, allow_unused=True, materialize_grads=True)
             for (name, (activation, dim)), gradient in zip(layers.items(), gradients, strict=True):
-                values = activation.detach().movedim(dim, 1), gradient.movedim(dim, 1)
+                # sums of half precision would lose what comes last
+                kind = torch.promote_types(activation.dtype, torch.float32)
+                values = activation.detach().movedim(dim, 1).to(kind), gradient.movedim(dim, 1).to(kind)
                 sums[name] = sums.get(name, 0) + class_preferences(*values, labels, logits.shape[1])
     return sums
 
@@ -180,7 +184,26 @@ def _classifiers(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[t
             yield client, module, module.data.val if len(module.data.val) else module.data.train
         return
     loaders: Any = trainer.val_dataloaders or trainer.train_dataloader
-    yield "", pl_module, next(iter(loaders)) if isinstance(loaders, list | tuple) else loaders
+    loader = next(iter(loaders)) if isinstance(loaders, list | tuple) else loaders
+    yield "", pl_module, _transferred(trainer, pl_module, loader)
+
+
+def _transferred(trainer: L.Trainer, pl_module: L.LightningModule, batches: Iterable[Any]) -> Iterator[Any]:
+    """Return batches as the Trainer gives them to a validation step: of its precision, and after the module's hooks."""
+    for batch in batches:
+        batch = pl_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+        yield trainer.strategy.batch_to_device(batch)
+
+
+@contextmanager
+def _validating(trainer: L.Trainer) -> Iterator[None]:
+    """Let the Trainer validate, by its own precision, for hooks that ask what it does."""
+    stage, trainer.validating = trainer.state.stage, True
+    try:
+        with trainer.precision_plugin.forward_context():
+            yield
+    finally:
+        trainer.state.stage = stage
 
 
 @contextmanager
@@ -205,7 +228,8 @@ def _watching(module: nn.Module) -> Iterator[dict[str, tuple[Tensor, int]]]:
 
     handles = []
     for name, layer in module.named_modules():
-        weight = None if list(layer.children()) else getattr(layer, "weight", None)
+        parts = [part for part, _ in layer.named_children() if part != "parametrizations"]  # as of a spectral norm
+        weight = None if parts else getattr(layer, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() and not isinstance(layer, nn.Embedding):
             dim = {1: 0, 2: -1}.get(weight.dim(), 1)
             handles.append(layer.register_forward_hook(note(name, dim)))

@@ -161,3 +161,46 @@ def test_what_is_no_classifier_is_refused():
         measure_features(alone, [(torch.ones(2, 5), torch.tensor([0, 1]))])
     with pytest.raises(MisconfigurationException, match="batches=0"):
         FeatureAlignment(batches=0)
+
+
+def test_a_trial_run_leaves_no_file_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monitor = FeatureAlignment(preferences=True)
+    fit(tmp_path, callback=monitor, fast_dev_run=True)
+    assert monitor.rows
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+def test_layers_with_parametrizations_are_measured_too():
+    module, batches = Classifier().eval(), DataLoader(samples(10), batch_size=4)
+    expected = list(measure_features(module, batches))
+    nn.utils.parametrizations.spectral_norm(module.hidden)
+    nn.utils.parametrizations.weight_norm(module.features[0])
+    assert list(measure_features(module, batches)) == expected == ["features.0", "hidden"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
+def test_batches_are_of_the_trainer_s_precision(precision):
+    monitor, plain = FeatureAlignment(), FeatureAlignment()
+    fit(callback=monitor, precision=precision)
+    fit(callback=plain)
+    assert torch.get_default_dtype() is torch.float32
+    for row, expected in zip(monitor.rows, plain.rows, strict=True):
+        assert row["layer"] == expected["layer"]
+        assert row["total_variance"] == pytest.approx(expected["total_variance"], abs=0.2)
+
+
+def test_batches_go_through_the_module_s_transfer_hooks(monkeypatch):
+    """Somebody's batches are mappings, and become pairs on the device; what is trained on is augmented there."""
+    stages = []
+
+    def after(self, batch, dataloader_idx):
+        stages.append(self.trainer.state.stage.value)
+        return batch["x"], batch["y"]
+
+    monkeypatch.setattr(Classifier, "on_before_batch_transfer", lambda self, b, i: {"x": b[0], "y": b[1]})
+    monkeypatch.setattr(Classifier, "on_after_batch_transfer", after)
+    monitor = FeatureAlignment(batches=2)
+    fit(epochs=1, callback=monitor)
+    assert [row["layer"] for row in monitor.rows] == ["features.0", "hidden"]
+    assert stages == ["train"] * 5 + ["validate"] * 2
