@@ -1,7 +1,8 @@
 """What a module may tell the callbacks of this package: public attributes, each of them optional.
 
 A callback looks for the protocol that it names, and does without where a module does not have it. So any
-LightningModule takes part by having the attribute; ``lit_pfl.Federation`` and its clients have them all.
+LightningModule takes part by having the attribute; ``lit_pfl.Federation`` and its clients have them all. What is of
+another kind, such as a number called ``clients``, is the module's own affair.
 
 =======================  ===============================  =========================================================
 protocol                 attribute                        who looks for it
@@ -92,6 +93,7 @@ class Row(Protocol):
         """The metrics, by name."""
 
 
+@runtime_checkable
 class Traffic(Protocol):
     """Bytes sent so far.
 
@@ -106,8 +108,24 @@ class Traffic(Protocol):
     watchers: list[Watcher]
 
 
+#: of what kind attributes are
+KINDS: dict[str, Any] = {
+    "clients": Mapping, "rows": Sequence, "higher_is_better": Mapping, "traffic": Traffic, "seconds": Mapping,
+    "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable, "roles": Callable, "weight_parts": Callable,
+}  # fmt: skip
+
+
+class _OfKinds(type(Protocol)):  # type: ignore[misc]  # there is no public name for it
+    """Makes ``isinstance`` look at the kinds of attributes too, since their names are common words."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) and all(
+            isinstance(getattr(instance, name, None), kind) for name, kind in KINDS.items() if hasattr(cls, name)
+        )
+
+
 @runtime_checkable
-class HasClients(Protocol):
+class HasClients(Protocol, metaclass=_OfKinds):
     """``clients``: the clients' modules, by id."""
 
     @property
@@ -115,7 +133,7 @@ class HasClients(Protocol):
 
 
 @runtime_checkable
-class HasScores(Protocol):
+class HasScores(Protocol, metaclass=_OfKinds):
     """``rows``: the scores of the latest evaluation; ``higher_is_better``: by metric, which end is the good one."""
 
     @property
@@ -126,7 +144,7 @@ class HasScores(Protocol):
 
 
 @runtime_checkable
-class HasTraffic(Protocol):
+class HasTraffic(Protocol, metaclass=_OfKinds):
     """``traffic``: what has been sent, and who is told of it."""
 
     @property
@@ -134,7 +152,7 @@ class HasTraffic(Protocol):
 
 
 @runtime_checkable
-class HasSeconds(Protocol):
+class HasSeconds(Protocol, metaclass=_OfKinds):
     """``seconds``: what this process has spent so far, by phase: ``aggregate``, ``link``."""
 
     @property
@@ -142,7 +160,7 @@ class HasSeconds(Protocol):
 
 
 @runtime_checkable
-class HasMixing(Protocol):
+class HasMixing(Protocol, metaclass=_OfKinds):
     """``mixing()``: clients' ids, and (J, J) weights, row i being everybody's in what client i is sent next.
 
     None before the first round, and where clients are not told apart.
@@ -152,21 +170,21 @@ class HasMixing(Protocol):
 
 
 @runtime_checkable
-class HasRanks(Protocol):
+class HasRanks(Protocol, metaclass=_OfKinds):
     """``from_all_ranks(tensors)``: tensors by client, at process 0 those of all processes, each of which calls it."""
 
     def from_all_ranks(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]: ...  # noqa: D102
 
 
 @runtime_checkable
-class HasRoles(Protocol):
+class HasRoles(Protocol, metaclass=_OfKinds):
     """``roles()``: which group every tensor that is sent belongs to, by name."""
 
     def roles(self) -> Mapping[str, str]: ...  # noqa: D102
 
 
 @runtime_checkable
-class HasWeightParts(Protocol):
+class HasWeightParts(Protocol, metaclass=_OfKinds):
     """``weight_parts()``: what the weights are made of, by the layer's name."""
 
     def weight_parts(self) -> Mapping[str, WeightParts]: ...  # noqa: D102
