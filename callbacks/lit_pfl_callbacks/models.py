@@ -22,7 +22,8 @@ class PersonalizedModels(L.Callback):
     """Writes clients' models into the folder ``models`` when a fit ends; W&B and MLflow keep them as artifacts.
 
     A module that has a model for every client tells so (:class:`~lit_pfl_callbacks.protocols.HasModels`); of any other
-    one its own tensors are written. The files are ``client_3.safetensors``, or ``model.safetensors``.
+    one its own tensors are written. The files are ``client_3.safetensors``, or ``model.safetensors``; sparse tensors
+    are dense there.
 
     Args:
         clients: whose models; by default everybody's.
@@ -77,8 +78,10 @@ class PersonalizedModels(L.Callback):
 
 
 def _file(network: nn.Module) -> bytes:
-    # copies, since safetensors takes neither shared memory nor strides
-    return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors_of(network).items()})
+    # dense copies, since safetensors takes neither sparse tensors nor shared memory nor strides
+    tensors = {name: tensor.detach().cpu() for name, tensor in tensors_of(network).items()}
+    dense = {name: t if t.layout is torch.strided else t.to_dense() for name, t in tensors.items()}
+    return save({name: tensor.contiguous().clone() for name, tensor in dense.items()})
 
 
 def _scores(pl_module: Any) -> Mapping[str, Any]:

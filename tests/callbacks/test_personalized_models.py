@@ -65,3 +65,10 @@ def test_of_a_federation_those_that_are_scored(tmp_path):
 def test_a_client_that_there_is_not_is_refused_before_training(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"clients=\[7\]\): there is no client 7; there are 0, 1, 2\."):
         trainer(tmp_path, 1, [PersonalizedModels([7])]).fit(Group(), batches())
+
+
+def test_sparse_buffers_are_written_dense(tmp_path):
+    module = Line()
+    module.register_buffer("graph", torch.eye(3).to_sparse())
+    trainer(tmp_path, 1, [PersonalizedModels()]).fit(module, batches())
+    assert torch.equal(load_file(tmp_path / "run" / "models" / "model.safetensors")["graph"], torch.eye(3))
