@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lit_pfl_callbacks.clients import TITLES, human_bytes
-from lit_pfl_callbacks.protocols import HasTraffic
+from lit_pfl_callbacks.protocols import HasClients, HasTraffic
 
 
 class RoundProgress(ProgressBar):
     """One line: round r of R, client k of K, the validation score, bytes sent so far, time left.
 
-    On a terminal the line is live; elsewhere a line is printed after every round.
+    On a terminal the line is live; elsewhere a line is printed after every round. Under a Trainer without clients it
+    counts batches.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class RoundProgress(ProgressBar):
         self._bar = Progress(
             TextColumn("round {task.fields[round]}"),
             BarColumn(),
-            TextColumn("client {task.fields[client]} · {task.fields[score]} · {task.fields[sent]} · left"),
+            TextColumn("{task.fields[unit]} {task.fields[client]} · {task.fields[score]} · {task.fields[sent]} · left"),
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
@@ -52,7 +53,8 @@ class RoundProgress(ProgressBar):
         self._task = self._bar.add_task(
             "", total=clients * rounds if clients and rounds > 0 else None,
             completed=(clients or 0) * trainer.current_epoch,
-            round=self._rounds(trainer), client=_of(0, clients), score="not validated", sent="0 B",
+            unit=_units(pl_module)[0], round=self._rounds(trainer), client=_of(0, clients), score="not validated",
+            sent="0 B",
         )  # fmt: skip
         self._bar.start()
 
@@ -68,7 +70,9 @@ class RoundProgress(ProgressBar):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take note of the round's score: the accuracy, or the first metric that there is."""
-        metrics = {name.removeprefix("val/"): x for name, x in trainer.callback_metrics.items() if name[:4] == "val/"}
+        found = trainer.callback_metrics
+        start = "val/" if any(name[:4] == "val/" for name in found) else "val_"  # as other projects name theirs
+        metrics = {name[4:]: value for name, value in found.items() if name[:4] == start}
         if not trainer.sanity_checking and metrics:
             name = "acc" if "acc" in metrics else next(iter(metrics))
             self._scored, self._score = trainer.current_epoch, f"{TITLES.get(name, name)} {float(metrics[name]):.4f}"
@@ -87,7 +91,7 @@ class RoundProgress(ProgressBar):
                 seconds = (time.monotonic() - self._began) / done * (trainer.max_epochs - trainer.current_epoch - 1)
                 left = f" · {seconds:.0f} s left"
             clients = self._clients(trainer)
-            some = "" if clients is None else f" · {clients} clients"
+            some = "" if clients is None else f" · {clients} {_units(pl_module)[1]}"
             sent = f"{self._sent(pl_module)} so far"
             print(f"round {self._rounds(trainer)}{some} · {shown} · {sent}{left}", flush=True)
 
@@ -126,6 +130,11 @@ class RoundProgress(ProgressBar):
     @staticmethod
     def _sent(pl_module: L.LightningModule) -> str:
         return human_bytes(pl_module.traffic.total if isinstance(pl_module, HasTraffic) else 0)
+
+
+def _units(pl_module: L.LightningModule) -> tuple[str, str]:
+    """Return what there are several of in a round: one, and more."""
+    return ("client", "clients") if isinstance(pl_module, HasClients) else ("batch", "batches")
 
 
 def _of(done: int, clients: int | None) -> str:

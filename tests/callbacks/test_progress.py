@@ -42,3 +42,15 @@ def test_a_batch_of_inputs_and_targets_is_one(tmp_path, monkeypatch):
     data = DataLoader(batches().dataset, batch_size=2)  # batches are lists of two tensors
     trainer(tmp_path, 1, [progress], enable_progress_bar=True).fit(Line(), data)
     assert seen == [(f"{done}/4", done, 4) for done in range(1, 5)]
+
+
+def test_somebody_s_own_names_and_batches(tmp_path, capsys):
+    class Own(Line):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 0.25)
+
+    data = DataLoader(batches().dataset, batch_size=2)
+    trainer(tmp_path, 1, [RoundProgress()], enable_progress_bar=True).fit(Own(), data, batches())
+    shown = capsys.readouterr().out
+    assert "round 1/1 · 4 batches · loss 0.2500" in shown
+    assert "client" not in shown
