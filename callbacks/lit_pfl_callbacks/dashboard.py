@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 
+from lit_pfl_callbacks.protocols import HasClients
 from lit_pfl_callbacks.run_folder import RunLogger
 
 Rows = Sequence[Mapping[str, Any]]
@@ -34,9 +35,15 @@ class Dashboard:
             yield self._boards[id(logger)][1]
 
     def scalars(self, trainer: L.Trainer, round: int, metrics: Mapping[str, float]) -> None:
-        """Show numbers of a round, by name."""
+        """Show numbers of a round, by name; under a Trainer without clients beside Lightning's own of the epoch."""
+        own = isinstance(trainer.lightning_module, HasClients)
+        # Lightning's axis, and the step of what it logs at the end of an epoch
+        step = max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
         for board in self.boards(trainer):
-            board.scalars(round, metrics)
+            if own:
+                board.scalars(round, metrics)
+            else:
+                board.beside(step, {"epoch": trainer.current_epoch, **metrics})
 
     def heat_map(self, trainer: L.Trainer, round: int, name: str, matrix: Tensor) -> None:
         """Show a (rows, columns) matrix of values from -1, blue, by 0, white, to 1, red."""
@@ -96,6 +103,10 @@ class Board:
         """Show numbers."""
         self.logger.log_metrics(dict(metrics), step=round)
 
+    def beside(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show numbers at a step of the Trainer's."""
+        self.logger.log_metrics(dict(metrics), step=step)
+
     def image(self, round: int, name: str, picture: Tensor) -> None:
         """Show a picture, (height, width, 3) uint8."""
 
@@ -119,6 +130,9 @@ class NoBoard(Board):
     """The run folder's own logger."""
 
     def scalars(self, round: int, metrics: Mapping[str, float]) -> None:  # noqa: D102
+        pass
+
+    def beside(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: D102
         pass
 
 

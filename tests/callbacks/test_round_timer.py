@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from torch.utils.data import DataLoader
 
 from callbacks.plain import Echo, Group, Line, batches, rows
 from callbacks.plain import trainer as plain_trainer
@@ -106,3 +107,17 @@ def test_where_code_is_only_tried_out_nothing_is_written(tmp_path):
     plain_trainer(tmp_path, 1, [timer], fast_dev_run=True).fit(SlowLine(), batches(), batches())
     assert not list(tmp_path.rglob("times.csv"))
     assert timer.seconds["train"] > 0
+
+
+def test_a_plain_trainer_s_rows_line_up_with_lightning_s(tmp_path):
+    class Logs(Line):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+    data = DataLoader(batches().dataset, batch_size=2)
+    plain_trainer(tmp_path, 2, [RoundTimer()]).fit(Logs(), data)
+    lines = rows(tmp_path / "run" / "metrics.csv")
+    places = [[(line["epoch"], line["step"]) for line in lines if line[name]] for name in ("loss", "time/train")]
+    assert places[0] == places[1] == [("0", "3"), ("1", "7")]
