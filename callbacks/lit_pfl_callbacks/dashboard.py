@@ -37,8 +37,7 @@ class Dashboard:
     def scalars(self, trainer: L.Trainer, round: int, metrics: Mapping[str, float]) -> None:
         """Show numbers of a round, by name; under a Trainer without clients beside Lightning's own of the epoch."""
         own = isinstance(trainer.lightning_module, HasClients)
-        # Lightning's axis, and the step of what it logs at the end of an epoch
-        step = max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+        step = max(0, trainer.global_step - 1)  # as of what Lightning logs at the end of an epoch
         for board in self.boards(trainer):
             if own:
                 board.scalars(round, metrics)

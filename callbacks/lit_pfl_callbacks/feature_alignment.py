@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -190,8 +191,10 @@ def _classifiers(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[t
 
 def _transferred(trainer: L.Trainer, pl_module: L.LightningModule, batches: Iterable[Any]) -> Iterator[Any]:
     """Return batches as the Trainer gives them to a validation step: of its precision, and after the module's hooks."""
+    data = getattr(trainer, "datamodule", None)
+    hooks: Any = data if is_overridden("on_before_batch_transfer", data) else pl_module
     for batch in batches:
-        batch = pl_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+        batch = hooks.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
         yield trainer.strategy.batch_to_device(batch)
 
 
