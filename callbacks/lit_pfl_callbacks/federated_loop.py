@@ -42,7 +42,7 @@ class Link(Protocol):
 
     The callback is the same in a simulation, in a cluster and between hospitals; only the link differs. Of a client
     whose Trainer has several processes, that of global rank 0 alone uses its link, unless the link has an attribute
-    ``in_every_process`` that is true: then each process has the whole federation, and all do the same.
+    ``in_every_process`` that is true: then each uses it by itself, as each has the whole federation or is a client.
     """
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:

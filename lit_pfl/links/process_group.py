@@ -51,6 +51,7 @@ class ProcessGroupLink:
     """
 
     coordinator: Coordinator
+    in_every_process = True  # each is a client, and would wait for the others for ever if one spoke for all
 
     def __init__(
         self,
