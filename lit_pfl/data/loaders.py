@@ -4,7 +4,7 @@ Everything here takes a loader of this package or a PyTorch DataLoader over a ma
 of the loader's own samples, from 0. Where a loader cannot do what is asked, a ConfigError names what it lacks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import singledispatch
 from typing import Any, Protocol
@@ -112,15 +112,17 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
         return
-    parts: Any = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        parts = batch
-    elif is_dataclass(batch):
-        parts = [getattr(batch, field.name) for field in fields(batch)]
-    for part in parts:
+    for part in parts_of(batch):
         yield from tensors_in(part)
+
+
+def parts_of(batch: Any) -> Collection[Any]:
+    """Return what a batch, or a part of one, is looked through for."""
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if is_dataclass(batch):
+        return [getattr(batch, field.name) for field in fields(batch)]
+    return batch if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else ()
 
 
 def _labels_in(batch: Any) -> Tensor:

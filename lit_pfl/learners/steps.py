@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
+from lit_pfl.data.loaders import parts_of, tensors_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.logs import recorded
 from lit_pfl.lightning_internals import in_hook
@@ -121,33 +122,13 @@ def size_of(batch: Any) -> int:
     # The first part of nearly all batches is a tensor, and this is asked of every batch: all else takes its time.
     if type(batch) in (tuple, list) and batch and isinstance(batch[0], Tensor) and batch[0].dim():
         return len(batch[0])
-    length = _length(batch)
-    return 1 if length is None else length
-
-
-def _length(part: Any) -> int | None:
-    """Return the number of samples of a part of a batch; None where there is no tensor."""
-    if isinstance(part, Tensor):
-        return len(part) if part.dim() else 1
-    return next((length for inside in _inside(part) if (length := _length(inside)) is not None), None)
-
-
-def _inside(part: Any) -> Collection[Any]:
-    """Return what a part of a batch is looked through for."""
-    if isinstance(part, Mapping):
-        return part.values()
-    if is_dataclass(part):
-        return [getattr(part, field.name) for field in fields(part)]
-    return part if isinstance(part, tuple | list) else ()
+    first = next(tensors_in(batch), None)
+    return len(first) if first is not None and first.dim() else 1
 
 
 def _lengths(part: Any) -> Iterator[int]:
     """Return the lengths of all tensors in a part of a batch, but of those without dimensions."""
-    if isinstance(part, Tensor):
-        yield from part.shape[:1]
-        return
-    for inside in _inside(part):
-        yield from _lengths(inside)
+    return (len(tensor) for tensor in tensors_in(part) if tensor.dim())
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
@@ -200,7 +181,7 @@ def _check_divides(part: Any, size: int) -> None:
             f"A batch has a {type(part).__name__} in it, and this method divides batches into samples: give the "
             "tensors that it is made of, with one row a sample, and make it in the learner's steps."
         )
-    for inside in _inside(part):
+    for inside in parts_of(part):
         _check_divides(inside, size)
 
 

@@ -149,15 +149,12 @@ class FedSpa(Client):
 
     def _gradients(self, weights: list[Tensor]) -> Sequence[Tensor]:
         """Return gradients of a training batch, at masked weights too; running statistics stay as they are."""
-        before = [(buffer, buffer.clone()) for buffer in self.learner.buffers()]
         gradients: Sequence[Tensor] = [torch.zeros_like(weight) for weight in weights]
         for index, batch in enumerate(self.training_data()):
             with torch.enable_grad(), unchanged(self.learner), recorded(self.learner), suppress(SkipBatch):
                 loss = self.objective(transferred(self.learner, batch), index)
                 gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
                 break
-        for buffer, value in before:
-            buffer.copy_(value)
         return [gradient.to_dense() for gradient in gradients]  # as those of an embedding may not be
 
     def configure_server(self) -> "FedSpaServer":  # noqa: D102
