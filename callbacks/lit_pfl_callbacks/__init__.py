@@ -4,6 +4,7 @@ from lit_pfl_callbacks.clients import ClientsTable
 from lit_pfl_callbacks.communication import CommunicationLedger
 from lit_pfl_callbacks.embedding_map import EmbeddingMap
 from lit_pfl_callbacks.feature_alignment import FeatureAlignment
+from lit_pfl_callbacks.feature_map import FeatureMap
 from lit_pfl_callbacks.federated_loop import FederatedLoop, JoinInfo, Link
 from lit_pfl_callbacks.models import PersonalizedModels
 from lit_pfl_callbacks.predictions import Predictions
@@ -18,6 +19,7 @@ __all__ = [
     "CommunicationLedger",
     "EmbeddingMap",
     "FeatureAlignment",
+    "FeatureMap",
     "FederatedLoop",
     "JoinInfo",
     "Link",

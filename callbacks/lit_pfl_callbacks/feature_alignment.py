@@ -1,18 +1,17 @@
 """Which classes the neurons of a classifier stand for, layer by layer."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lit_pfl_callbacks.classifiers import check_logits, classifiers, labelled, layers_of, one_process, validating
 from lit_pfl_callbacks.features import (
     class_preferences,
     preference_shares,
@@ -70,8 +69,7 @@ class FeatureAlignment(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look whether it can measure, and go on with its files."""
-        if trainer.world_size > 1 and isinstance(pl_module, HasClients):  # every process has some of them
-            raise MisconfigurationException("FeatureAlignment measures clients of one process: trainer.devices=1.")
+        one_process(trainer, pl_module, "FeatureAlignment")
         for name in ("features.csv", "preferences.csv") if writes(trainer) else ():
             checked_rows(run_folder(trainer) / name, ["epoch"], "epoch")
 
@@ -96,8 +94,8 @@ class FeatureAlignment(L.Callback):
             self.rows = read_rows_before(path, epoch, "epoch") if keeps(trainer) else []
             self._neurons = read_rows_before(neurons_path, epoch, "epoch") if keeps(trainer) else []
         new: list[dict[str, Any]] = []
-        for client, module, batches in _classifiers(trainer, pl_module):
-            with nullcontext() if isinstance(pl_module, HasClients) else _validating(trainer):
+        for client, module, batches in classifiers(trainer, pl_module):
+            with nullcontext() if isinstance(pl_module, HasClients) else validating(trainer):
                 measured = measure_features(module, batches, self.batches)
             for position, (layer, preferences) in enumerate(measured.items(), start=1):
                 where = {"epoch": epoch, "client": client, "position": position, "layer": layer}
@@ -150,17 +148,12 @@ def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | Non
     device = next(module.parameters()).device
     with evaluating(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
         for batch in islice(batches, limit):  # here, since a shuffling loader draws as soon as it is asked for batches
-            if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
-                raise MisconfigurationException("FeatureAlignment needs batches of inputs and labels.")
-            inputs, labels = move_data_to_device(list(batch[:2]), device)
+            inputs, labels = labelled(batch, device, "FeatureAlignment")
             if isinstance(inputs, Tensor) and inputs.is_floating_point():
                 inputs = inputs.detach().requires_grad_().clone()  # so that layers that do not train are measured too
             with _watching(module) as outputs:
                 logits = module(inputs)
-            if not isinstance(logits, Tensor) or logits.dim() != 2 or labels.shape != logits.shape[:1]:
-                raise MisconfigurationException(
-                    "FeatureAlignment needs a module whose forward returns (B, classes) logits, and (B,) labels."
-                )
+            check_logits(logits, labels, "FeatureAlignment")
             layers = {name: noted for name, noted in outputs.items() if noted[0] is not logits}
             own = logits.gather(1, labels[:, None]).sum()
             activations = [activation for activation, _ in layers.values()]
@@ -175,38 +168,6 @@ def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | Non
                 values = activation.detach().movedim(dim, 1).to(kind), gradient.movedim(dim, 1).to(kind)
                 sums[name] = sums.get(name, 0) + class_preferences(*values, labels, logits.shape[1])
     return sums
-
-
-def _classifiers(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[tuple[int | str, Any, Iterable[Any]]]:
-    """Return the modules to measure, each with a client's id, if it has one, and its batches."""
-    if isinstance(pl_module, HasClients):
-        clients: Mapping[int, Any] = pl_module.clients
-        for client, module in clients.items():
-            yield client, module, module.data.val if len(module.data.val) else module.data.train
-        return
-    loaders: Any = trainer.val_dataloaders or trainer.train_dataloader
-    loader = next(iter(loaders)) if isinstance(loaders, list | tuple) else loaders
-    yield "", pl_module, _transferred(trainer, pl_module, loader)
-
-
-def _transferred(trainer: L.Trainer, pl_module: L.LightningModule, batches: Iterable[Any]) -> Iterator[Any]:
-    """Return batches as the Trainer gives them to a validation step: of its precision, and after the module's hooks."""
-    data = getattr(trainer, "datamodule", None)
-    hooks: Any = data if is_overridden("on_before_batch_transfer", data) else pl_module
-    for batch in batches:
-        batch = hooks.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
-        yield trainer.strategy.batch_to_device(batch)
-
-
-@contextmanager
-def _validating(trainer: L.Trainer) -> Iterator[None]:
-    """Let the Trainer validate, by its own precision, for hooks that ask what it does."""
-    stage, trainer.validating = trainer.state.stage, True
-    try:
-        with trainer.precision_plugin.forward_context():
-            yield
-    finally:
-        trainer.state.stage = stage
 
 
 @contextmanager
@@ -229,13 +190,7 @@ def _watching(module: nn.Module) -> Iterator[dict[str, tuple[Tensor, int]]]:
 
         return hook
 
-    handles = []
-    for name, layer in module.named_modules():
-        parts = [part for part, _ in layer.named_children() if part != "parametrizations"]  # as of a spectral norm
-        weight = None if parts else getattr(layer, "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() and not isinstance(layer, nn.Embedding):
-            dim = {1: 0, 2: -1}.get(weight.dim(), 1)
-            handles.append(layer.register_forward_hook(note(name, dim)))
+    handles = [layer.register_forward_hook(note(name, dim)) for name, layer, dim in layers_of(module)]
     try:
         yield outputs
     finally:

@@ -7,13 +7,14 @@ another kind, such as a number called ``clients``, is the module's own affair.
 =======================  ===============================  =========================================================
 protocol                 attribute                        who looks for it
 =======================  ===============================  =========================================================
-:class:`HasClients`      ``clients``                      ``Similarity``, ``SparsityMonitor``, ``FeatureAlignment``
+:class:`HasClients`      ``clients``                      ``Similarity``, ``SparsityMonitor``, ``FeatureAlignment``,
+                                                          ``FeatureMap``
 :class:`HasScores`       ``rows``, ``higher_is_better``   ``ClientsTable``, ``PersonalizedModels``
 :class:`HasTraffic`      ``traffic``                      ``CommunicationLedger``, ``Similarity``, ``EmbeddingMap``
 :class:`HasSeconds`      ``seconds``                      ``RoundTimer``
 :class:`HasMixing`       ``mixing()``                     ``Similarity``
 :class:`HasRanks`        ``from_all_ranks(tensors)``      ``Similarity``, ``PersonalizedModels``
-:class:`HasModels`       ``standalone(client)``           ``PersonalizedModels``
+:class:`HasModels`       ``standalone(client)``           ``PersonalizedModels``, ``FeatureMap``
 :class:`HasRoles`        ``roles()``, of a client         ``CommunicationLedger``
 :class:`HasWeightParts`  ``weight_parts()``, of a client  ``SparsityMonitor``
 =======================  ===============================  =========================================================

@@ -8,12 +8,15 @@ import numpy as np
 
 from lit_pfl.report.pictures import SHOWN, Picture, inline, slider, steps
 from lit_pfl.report.runs import Group, Row
+from lit_pfl.report.theme import Palette
 from lit_pfl_callbacks.rounds import spread
 
 #: the largest number of clients in a picture, of those whose data are shown, and of those compared in pairs
 HOLDERS, PAIRED = 200, 32
 #: what stands for a pair of which nothing is known, as of clients that did not take part
 UNKNOWN = "-"
+#: clients of a run whose samples are shown
+DRAWN = 4
 #: clients up to whose number each is a column of circles
 CIRCLES = 40
 
@@ -194,3 +197,43 @@ def embeddings(groups: Sequence[Group]) -> Picture | None:
     )
     says = "The plane in which the embeddings that clients upload differ most; of the first seed, over rounds."
     return Picture("embeddings", says, chart, wide=len(panels) > 1)
+
+
+def features(groups: Sequence[Group]) -> Picture | None:
+    """Return how samples are represented: a map for every client, of a few."""
+    rows: list[Row] = []
+    for group in groups:
+        own = group.runs[0].table("feature_map.csv", "label", "predicted", "x", "y")
+        shown = list(dict.fromkeys(row.get("client", "") for row in own))[:DRAWN]
+        for row in own:
+            if (client := row.get("client", "")) in shown:
+                of = [group.name] * (len(groups) > 1) + [f"client {client}"] * (client != "")
+                rows.append({
+                    "panel": ", ".join(of) or group.name, "x": float(row["x"]), "y": float(row["y"]),
+                    "class": int(row["label"]), "predicted": int(row["predicted"]),
+                })  # fmt: skip
+    if not rows:
+        return None
+    panels, classes = list(dict.fromkeys(row["panel"] for row in rows)), sorted({row["class"] for row in rows})
+    base = alt.Chart(inline(rows)).encode(
+        x=alt.X("x:Q", title="first coordinate (no unit)"),
+        y=alt.Y("y:Q", title="second coordinate (no unit)"),
+        tooltip=["class:O", "predicted:O"],
+    )
+    if len(classes) <= CIRCLES:
+        looks = Palette("class", classes)
+        base = base.encode(color=looks.colour(), shape=looks.shape())
+    else:
+        base = base.encode(color=alt.Color("class:Q", title="class", scale=alt.Scale(scheme="turbo")))
+    chart = (
+        base.mark_point(size=26, filled=True, opacity=0.8)
+        .properties(width=240, height=240)
+        .facet(alt.Facet("panel:N", sort=panels, title=None), columns=min(4, len(panels)))
+        .resolve_scale(x="independent", y="independent")
+        .properties(title="How samples are represented")
+    )
+    says = (
+        "Maps by t-SNE of what a client's last layer sees of its samples after the training, of the first seed: "
+        "what is represented alike is near each other. Distances between groups mean little."
+    )
+    return Picture("features", says, chart, wide=len(panels) > 1)

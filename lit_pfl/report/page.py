@@ -51,6 +51,7 @@ def sections(groups: Sequence[Group], metric: Metric | None) -> list[Section]:
         Section("Data", pictures=maps.partitions(groups)),
         Section("Cost", pictures=[charts.traffic(groups), charts.times(groups)]),
         Section("Similarity", pictures=[maps.similarities(groups), maps.matchings(groups), maps.embeddings(groups)]),
+        Section("Representation", pictures=[maps.features(groups)]),
         Section("Weights", pictures=[charts.densities(groups), *charts.layers(groups)]),
         Section(
             "Configuration",

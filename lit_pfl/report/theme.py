@@ -56,30 +56,30 @@ class Palette:
 
     Args:
         field: the column in which a chart's data have the name; the legends' title.
-        names: all names.
+        names: all names, or numbers.
     """
 
-    def __init__(self, field: str, names: Sequence[str]) -> None:
-        self.field, self.names = field, list(names)
+    def __init__(self, field: str, names: Sequence[str] | Sequence[int]) -> None:
+        self.field, self.names = field, list[str | int](names)
 
-    def colour(self, shown: Collection[str] | None = None, lines: bool = False) -> alt.Color:
+    def colour(self, shown: Collection[str | int] | None = None, lines: bool = False) -> alt.Color:
         """Return the encoding by colour, for a chart that shows some of the names, maybe as lines."""
         return alt.Color(f"{self.field}:N", scale=self._scale(HUES, shown), legend=self._legend(lines), sort=None)
 
-    def dash(self, shown: Collection[str] | None = None) -> alt.StrokeDash:
+    def dash(self, shown: Collection[str | int] | None = None) -> alt.StrokeDash:
         """Return the encoding of lines by dashes; its legend joins that of the colours."""
         return alt.StrokeDash(f"{self.field}:N", scale=self._scale(DASHES, shown), legend=self._legend(True), sort=None)
 
-    def shape(self, shown: Collection[str] | None = None) -> alt.Shape:
+    def shape(self, shown: Collection[str | int] | None = None) -> alt.Shape:
         """Return the encoding of points by shapes, likewise."""
         return alt.Shape(f"{self.field}:N", scale=self._scale(SHAPES, shown), legend=self._legend(False), sort=None)
 
-    def _scale(self, values: Sequence[Any], shown: Collection[str] | None) -> alt.Scale:
+    def _scale(self, values: Sequence[Any], shown: Collection[str | int] | None) -> alt.Scale:
         chosen = [(n, values[i % len(values)]) for i, n in enumerate(self.names) if shown is None or n in shown]
         return alt.Scale(domain=[name for name, _ in chosen], range=[value for _, value in chosen])
 
     def _legend(self, lines: bool) -> alt.Legend:
-        columns = max(1, 72 // (max(map(len, self.names)) + 6))
+        columns = max(1, 72 // (max(len(str(name)) for name in self.names) + 6))
         if lines:
             return alt.Legend(title=self.field, columns=columns, symbolOpacity=1, symbolType="stroke", symbolSize=350)
         return alt.Legend(title=self.field, columns=columns, symbolOpacity=1)

@@ -100,6 +100,10 @@ def make_run(folder: Path, method: str, seed: int, clients: int = 5, rounds: int
         write(folder / "embeddings.csv", "round client x y", [
             [r, k, *(place[k] * r / rounds).round(5)] for r in measured for k in ids
         ])  # fmt: skip
+    write(folder / "feature_map.csv", "client label predicted x y", [
+        [k, c, rng.integers(10), *(rng.normal(5 * np.array([c % 3, c // 3]), 1.5).round(4))]
+        for k in list(ids)[:4] for c in range(10) for _ in range(12)
+    ])  # fmt: skip
     return folder
 
 

@@ -17,7 +17,8 @@ from report.made import make_run, make_runs, write
 
 CHARTS = {
     "over_rounds", "over_bytes", "loss", "clients", "client_by_client", "partition", "traffic", "time", "similarity",
-    "matching", "embeddings", "sparsity", "layers_share", "layers_rank",
+    "matching", "embeddings", "features", "sparsity", "layers_share",
+    "layers_rank",
 }  # fmt: skip
 #: what has no unit
 BARE = {"round", "client", "other client", "class", "layer", "rank", "method"}

@@ -1,0 +1,141 @@
+"""How a classifier represents samples: a map of what its last layer sees."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lit_pfl_callbacks.classifiers import check_logits, classifiers, labelled, layers_of, one_process, validating
+from lit_pfl_callbacks.protocols import HasClients, HasModels
+from lit_pfl_callbacks.rounds import writes
+from lit_pfl_callbacks.run_folder import run_folder, write_rows
+from lit_pfl_callbacks.tensors import evaluating
+
+#: samples of which there are too few for a map
+FEWEST = 4
+
+
+class FeatureMap(L.Callback):
+    """Writes a place on a map for every sample into ``feature_map.csv``, by what a classifier's last layer sees of it.
+
+    When the training has ended, t-SNE draws the map of every client by itself: samples that are represented alike are
+    near each other. How far apart groups are, and how wide, means little.
+
+    It works on any LightningModule that is a classifier, as :class:`~lit_pfl_callbacks.FeatureAlignment` says it, and
+    on validation data, or on training data where there are none. A federation tells its ``clients``; of each its
+    personalized model is looked at (:class:`~lit_pfl_callbacks.protocols.HasModels`).
+
+    Args:
+        clients: ids of those that are looked at; by default the first four. A federation's only.
+        samples: number of samples of each, at most. 500 take one to two seconds.
+
+    Attributes:
+        rows: what is in ``feature_map.csv``: ``client``, ``label``, ``predicted``, ``x`` and ``y``.
+
+    Raises:
+        MisconfigurationException: for a client that there is not, and when batches or logits are not such.
+
+    Source:
+        FedSLR, Fig. 4; van der Maaten and Hinton 2008.
+    """
+
+    def __init__(self, clients: Sequence[int] | None = None, samples: int = 500) -> None:
+        if samples < FEWEST:
+            raise MisconfigurationException(f"FeatureMap(samples={samples}): give {FEWEST} or more.")
+        self.clients = clients
+        self.samples = samples
+        self.rows: list[dict[str, Any]] = []
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Look whether it can draw what it is asked for."""
+        one_process(trainer, pl_module, "FeatureMap")
+        there = list(pl_module.clients) if isinstance(pl_module, HasClients) else []
+        for client in self.clients or ():
+            if client not in there:
+                raise MisconfigurationException(f"FeatureMap(clients={list(self.clients or ())}): no client {client}.")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the maps."""
+        if not trainer.is_global_zero:
+            return
+        self.rows = []
+        for number, (client, module, batches) in enumerate(classifiers(trainer, pl_module)):
+            if client != "" and (number >= 4 if self.clients is None else client not in self.clients):
+                continue
+            network = pl_module.standalone(int(client)) if isinstance(pl_module, HasModels) else module
+            with nullcontext() if isinstance(pl_module, HasClients) else validating(trainer):
+                features, labels, predicted = represented(network, batches, self.samples)
+            if len(features) < FEWEST or not features.isfinite().all():
+                whose = f"client {client}" if client != "" else type(pl_module).__name__
+                rank_zero_warn(f"FeatureMap leaves out {whose}: fewer than {FEWEST} samples, or features not finite.")
+                continue
+            for label, guess, (x, y) in zip(labels.tolist(), predicted.tolist(), t_sne(features).tolist(), strict=True):
+                place = {"x": float(f"{x:.5g}"), "y": float(f"{y:.5g}")}
+                self.rows.append({"client": client, "label": label, "predicted": guess, **place})
+        if self.rows and writes(trainer):
+            write_rows(run_folder(trainer) / "feature_map.csv", self.rows)
+
+
+def represented(module: nn.Module, batches: Iterable[Any], limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the last layer of a classifier sees.
+
+    Args:
+        module: maps images, or whatever a batch's first entry is, to (B, classes) logits.
+        batches: of inputs and (B,) labels; further entries are not looked at.
+        limit: number of samples, at most.
+
+    Returns:
+        (n, d) inputs of the last layer that has run, (n,) labels, (n,) most probable classes.
+
+    Raises:
+        MisconfigurationException: when these are no such batches, or no such logits.
+    """
+    seen: list[Tensor] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        for _, layer, dim in layers_of(module)
+        if dim != 0  # no norm
+    ]
+    device = next(module.parameters()).device
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    try:
+        with evaluating(module), torch.random.fork_rng(devices=[]), torch.no_grad():
+            for batch in batches:
+                inputs, labels = labelled(batch, device, "FeatureMap")
+                seen.clear()
+                logits = module(inputs)
+                check_logits(logits, labels, "FeatureMap")
+                if not seen or len(seen[-1]) != len(labels):
+                    raise MisconfigurationException(
+                        f"FeatureMap: {type(module).__name__} has no last layer that sees sample by sample."
+                    )
+                found.append((seen[-1].flatten(1).float().cpu(), labels.cpu(), logits.argmax(1).cpu()))
+                if sum(len(labels) for _, labels, _ in found) >= limit:
+                    break
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not found:
+        return torch.empty(0, 1), torch.empty(0), torch.empty(0)
+    features, labels, predicted = (torch.cat(parts)[:limit] for parts in zip(*found, strict=True))
+    return features, labels, predicted
+
+
+def t_sne(features: Tensor) -> Tensor:
+    """Return a map of (n, d) features, n at least 4, as (n, 2); those that are all the same are all at one place.
+
+    Nothing is drawn from random generators.
+    """
+    from sklearn.manifold import TSNE  # takes a second
+
+    spread = features.double() - features.double().mean(0)
+    if not spread.abs().max() > 1e-12 * features.abs().max():
+        return torch.zeros(len(features), 2)
+    start = "pca" if min(features.shape) > 1 else "random"
+    drawer = TSNE(2, perplexity=min(30.0, (len(features) - 1) / 3), init=start, random_state=0)
+    return torch.from_numpy(drawer.fit_transform((spread / spread.abs().max()).numpy()))
