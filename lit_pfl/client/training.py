@@ -1,5 +1,6 @@
 """What a client minimises, and when its rounds begin and end."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import mean_loss
 from lit_pfl.factorization import Factorization
-from lit_pfl.learners import SkipBatch, set_schedules_to, size_of, training_loss
+from lit_pfl.learners import SkipBatch, set_schedules_to, size_of, training_outputs
 from lit_pfl.lightning_internals import QuickModule
 
 
@@ -28,6 +29,7 @@ class Training(QuickModule):
         self.epoch_ended = False
         self.alone = False  # whether a Trainer is given this client by itself
         self._losses: list[tuple[Tensor, int]] = []
+        self._outputs: Mapping[str, Any] = {}  # of the training_step of the batch, if it is a dict
         self._known: frozenset[str] = frozenset()  # the learner's tensors when it was settled what travels
 
     @property
@@ -95,7 +97,10 @@ class Training(QuickModule):
         Raises:
             SkipBatch: when its ``training_step`` returns None.
         """
-        return self.penalized(training_loss(learner, batch, batch_idx), learner)
+        loss, outputs = training_outputs(learner, batch, batch_idx)
+        if outputs and (learner is self.learner or not self._outputs):
+            self._outputs = outputs
+        return self.penalized(loss, learner)
 
     def penalized(self, loss: Tensor, learner: nn.Module) -> Tensor:
         """Return a loss with the L1 norm of a learner's masks, if it is factorized."""
@@ -106,15 +111,19 @@ class Training(QuickModule):
         """Return what is minimised on a batch; a method adds to it."""
         return self.loss(self.learner, batch, batch_idx)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """Return the objective of a batch, or None where the learner skips it."""
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | dict[str, Any] | None:
+        """Return the objective of a batch, beside what else the learner returns, or None where it skips the batch."""
         try:
             loss = self.objective(batch, batch_idx)
         except SkipBatch:
+            self._outputs = {}
             return None
         if not self.alone:  # a federation collects them, nobody else does
             self.note_loss(loss.detach(), size_of(batch))
-        return loss
+        if not self._outputs:
+            return loss
+        outputs, self._outputs = self._outputs, {}
+        return {**outputs, "loss": loss}
 
     def note_loss(self, loss: Tensor, size: int) -> None:
         """Take note of the loss of a batch of so many samples."""

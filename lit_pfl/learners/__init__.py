@@ -15,6 +15,7 @@ from lit_pfl.learners.steps import (
     size_of,
     split_batch,
     training_loss,
+    training_outputs,
     unchanged,
     unseen,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "size_of",
     "split_batch",
     "training_loss",
+    "training_outputs",
     "unchanged",
     "unseen",
 ]

@@ -47,7 +47,12 @@ def _further_arguments(kind: Hashable, name: str) -> int:
 
 
 def training_loss(learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
-    """Return the loss that a learner's ``training_step`` gives for a batch.
+    """Return the loss that a learner's ``training_step`` gives for a batch; see :func:`training_outputs`."""
+    return training_outputs(learner, batch, batch_idx)[0]
+
+
+def training_outputs(learner: L.LightningModule, batch: Any, batch_idx: int) -> tuple[Tensor, Mapping[str, Any]]:
+    """Return the loss that a learner's ``training_step`` gives for a batch, and the dict that it is in, if it is.
 
     Raises:
         SkipBatch: when it returns None.
@@ -65,7 +70,7 @@ def training_loss(learner: L.LightningModule, batch: Any, batch_idx: int) -> Ten
             f"model.learner: its training_step returns {what}; it must return the loss as a tensor of one number, a "
             "dict with that as its 'loss', or None to skip the batch."
         )
-    return loss
+    return loss, outputs if isinstance(outputs, Mapping) else {}
 
 
 class Step(nn.Module):

@@ -124,6 +124,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             output: Any = module.training_step(batch, index)
             module._current_fx_name = None
             loss = output["loss"] if isinstance(output, Mapping) else output
+            del output  # what else is in it would live as long as the next batch's
             if loss is not None:
                 loss.backward()
             step.increment_ready()

@@ -208,15 +208,14 @@ def a_bad_upload_is_refused_and_the_round_goes_on(tester: MethodTester) -> None:
 def a_client_that_runs_away_begins_again_from_its_last_good_state(tester: MethodTester) -> None:
     """A round in which a client's loss is NaN goes on without it, and leaves nothing of it."""
     method = tester.method()
-    step = type(method).training_step
+    objective = type(method).objective
 
-    def spoilt(self: Client, batch: Any, batch_idx: int) -> Any:
+    def spoilt(self: Client, batch: Any, batch_idx: int) -> Tensor:
         bad = self.spec.client_id == 1 and self.completed_rounds == 1 and self.current_epoch % 2 == 0
-        loss = step(self, batch, batch_idx)
-        return None if loss is None else loss * (float("nan") if bad else 1.0)
+        return objective(self, batch, batch_idx) * (float("nan") if bad else 1.0)
 
     with (
-        patch.object(type(method), "training_step", spoilt),
+        patch.object(type(method), "objective", spoilt),
         warned(r"Round 2 goes on .*Client 1: .*The client begins"),
     ):
         federation = tester.run(method=method, rounds=4)

@@ -5,9 +5,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from lit_pfl import Client, Federation
+from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import SkipBatch, training_loss
+from lit_pfl.methods import APFL, Ditto, FactorizedFL, FedAvg, FedSLR, PerFedAvg, Scaffold
+from tiny import trainer
 
 
 class Returning(L.LightningModule):
@@ -48,3 +54,50 @@ def test_losses(outputs):
 def test_none_skips_the_batch():
     with pytest.raises(SkipBatch):
         loss_of(None)
+
+
+class Telling(L.LightningModule):
+    """Returns more than its loss, every other batch alone, and looks at what it returned when the batch is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.seen: list[tuple[int, dict[str, Any]]] = []
+
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        return {"loss": loss, "logits": logits, "names": ["a"]} if batch_idx % 2 == 0 else loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append((batch_idx, outputs))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Site(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(24, 4), torch.arange(24) % 3), batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (FedAvg, {}), (Scaffold, {}), (Ditto, {"lam": 0.1}), (FedSLR, {"lam": 1e-3, "mu": 1e-3}), (PerFedAvg, {}),
+        (APFL, {}), (FactorizedFL, {}),
+    ],
+)  # fmt: skip
+def test_what_a_step_returns_reaches_the_end_of_the_batch(method: type[Client], options):
+    federation = Federation(method(learner=Telling(), **options), seed=0, threads=1)
+    trainer(2).fit(federation, datamodule=PerClient([Site() for _ in range(2)]))
+    for client in federation.clients.values():
+        assert {batch_idx for batch_idx, _ in client.learner.seen} >= {0, 1}
+        for batch_idx, outputs in client.learner.seen:
+            assert outputs["loss"].numel() == 1
+            assert not outputs["loss"].requires_grad
+            assert set(outputs) == ({"loss", "logits", "names"} if batch_idx % 2 == 0 else {"loss"})
+            assert batch_idx % 2 or (outputs["logits"].shape[1] == 3 and outputs["names"] == ["a"])
