@@ -1,8 +1,9 @@
 """What travels: the role of every tensor of a learner, and how parts of a learner are found."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Literal
 
 import lightning as L
@@ -64,23 +65,40 @@ def names_of_head(learner: nn.Module, pattern: str | None) -> frozenset[str]:
     Raises:
         ConfigError: when the pattern finds nothing, or is no regular expression.
     """
-    names = list(learner.state_dict())
     if pattern is not None:
-        try:
-            found = frozenset(name for name in names if re.search(pattern, name))
-        except re.error as error:
-            raise ConfigError(f"model.head={pattern!r} is no regular expression: {error}.") from None
-        if not found:
-            raise ConfigError(
-                f"model.head={pattern!r} is found in no name of {type(learner).__name__}, which has "
-                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}."
-            )
-        return found
+        return names_found(learner, pattern, "head")
     head = getattr(learner, "head", None)
     if not isinstance(head, nn.Module):
         return frozenset()
     prefixes = tuple(f"{path}." for path, module in learner.named_modules(remove_duplicate=False) if module is head)
-    return frozenset(name for name in names if name.startswith(prefixes))
+    return frozenset(name for name in learner.state_dict() if name.startswith(prefixes))
+
+
+def names_found(
+    learner: nn.Module, pattern: str, option: str, roles: Mapping[str, Role] = MappingProxyType({})
+) -> frozenset[str]:
+    """Return the names in a learner's ``state_dict()`` in which a regular expression is found.
+
+    Args:
+        learner: the learner.
+        pattern: the regular expression; or a role, for all that have it.
+        option: of the client, which it is the value of.
+        roles: the roles of names.
+
+    Raises:
+        ConfigError: when it finds nothing, or is no regular expression.
+    """
+    names = list(learner.state_dict())
+    try:
+        found = frozenset(name for name in names if re.search(pattern, name) or roles.get(name) == pattern)
+    except re.error as error:
+        raise ConfigError(f"model.{option}={pattern!r} is no regular expression: {error}.") from None
+    if not found:
+        raise ConfigError(
+            f"model.{option}={pattern!r} is found in no name of {type(learner).__name__}, which has "
+            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}."
+        )
+    return found
 
 
 def encoder_of(learner: nn.Module, path: str | None) -> nn.Module | None:

@@ -16,7 +16,7 @@ from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.evaluation import Row, score, summary
 from lit_pfl.lightning_internals import LastCheckpoint
-from lit_pfl.methods import FedAvg, SimFed, StandAlone
+from lit_pfl.methods import FedAvg, FedMA, SimFed, StandAlone
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from lit_pfl_callbacks.run_folder import read_rows
 from tiny import Backwards, TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
@@ -429,6 +429,33 @@ def test_heads_never_travel_under_permuted_labels():
     assert not torch.equal(heads[0], heads[1])
     with pytest.raises(ConfigError, match="share_head"):
         run(client(FedAvg, share_head=True), digits(permute_labels=True))
+
+
+def test_what_is_to_stay_at_home_does():
+    """FedBN: FedAvg but for what belongs to normalisation layers."""
+    federation = run(client(FedAvg, local="norm", norm_stats="averaged"))
+    norm = {"backbone.body.1.weight", "backbone.body.1.bias"}
+    shared = federation.clients[0].shared_parameters()
+    assert "backbone.body.1.running_mean" in shared
+    for member in federation.clients.values():
+        member.download(federation.coordinator.server.reply(0))
+    one, other = (state for k, state in weights(federation).items() if k < 2)
+    assert {name for name in one if not torch.equal(one[name], other[name])} == norm == set(one) - set(shared)
+
+
+@pytest.mark.parametrize(
+    ("local", "message"),
+    [
+        ("nothing", r"model\.local='nothing' is found in no name of ImageClassifier, which has backbone\.body\.0\."),
+        ("[", r"model\.local='\[' is no regular expression"),
+        ("backbone", r"model\.local='backbone': nothing is left that travels"),
+    ],
+)
+def test_what_cannot_stay_at_home(local, message):
+    with pytest.raises(ConfigError, match=message):
+        run(client(FedAvg, local=local), rounds=1)
+    with pytest.raises(ConfigError, match=r"model\.local: FedMA"):
+        FedMA(local="head")
 
 
 @pytest.mark.parametrize("norm_stats", ["local", "averaged"])

@@ -31,7 +31,7 @@ from lit_pfl.lightning_internals import hand_down_trainer, hand_up_hparams, name
 from lit_pfl.models import ResNet9
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
-from lit_pfl.sharing import Role, owners
+from lit_pfl.sharing import Role, names_found, owners
 
 
 class Client(Training, Exchange, Telling):
@@ -56,6 +56,8 @@ class Client(Training, Exchange, Telling):
         reset_optimizer: whether the optimizer forgets its momentum at the start of every round.
         share_head: whether the head travels where the method shares it. By default it does if labels mean the same at
             every client; where they do not, it never does, for any method.
+        local: which tensors never travel, whatever the method shares: a regular expression searched in the names of
+            parameters and buffers, or a role. ``FedAvg(local="norm")`` is FedBN (Li et al. 2021).
         channels_last: memory lay-out of the classifier, see :class:`~lit_pfl.learners.ImageClassifier`.
         learner: what is trained in place of an image classifier.
         head: which parameters are the learner's head: a regular expression searched in their names. By default those of
@@ -64,7 +66,8 @@ class Client(Training, Exchange, Telling):
             ``encoder``.
 
     Raises:
-        ConfigError: when the learner is none, or the head is to be shared although labels differ.
+        ConfigError: when the learner is none, the head is to be shared although labels differ, or nothing is left to
+            travel.
     """
 
     #: whether training changes the shapes of the learner's tensors
@@ -85,6 +88,7 @@ class Client(Training, Exchange, Telling):
         norm_stats: Literal["local", "averaged"] = "local",
         reset_optimizer: bool = False,
         share_head: bool | None = None,
+        local: str | None = None,
         channels_last: bool | None = None,
         learner: L.LightningModule | None = None,
         head: str | None = None,
@@ -99,6 +103,7 @@ class Client(Training, Exchange, Telling):
         self.norm_stats = norm_stats
         self.reset_optimizer = reset_optimizer
         self.share_head = share_head
+        self.local = local
         self.channels_last = channels_last
         self.learner = learner  # type: ignore[assignment]  # configure() makes one where there is none
         self.head = head
@@ -164,7 +169,12 @@ class Client(Training, Exchange, Telling):
                 f"{type(self.learner).__name__} are its head by a regular expression, such as --model.head '^out'."
             )
         self._known = frozenset(self.learner.state_dict())
-        self._shared = owners(self.learner, [name for name, role in self.roles().items() if self.travels(name, role)])
+        roles = self.roles()
+        local = frozenset() if self.local is None else names_found(self.learner, self.local, "local", roles)
+        shared = [name for name, role in roles.items() if self.travels(name, role)]
+        self._shared = owners(self.learner, [name for name in shared if name not in local])
+        if shared and not self._shared:
+            raise ConfigError(f"model.local={self.local!r}: nothing is left that travels.")
         self.configure_state()
         hand_down_trainer(self)
         for name, learner in self.learners.items():

@@ -73,6 +73,8 @@ class FedMA(Client):
         super().__init__(backbone=backbone, optimizer=optimizer, reset_optimizer=True, **kwargs)
         if self.factorization is not None:
             raise ConfigError("model.factorization: FedMA matches the units of dense layers; leave it out.")
+        if self.local is not None:
+            raise ConfigError("model.local: FedMA matches the units of whole layers; leave it out.")
         self.matching = matching
 
     def configure(self, spec: ClientSpec, alone: bool = False) -> None:  # noqa: D102

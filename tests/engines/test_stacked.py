@@ -67,6 +67,10 @@ def test_clients_in_a_stack_learn_what_they_would_by_themselves(method):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+def test_what_stays_at_home_does_in_a_stack():
+    assert_close(*both(M.FedAvg, model={"local": "norm", "norm_stats": "averaged"}))
+
+
 def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import LambdaCallback
 
 import lit_pfl.methods
-from lit_pfl import Client
+from lit_pfl import Client, Federation
 from lit_pfl.cli import main
 from lit_pfl.lightning_internals import read_checkpoint
 from lit_pfl.testing import METHOD_CHECKS, MethodTester
+from tiny import digits, trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS = sorted(
@@ -37,6 +40,22 @@ def configured(name: str, **options: Any) -> Client:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method(name, check):
     check(MethodTester(partial(configured, name)))
+
+
+@pytest.mark.parametrize("check", METHOD_CHECKS[1:2], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("FedMA", "StandAlone")])
+def test_every_method_without_what_is_to_stay_at_home(name, check):
+    tester = MethodTester(partial(configured, name, local=r"body.*bias"))
+    federation, sent = Federation(tester.method(), seed=1, threads=1), []
+    watching = LambdaCallback(
+        on_fit_start=lambda *_: federation.traffic.watchers.append(lambda transfer: sent.extend(transfer.tensors))
+    )
+    trainer(2, callbacks=[watching]).fit(federation, datamodule=digits(3))
+    assert sent or name == "FedPer"  # whose own two layers are all that this network has
+    assert not [name for name in sent if "body" in name and "bias" in name]
+    one, other = (dict(federation.clients[k].learner.named_parameters()) for k in (0, 1))
+    assert any(not torch.equal(weight, other[n]) for n, weight in one.items() if "body" in n and "bias" in n)
+    check(tester)
 
 
 @pytest.mark.parametrize("name", METHODS)
