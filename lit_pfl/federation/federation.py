@@ -23,6 +23,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.federation.checkpointing import Checkpointing
 from lit_pfl.federation.scoring import Scoring
 from lit_pfl.federation.server_step import ServerStep
+from lit_pfl.federation.summary import summarize
 from lit_pfl.global_model import GlobalModel
 from lit_pfl.ledger import Ledger
 from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO
@@ -189,6 +190,7 @@ class Federation(Scoring, Checkpointing):
             threads = choose_threads(client.learner, client.spec.example, batch_size, stacked)
             self.threads = self.threads or self.ranks.of_first(threads)  # others may add up in another order
         self._place_on(device)
+        summarize(self.trainer, self.clients, len(data.clients))
 
     def _meet(self, ranks: Ranks) -> None:
         """Take note of the processes of the run."""
