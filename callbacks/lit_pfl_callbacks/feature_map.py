@@ -57,7 +57,10 @@ class FeatureMap(L.Callback):
         there = list(pl_module.clients) if isinstance(pl_module, HasClients) else []
         for client in self.clients or ():
             if client not in there:
-                raise MisconfigurationException(f"FeatureMap(clients={list(self.clients or ())}): no client {client}.")
+                ids = f"; there are {there[0]} to {there[-1]}" if there else f" in {type(pl_module).__name__}"
+                raise MisconfigurationException(
+                    f"FeatureMap(clients={list(self.clients or ())}): no client {client}{ids}."
+                )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the maps."""
