@@ -55,12 +55,9 @@ class FeatureMap(L.Callback):
         """Look whether it can draw what it is asked for."""
         one_process(trainer, pl_module, "FeatureMap")
         there = list(pl_module.clients) if isinstance(pl_module, HasClients) else []
-        for client in self.clients or ():
-            if client not in there:
-                ids = f"; there are {there[0]} to {there[-1]}" if there else f" in {type(pl_module).__name__}"
-                raise MisconfigurationException(
-                    f"FeatureMap(clients={list(self.clients or ())}): no client {client}{ids}."
-                )
+        if unknown := [client for client in self.clients or () if client not in there]:
+            known = f"there are {there[0]} to {there[-1]}" if there else f"{type(pl_module).__name__} has none"
+            raise MisconfigurationException(f"FeatureMap.clients: there is no client {unknown[0]}; {known}.")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the maps."""
