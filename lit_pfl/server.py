@@ -78,6 +78,7 @@ class Server:
         Args:
             round: the round's number, from 1.
             uploads: by client id, in increasing order; checked: the names, shapes and types of the first round, finite.
+                Their memory is the clients' own, which changes when these train on: clone what is to be kept as it is.
         """
         self.model = self.mean(list(uploads.values()), self.shares(round, uploads), list(self.model))
 

@@ -29,6 +29,14 @@ class Slower(FedAvg):
                 weight.lerp_(self.start[name], self.share)
 
 
+class Frozen(FedAvg):
+    """Another one, FedBABU: the head is never trained, so it is the same everywhere also where it stays at home."""
+
+    def configure_state(self):
+        for name, weight in self.learner.named_parameters():
+            weight.requires_grad_(name not in self.head_names)
+
+
 class Forgets(FedAvg):
     """It keeps something from round to round that is in no checkpoint."""
 
@@ -85,8 +93,9 @@ class SharesHeads(FedAvg):
         return role in self.shares
 
 
-def test_a_method_that_is_right_passes():
-    check_method(Slower)
+@pytest.mark.parametrize("right", [Slower, Frozen])
+def test_a_method_that_is_right_passes(right):
+    check_method(right)
 
 
 @pytest.mark.parametrize(
