@@ -431,6 +431,29 @@ def test_a_plain_data_module_is_refused():
         trainer().fit(Federation(client(FedAvg)), datamodule=L.LightningDataModule())
 
 
+class DrawsOnDownload(FedAvg):
+    """Learns from a few samples of its own, drawn at random, how to take a reply, as FedALA does."""
+
+    def download(self, reply):
+        x, _ = next(iter(self.training_data()))
+        drawn = float(x.mean()) + float(torch.rand(()))
+        super().download({name: t + 0.01 * drawn if t.is_floating_point() else t for name, t in reply.items()})
+
+
+@pytest.mark.parametrize("evaluate", ["before", "after"])
+def test_what_a_reply_draws_when_a_client_is_scored_is_its_own(evaluate):
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        federation = run(client(DrawsOnDownload), participation=0.5, evaluate=evaluate)
+        found.append((federation.rows, [*federation.standalone(0).parameters()]))
+        assert torch.equal(torch.get_rng_state(), before)
+    (one, network), (other, same) = found
+    assert one == other
+    assert all(torch.equal(a, b) for a, b in zip(network, same, strict=True))
+
+
 def test_heads_never_travel_under_permuted_labels():
     federation = run(client(FedAvg), digits(permute_labels=True))
     assert not [name for name in federation.clients[0].shared_parameters() if "head" in name]

@@ -144,13 +144,13 @@ class LocalEngine:
 
     def standalone(self, client: int, reply: Payload | None, trainer: L.Trainer) -> nn.Module:
         """Return a copy of a client's personalized model as a network by itself; see :meth:`evaluate`."""
-        with self._holding(client, reply, trainer) as module:
+        with scoring_draws(self.hub.seed, client), self._holding(client, reply, trainer) as module:
             return module.standalone()
 
     @contextmanager
     def _shown(self, client: int, model: str, reply: Payload | None, trainer: L.Trainer) -> Iterator[L.LightningModule]:
         draws = scoring_draws(self.hub.seed, client)
-        with self._holding(client, reply, trainer) as module, module.shown(model) as learner, draws:
+        with draws, self._holding(client, reply, trainer) as module, module.shown(model) as learner:
             yield learner
 
     @contextmanager
