@@ -1,12 +1,16 @@
 """The parser of the command line: fragments, defaults, errors in one line."""
 
+import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_pfl.cli.config_files import ConfigFile
-from lit_pfl.cli.messages import explained, fail
+from lit_pfl.cli.messages import CLASSES, explained, fail
+
+CONFIG = ("-c", "--config")
 
 
 class Parser(LightningArgumentParser):
@@ -17,6 +21,10 @@ class Parser(LightningArgumentParser):
         if kwargs.get("action") is ActionConfigFile:
             kwargs["action"] = ConfigFile
         return super().add_argument(*args, **kwargs)
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        """Parse arguments, in which a class may stand behind its options."""
+        return super().parse_args(names_first(sys.argv[1:] if args is None else args), *more, **kwargs)
 
     def get_defaults(self, *args: Any, **kwargs: Any) -> Namespace:
         """Return the defaults: a data set without its options, else another one chosen in its place would get them."""
@@ -36,3 +44,33 @@ class Parser(LightningArgumentParser):
         own = [action.dest for action in self._actions if action.option_strings]
         commands = [action.choices for action in self._actions if isinstance(action.choices, dict)]
         return own + [name for parsers in commands for parser in parsers.values() for name in parser.options()]
+
+
+def names_first(words: Sequence[str]) -> list[str]:
+    """Return arguments in which every class comes before its options, as the parser needs it.
+
+    ``--model.backbone MLP --model FedAvg`` would be a method called MLP. A configuration file is not passed: what is
+    typed behind it goes before what it says.
+
+    Args:
+        words: the arguments as they were typed.
+    """
+    arguments: list[list[str]] = [[]]  # each option with its values; first what stands before them all
+    for word in words:
+        if word.startswith("--") or word in CONFIG:
+            arguments.append([])
+        arguments[-1].append(word)
+    ordered: list[tuple[str, list[str]]] = []
+    since = 0  # the last configuration file
+    for argument in arguments:
+        option = "".join(argument[:1]).partition("=")[0]
+        place = len(ordered)
+        if option.lstrip("-").rpartition(".")[2] in CLASSES:
+            later = range(since, len(ordered))
+            place = next((i for i in later if f"{ordered[i][0]}.".startswith(f"{option}.")), place)
+            if place < len(ordered) and ordered[place][0] == option:  # named before: this is another choice
+                place = len(ordered)
+        ordered.insert(place, (option, argument))
+        if option in CONFIG:
+            since = len(ordered)
+    return [word for _, argument in ordered for word in argument]
