@@ -55,7 +55,10 @@ CELLS += [[file] for file in files(FACTORIZED / "fig8i", PSI / "fig7")] + [
 OVER = [
     [OVERLAY[0], start, FACTORIZED / "fig8/similarity.yaml", FACTORIZED / "columns/domains.yaml"]
     for start in [*files(FACTORIZED / "starts"), FACTORIZED / "inert_penalty.yaml"]
-] + [[SIMFED / "rows/simfed.yaml", SIMFED / "starts/paper.yaml", SIMFED / "columns/superclasses.yaml"]]
+] + [
+    [SIMFED / "rows/simfed.yaml", SIMFED / over, SIMFED / "columns/superclasses.yaml"]
+    for over in ("starts/paper.yaml", "low_threshold.yaml")
+]
 SCALES = [
     [paper / f"rows/{row}.yaml", paper / f"columns/{column}.yaml", paper / f"{scale}.yaml"]
     for scale in ("middle", "reduced")
@@ -176,6 +179,7 @@ def test_what_goes_over_a_cell_changes_what_it_says(cells):
     }  # fmt: skip
     assert [starts[name].model.factorization.l1_mode for name in ("paper", "inert_penalty")] == ["subgradient", "inert"]
     assert starts["dense"].model.rule.min_matches == 4
+    assert (starts["low_threshold"].model.tau, starts["low_threshold"].model.alpha) == (0.0, 1.0)
     [similarity] = starts["dense"].trainer.callbacks
     names = [f"learner.backbone.{name}" for name in starts["dense"].model.make_backbone(3, 10).state_dict()]
     last = max(name for name in names if ".body." in name and name.endswith(".0.weight")).removesuffix("weight")
