@@ -53,6 +53,22 @@ KINDS = {
     "dict": "a mapping",
     "NoneType": "null",
 }
+#: what options are called elsewhere, and here
+ELSEWHERE = {
+    **dict.fromkeys(("rounds", "num_rounds", "global_rounds", "comm_round", "trainer.epochs"), "trainer.max_epochs"),
+    **dict.fromkeys(("epochs", "num_epochs", "local_ep"), "federation.local_epochs"),
+    **dict.fromkeys(("lr", "learning_rate", "local_learning_rate"), "model.optimizer.lr"),
+    **dict.fromkeys(("clients", "num_clients", "num_users", "nclients"), "data.num_clients"),
+    **dict.fromkeys(("join_ratio", "frac", "fraction", "fraction_fit"), "federation.participation"),
+    **dict.fromkeys(("batch_size", "local_bs"), "data.batch_size"),
+    "partition": "data.partition",
+    "root": "data.root",
+    **dict.fromkeys(("algorithm", "algo", "method"), "model"),
+    **dict.fromkeys(("dataset", "datamodule"), "data"),
+    **dict.fromkeys(("device", "gpu", "gpus"), "trainer.accelerator"),
+    "seed": "seed_everything",
+    "resume": "ckpt_path",
+}
 #: what to type, by command; of the others a run
 EXAMPLES = {"fit": "--config configs/simfed.yaml"}
 
@@ -84,12 +100,14 @@ def explained(message: str, known: list[str]) -> str:
             f"{example}"
         )
     if not keys:
-        return message + _did_you_mean(re.findall(r"--([\w.]+)|accept option '([\w.]+)'", message), known)
+        return message + _did_you_mean(re.findall(r"\s--?([a-z][\w.]*)|accept option '([\w.]+)'", message), known)
     option = ".".join(keys)
     reason = re.sub(r'.*Parser key "[\w.]+":\s*', "", message, flags=re.DOTALL)  # the innermost: the one that was made
     reason = re.sub(r".*Problem with given class_path '\S+':", "", reason, flags=re.DOTALL)
     if unknown := re.search(r"Option '([\w.]+)' is not accepted", reason):
-        return f"{option}: {unknown[0]}." + _did_you_mean([(unknown[1], "")], _parameters(_innermost_class(message)))
+        there = _parameters(_innermost_class(message))
+        meant = _did_you_mean([(unknown[1], "")], there, elsewhere=option in ("model", "data"))
+        return f"{option}: {unknown[0]}." + (meant or (f" It has {', '.join(there)}." if there else ""))
     wrong = re.search(r"dot import path string: (\S+)|Multiple subclasses with name (\w+)|instantiatable class", reason)
     kind = keys[-1].rpartition(".")[2]
     cls = CLASSES.get(kind)
@@ -164,13 +182,19 @@ def _innermost_class(message: str) -> type | None:
 
 
 def _parameters(cls: type | None) -> list[str]:
-    bases = cls.__mro__[:-1] if cls else ()
-    return [name for base in bases for name in inspect.signature(base.__init__).parameters if name != "self"]  # type: ignore[misc]
+    """Return the names of what a class can be given, each once."""
+    names: list[str] = []
+    for base in cls.__mro__[:-1] if cls else ():
+        taken = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+        names += [p.name for p in taken if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return list(dict.fromkeys(names))
 
 
-def _did_you_mean(words: list[tuple[str, str]], known: list[str]) -> str:
+def _did_you_mean(words: list[tuple[str, str]], known: list[str], elsewhere: bool = True) -> str:
+    plain = {name.lower(): name for name in known}
     for word in (one or other for one, other in words):
-        near = get_close_matches(word, known, n=1)
+        near = [ELSEWHERE[word]] if elsewhere and word in ELSEWHERE else []
+        near += [plain[name] for name in get_close_matches(word.lower(), plain, n=1)]
         if near and near[0] != word:
             return f" Did you mean {near[0]}?"
     return ""

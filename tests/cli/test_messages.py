@@ -22,6 +22,13 @@ from lit_pfl.cli.overview import methods
         ("--nonsense 3", "unrecognized arguments: --nonsense 3"),
         ("--federation.partcipation 1", "unrecognized arguments: --federation.partcipation 1 "
                                         "Did you mean federation.participation?"),
+        ("--rounds 3", "unrecognized arguments: --rounds 3 Did you mean trainer.max_epochs?"),
+        ("--lr 3", "unrecognized arguments: --lr 3 Did you mean model.optimizer.lr?"),
+        ("--model.lr 3", "model: Option 'lr' is not accepted. Did you mean model.optimizer.lr?"),
+        ("-modle FedAvg", "unrecognized arguments: -modle FedAvg Did you mean model?"),
+        ("--data.partition Dirichlet --data.partition.lr 3",
+         "data.partition: Option 'lr' is not accepted. It has alpha, "),
+        ("--model fedavg", "model: there is no 'fedavg'; choose one of APFL, "),
         ("--config key.yaml", "Subcommand 'fit' does not accept option 'federation.local_epoch' "
                               "Did you mean federation.local_epochs?"),
         ("--config no_yaml.yaml", "no_yaml.yaml is not YAML: "),
