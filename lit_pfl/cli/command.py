@@ -9,7 +9,7 @@ import lightning as L
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 import lit_pfl.methods  # noqa: F401 - imported, like data and models, so that classes go by their short names
 from lit_pfl.cli.folders import check_root, taken_folder
@@ -206,10 +206,13 @@ class FederatedCLI(LightningCLI):
             callbacks.append(LastCheckpoint())
         try:
             return super().instantiate_trainer(callbacks=callbacks, **kwargs)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, ImportError) as error:
             if error.__cause__ is not None:  # of a callback or a logger, which says itself what is wrong
                 raise
             raise ConfigError(f"trainer: {' '.join(str(error).split())}") from error
+        except MisconfigurationException as error:
+            given = f"trainer, with accelerator={config.accelerator} and devices={config.devices}"
+            raise ConfigError(f"{given}: {error}") from error
 
     def fit(self, model: Federation, **kwargs: Any) -> None:
         """Run the federation. A stop keeps its last complete round, and says how to go on."""

@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lit_pfl.client import Client, ClientSpec
@@ -149,10 +150,10 @@ class Federation(Scoring, Checkpointing):
 
     def setup(self, stage: str) -> None:
         """Build the clients and the server, once."""
-        if self.trainer.world_size > 1 and not isinstance(self.trainer.strategy, FederatedStrategy):
+        if not isinstance(self.trainer.strategy, FederatedStrategy | SingleDeviceStrategy):
             raise ConfigError(
-                f"trainer.strategy: {type(self.trainer.strategy).__name__} trains copies of one model in its "
-                f"{self.trainer.world_size} processes; give strategy=federated, which gives each some of the clients."
+                f"trainer.strategy: {type(self.trainer.strategy).__name__} trains copies of one model, one in each "
+                "process; give strategy=federated, which gives each some of the clients, or leave it out."
             )
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.if_not_saved)

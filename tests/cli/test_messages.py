@@ -22,6 +22,7 @@ from lit_pfl.cli.overview import methods
         ("--nonsense 3", "unrecognized arguments: --nonsense 3"),
         ("--federation.partcipation 1", "unrecognized arguments: --federation.partcipation 1 "
                                         "Did you mean federation.participation?"),
+        ("--trainer.devices 0", "trainer, with accelerator=cpu and devices=0: "),
         ("--rounds 3", "unrecognized arguments: --rounds 3 Did you mean trainer.max_epochs?"),
         ("--lr 3", "unrecognized arguments: --lr 3 Did you mean model.optimizer.lr?"),
         ("--model.lr 3", "model: Option 'lr' is not accepted. Did you mean model.optimizer.lr?"),

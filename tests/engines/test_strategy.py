@@ -187,11 +187,12 @@ def test_a_process_that_does_not_answer_is_waited_for_no_longer_than_said():
     assert federation_in(RUN)["coordinator"]["round"] == 2
 
 
-def test_other_strategies_are_refused():
-    fitting = trainer(1, devices=2, strategy="ddp_spawn")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_other_strategies_are_refused(devices):
+    fitting = trainer(1, devices=devices, strategy="ddp_spawn")
     federation = Federation(client(FedAvg), seed=3)
     federation._trainer = fitting
-    with pytest.raises(ConfigError, match="trainer.strategy: DDPStrategy trains copies of one model in its 2 proc"):
+    with pytest.raises(ConfigError, match="trainer.strategy: DDPStrategy trains copies of one model, one in each "):
         federation.setup("fit")
 
 
