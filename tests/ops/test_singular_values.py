@@ -163,6 +163,26 @@ def test_a_start_that_misses_something_costs_time_but_nothing_else(start):
         assert_close(factors, given.numpy(), 1.0)
 
 
+def test_a_start_may_have_dependent_rows_and_rows_of_zeros(decomposed):
+    matrix = with_values([50, 40, 30, 20, 10, 5, 2, 1.5] + [0.3] * 40, 400, 400)
+    right = np.linalg.svd(matrix)[2][:8]
+    given = torch.tensor(matrix).float()
+    for rows in (np.concatenate([right, right]), np.concatenate([right, 0 * right]), right[[0] * 8] + 1e-4 * right):
+        [factors] = threshold_singular_values([given], 1.0, [torch.tensor(rows).float()])
+        assert_close(factors, given.numpy(), 1.0)
+    assert not decomposed
+
+
+def test_a_few_values_outside_that_are_larger_than_the_others_there_do_not_matter(decomposed):
+    for outside in (0.55, 0.65, 0.75):
+        matrix = with_values([50, 40, 30, 20, 10, 5, 2, 1.5] + [outside] * 30 + [0.35] * 300, 400, 400)
+        start = np.linalg.svd(matrix)[2][:8]
+        given = torch.tensor(matrix).float()
+        [factors] = threshold_singular_values([given], 1.0, [torch.tensor(start).float()])
+        assert_close(factors, given.numpy(), 1.0)
+    assert not decomposed
+
+
 def test_a_start_that_is_much_too_narrow_is_widened(decomposed):
     matrix = with_values([*np.linspace(50, 2, 60), *np.linspace(0.4, 0, 340)], 400, 400)
     right = np.linalg.svd(matrix)[2]
