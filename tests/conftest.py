@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import gzip
+import logging
 import os
 import random
 import shutil
@@ -19,6 +20,15 @@ warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning
 torch.set_num_threads(1)  # the tests' networks are tiny, and more threads only wait for each other
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def notes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """What Lightning tells its users on the way, as ``caplog``."""
+    # it keeps that to itself where it was imported before anything handled messages, as by pytest before 9
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        yield caplog
 
 
 @pytest.fixture(autouse=True)

@@ -241,6 +241,7 @@ def test_a_model_that_has_no_onnx_is_told_in_one_line(tmp_path):
     assert Deployment(network, torch.randn(2, 3)).save(tmp_path / "export", onnx=False)
 
 
+@with_onnx
 def test_without_the_packages_one_line_says_which(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))

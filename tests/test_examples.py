@@ -5,6 +5,8 @@ import math
 import runpy
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -37,6 +39,7 @@ def test_texts(capsys):
 
 def test_pictures_of_neurons(tmp_path):
     """Two nodes with two of three classes each; of the divided layer both have the group of the last class only."""
+    pytest.importorskip("matplotlib")
     module = runpy.run_path(str(EXAMPLES / "neurons.py"))
     tops = {"shared": ("0 1 -1 2", "0 2 1 2"), "divided": ("0 0 2 -1", "1 1 2 2")}
     rows = [

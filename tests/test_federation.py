@@ -51,12 +51,11 @@ def test_clients_of_stand_alone_do_not_depend_on_who_else_is_there():
         assert_equal(weights(every)[k], weights(some)[k])
 
 
-def test_a_trainer_s_summary_says_what_clients_are_like(caplog):
-    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        for shown in (True, False):
-            fitting = trainer(1, enable_model_summary=shown)
-            fitting.fit(Federation(client(FedAvg), seed=3, threads=1), datamodule=digits(permute_labels=True))
-    said = [message for message in caplog.messages if "clients of" in message]
+def test_a_trainer_s_summary_says_what_clients_are_like(notes):
+    for shown in (True, False):
+        fitting = trainer(1, enable_model_summary=shown)
+        fitting.fit(Federation(client(FedAvg), seed=3, threads=1), datamodule=digits(permute_labels=True))
+    said = [message for message in notes.messages if "clients of" in message]
     assert said == ["4 clients of FedAvg; each has 218 parameters and shares 48 numbers of its ImageClassifier."]
 
 

@@ -252,12 +252,12 @@ def _all_below(matrix: Tensor, left: Tensor, right: Tensor, usual: float, thresh
     """See whether ``matrix - left^T @ right``, with singular values mostly up to ``usual``, has none above a threshold.
 
     A Chebyshev polynomial stays within 1 up to ``usual`` and is far above that from the threshold on; its degree is
-    such that a tenth of what it is there exceeds three times the length of a random vector, sqrt(n). Of a matrix with
-    a singular value there, it makes at least one of twelve random vectors longer than that tenth: that none has a
-    tenth of its standard deviation in a given direction happens once in 10^13.
+    such that 3 % of what it is there exceeds three times the length of a random vector, sqrt(n). Of a matrix with a
+    singular value there, it makes at least one of eight random vectors longer than those 3 %: that none has 3 % of its
+    standard deviation in a given direction happens once in 10^13.
     """
     generator = torch.Generator().manual_seed(1)
-    before = torch.randn(12, matrix.shape[1], generator=generator).to(matrix)
+    before = torch.randn(8, matrix.shape[1], generator=generator).to(matrix)
     edge = 2 * (threshold / usual) ** 2 - 1
 
     def step(x: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ def _all_below(matrix: Tensor, left: Tensor, right: Tensor, usual: float, thresh
         return 2 / usual**2 * back - x
 
     now, at_edge, most = step(before), [1.0, edge], 3 * matrix.shape[1] ** 0.5
-    while 0.1 * at_edge[-1] < most:
+    while 0.03 * at_edge[-1] < most:
         before, now = now, 2 * step(now) - before
         at_edge.append(2 * edge * at_edge[-1] - at_edge[-2])
     return float(now.norm(dim=1).max()) < most

@@ -95,10 +95,9 @@ def test_training_goes_on_as_if_nobody_had_looked():
     assert all(torch.equal(watched[name], tensor) for name, tensor in alone.items())
 
 
-def test_the_suggestion_is_said(caplog):
-    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        fit(callback=FeatureAlignment())
-    [said] = [message for message in caplog.messages if "depth=" in message]
+def test_the_suggestion_is_said(notes):
+    fit(callback=FeatureAlignment())
+    [said] = [message for message in notes.messages if "depth=" in message]
     assert "1 features.0       4 0." in said
     assert "2 hidden           5 0." in said
 

@@ -17,11 +17,10 @@ def read(folder: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_depth_is_where_the_neurons_preferences_spread(tmp_path, caplog):
-    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
-        save = f"--trainer.logger.save_dir={tmp_path}"
-        factors = "--model.factorization.form=IFxOF"  # of the method in the configuration, not of what is measured
-        main(["depth", "--config", TINY, "--epochs", "1", "--batches", "1", "--", factors, save])
+def test_the_depth_is_where_the_neurons_preferences_spread(tmp_path, notes):
+    save = f"--trainer.logger.save_dir={tmp_path}"
+    factors = "--model.factorization.form=IFxOF"  # of the method in the configuration, not of what is measured
+    main(["depth", "--config", TINY, "--epochs", "1", "--batches", "1", "--", factors, save])
     folder = tmp_path / "depth/version_0"
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]["factorization"] is None
     layers, neurons = read(folder, "features.csv"), read(folder, "preferences.csv")
@@ -40,7 +39,7 @@ def test_the_depth_is_where_the_neurons_preferences_spread(tmp_path, caplog):
         np.testing.assert_allclose(float(layer["total_variance"]), expected[-1])
     middle = (min(expected) + max(expected)) / 2
     depth = max(1, next(i for i, variance in enumerate(expected) if variance >= middle))
-    [said] = [message for message in caplog.messages if "total variance" in message]
+    [said] = [message for message in notes.messages if "total variance" in message]
     assert said.endswith(f"depth={depth}.")
     assert all(f"{variance:.3f}" in said for variance in expected)
 
