@@ -156,7 +156,7 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
         q = _nearly_orthonormal(images)
         if extra:
             around = torch.randn(extra, matrix.shape[1], generator=generator).to(matrix) @ matrix.T
-            turned = _orthonormal(around - (around @ q.T) @ q)
+            turned = _orthonormal_to(q, around, times=1)
             q = torch.cat([q, _orthonormal_to(q, turned @ matrix @ matrix.T)])
         z = q @ matrix
         squares, w = (t.flip(-1) for t in torch.linalg.eigh(_lower_products(z.double())))
@@ -169,13 +169,14 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
             return None
         images = right[:count] @ matrix.T
         if not extra:
-            errors.append(_error(images, (w * s)[:, :count].T.to(matrix.dtype), q, s[:count], outside, threshold))
+            lengths = images.norm(dim=1).double()
+            inside = (w * s)[:, :count].T.to(matrix.dtype)
+            errors.append(_error(images, lengths, inside, q, s[:count], outside, threshold))
             if errors[-1] <= enough:
                 # the second look takes longer and bears that some of what is outside is larger than usual
                 looks = (outside, HIGHEST * threshold)
                 if not any(_all_below(matrix, images, right[:count], usual, threshold) for usual in looks):
                     return None
-                lengths = images.norm(dim=1).double()
                 kept = lengths > threshold
                 root = (lengths[kept] - threshold).sqrt()[:, None]
                 left = images[kept].mul_((root / lengths[kept][:, None]).to(matrix.dtype))
@@ -186,7 +187,9 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
     return None
 
 
-def _error(images: Tensor, inside: Tensor, q: Tensor, s: Tensor, outside: float, threshold: float) -> float:
+def _error(
+    images: Tensor, lengths: Tensor, inside: Tensor, q: Tensor, s: Tensor, outside: float, threshold: float
+) -> float:
     """Return about how far ``A V V^T``, its singular values shrunk, is from A with its own shrunk.
 
     With orthonormal Q, ``Q^T A = W S V^T`` and the rest ``R = A - Q Q^T A``, A V has of every s a part ``R v`` outside
@@ -198,13 +201,13 @@ def _error(images: Tensor, inside: Tensor, q: Tensor, s: Tensor, outside: float,
 
     Args:
         images: (A V)^T, (l, m).
+        lengths: of its rows, (l,).
         inside: (W S)^T, (l, k): what Q holds of them.
         q: Q^T, (k, m).
         s: (l,), all larger than ``outside``.
         outside: o.
         threshold: t.
     """
-    lengths = images.norm(dim=1).double()
     kept = lengths > threshold
     further = outside / s
     weights = further * (s - threshold) * (s**2 + outside**2).sqrt() / (s**2 - outside**2), (s - outside).rsqrt()
@@ -241,9 +244,9 @@ def _nearly_orthonormal(rows: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(factor, rows, upper=False)
 
 
-def _orthonormal_to(others: Tensor, rows: Tensor) -> Tensor:
+def _orthonormal_to(others: Tensor, rows: Tensor, times: int = 2) -> Tensor:
     """Return one of what (l, n) rows have that is not in the (k, n) orthonormal others."""
-    for _ in range(2):  # what rounding leaves of a large part is gone after the second time
+    for _ in range(times):  # what rounding leaves of a large part is gone after the second time
         rows = _orthonormal(rows - (rows @ others.T) @ others)
     return rows
 
