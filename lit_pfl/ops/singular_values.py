@@ -63,18 +63,25 @@ def threshold_singular_values(
         matrix of zeros.
 
     Raises:
-        ValueError: for a negative threshold, and for a matrix that holds NaN or infinity.
+        ValueError: for a negative threshold, for a matrix that holds NaN or infinity, and where ``near`` does not fit.
 
     Source:
         Cai, Candes and Shen 2010, Theorem 2.1; FedSLR, Appendix A.1.
     """
     if not threshold >= 0:
         raise ValueError(f"Singular values cannot be shrunk by {threshold}; give 0 or more.")
+    near = [None] * len(matrices) if near is None else near
+    if len(near) != len(matrices):
+        raise ValueError(f"near has {len(near)} entries for {len(matrices)} matrices; give one, or None, for each.")
     results: dict[int, Factors] = {}
     by_shape: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
     for i, matrix in enumerate(matrices):
         if matrix.dim() != 2 or not matrix.is_floating_point():
             raise ValueError(f"Tensor {i} is {matrix.dtype} {tuple(matrix.shape)}, not a matrix of real numbers.")
+        if (start := near[i]) is not None and start.shape[1:] != matrix.shape[1:]:
+            raise ValueError(
+                f"near[{i}] is {tuple(start.shape)}; for matrix {tuple(matrix.shape)} give {matrix.shape[1]} columns."
+            )
         by_shape.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(i)
     for alike in by_shape.values():
         rest = []
@@ -89,7 +96,7 @@ def threshold_singular_values(
                 results[i] = Factors(matrix[:, :0], matrix[:0])
                 continue
             matrix = matrix / scale
-            start = None if near is None else near[i]
+            start = near[i]
             found = None if start is None else _in_a_subspace(matrix, threshold / scale, start.to(matrix) / scale**0.5)
             if found is None:
                 rest.append((i, matrix, threshold / scale, scale))

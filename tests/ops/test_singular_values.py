@@ -234,6 +234,12 @@ def test_what_has_no_singular_values_is_refused(value):
         threshold_singular_values([torch.ones(3)], 0.5)
 
 
+@pytest.mark.parametrize("near", [[torch.ones(2, 5)], [torch.ones(4)], []])
+def test_a_start_that_does_not_fit_is_refused(near):
+    with pytest.raises(ValueError, match=r"^near(\[0\] is .* give 4 columns| has 0 entries for 1 matrices)"):
+        threshold_singular_values([torch.ones(6, 4)], 0.1, near)
+
+
 def test_no_random_number_is_drawn():
     state = torch.get_rng_state()
     matrix = torch.tensor(power_law(200, 5, 2.0)).float()
