@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lit_pfl.lightning_internals.batch_loop import Elsewhere
 from lit_pfl.lightning_internals.endless import EndlessFitLoop
+from lit_pfl.lightning_internals.optimizer_step import drop_gradients, take_step
 
 #: optimizers that need no closure; others may call the one they are given more than once
 STEP_ONCE = {
@@ -128,9 +129,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
             if loss is not None:
                 loss.backward()
             step.increment_ready()
-            optimizer.step()
+            take_step(optimizer)
             step.increment_completed()
-            optimizer.zero_grad()  # at once, so that the next batch finds this memory warm
+            drop_gradients(optimizer)  # at once, so that the next batch finds this memory warm
 
             progress.increment_processed()
             if scheduled:
