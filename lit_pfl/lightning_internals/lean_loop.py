@@ -4,7 +4,7 @@ It depends on how Lightning's own is written, and says so when imported beside o
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_pfl.lightning_internals.batch_loop import Elsewhere
@@ -118,13 +119,15 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 batch = move_data_to_device(batch, device)
             progress.is_last_batch = index + 1 == count
             progress.increment_ready()
-            connector.on_batch_start(batch)
+            # what connector.on_batch_start does, which has to find the results first
+            connector._first_loop_iter = index == 0
+            results.batch, results.batch_size, results.dataloader_idx = batch, None, None
             progress.increment_started()
 
             module._current_fx_name = "training_step"
             output: Any = module.training_step(batch, index)
             module._current_fx_name = None
-            loss = output["loss"] if isinstance(output, Mapping) else output
+            loss = output if output is None or isinstance(output, Tensor) else output["loss"]
             del output  # what else is in it would live as long as the next batch's
             if loss is not None:
                 loss.backward()
