@@ -76,13 +76,12 @@ def test_hooks_are_called(of_one, of_all, everywhere):
     assert len(called) == 3
 
 
-@pytest.mark.parametrize("of_the_class", [False, True])
-def test_what_somebody_has_put_in_place_of_a_method_is_called(monkeypatch, of_the_class):
+@pytest.mark.parametrize("places", [(None, None), (torch.optim.SGD,) * 2, (torch.optim.SGD, torch.optim.Optimizer)])
+def test_what_somebody_has_put_in_place_of_a_method_is_called(monkeypatch, places):
     called = []
     layer, optimizer = made()
-    place = type(optimizer) if of_the_class else optimizer
-    for name in ("step", "zero_grad"):
-        own = getattr(optimizer, name)
+    for name, kind in zip(("step", "zero_grad"), places, strict=True):
+        own, place = getattr(optimizer, name), kind or optimizer
         monkeypatch.setattr(place, name, lambda *_, name=name, own=own: called.append(name) or own())
     train(layer, lambda: take_step(optimizer), lambda: drop_gradients(optimizer))
     assert called == ["step", "zero_grad"] * 3

@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 #: what PyTorch has made of the ``step`` of a class whose optimizers are made
 LABELLED = Optimizer.profile_hook_step(lambda: None).__code__
+ZERO_GRAD = Optimizer.zero_grad
 
 
 def take_step(optimizer: Optimizer) -> None:
@@ -26,7 +27,7 @@ def take_step(optimizer: Optimizer) -> None:
 
 def drop_gradients(optimizer: Optimizer) -> None:
     """Call ``optimizer.zero_grad()``, or do what it does, if nobody looks at its label."""
-    if _somebody_looks(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad:
+    if _somebody_looks(optimizer) or type(optimizer).zero_grad is not ZERO_GRAD:
         optimizer.zero_grad()
         return
     for group in optimizer.param_groups:
