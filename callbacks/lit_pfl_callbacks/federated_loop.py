@@ -154,10 +154,11 @@ class FederatedLoop(L.Callback):
                 "epoch's end: ModelCheckpoint(save_on_train_epoch_end=True)."
             )
         if not _decides(pl_module):
-            self._frozen = set(frozen_weights(pl_module))
+            frozen = {name: weight for name, weight in frozen_weights(pl_module).items() if self.share(name)}
+            self._frozen = set(frozen)
             shared = self._shared(pl_module)
-            if frozen := {name: pl_module.get_parameter(name) for name in self._frozen if self.share(name)}:
-                shared = {**shared, FROZEN: table_of(dict(sorted(frozen.items())))}
+            if frozen:
+                shared = {**shared, FROZEN: table_of(frozen)}
         else:
             shared = getattr(pl_module, "joining", pl_module.initial)()
         info = JoinInfo(self._count_samples(trainer), shared)

@@ -1,6 +1,7 @@
 """What a client minimises, and when its rounds begin and end."""
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -158,6 +159,19 @@ class Training(QuickModule):
         sizes = [size for _, size in self._losses]
         self._losses.clear()
         return sum(loss * size for loss, size in zip(losses, sizes, strict=True)), sum(sizes)
+
+    def require_loss(self) -> None:
+        """See that a learner with manual optimization returns a loss, for a method that compares losses.
+
+        Raises:
+            ConfigError: when it returns none.
+        """
+        if self.automatic_optimization or mean_loss(self.learner, islice(self.training_data(), 1))[0]:
+            return
+        raise ConfigError(
+            f"model.learner: training_step of {type(self.learner).__name__} returns no loss, and "
+            f"{type(self).__name__} compares losses; let it return one."
+        )
 
     def mean_loss(self, batches: Any) -> float:
         """Return the learner's mean training loss on batches, in evaluation mode, as it is now."""

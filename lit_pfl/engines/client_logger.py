@@ -1,11 +1,15 @@
 """A federation's loggers as one client's module sees them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_pfl.client import Client
+from lit_pfl.lightning_internals import forget_scores, lend_data
 
 
 class ClientLogger(Logger):
@@ -18,12 +22,11 @@ class ClientLogger(Logger):
 
     Args:
         logger: the federation's logger.
-        client: the client's id.
-        current_round: returns the round that the client is in, counted from 1.
+        client: the client.
     """
 
-    def __init__(self, logger: Logger, client: int, current_round: Callable[[], int]) -> None:
-        self._behind, self._client, self._current_round = logger, client, current_round
+    def __init__(self, logger: Logger, client: Client) -> None:
+        self._behind, self.client = logger, client
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -47,13 +50,17 @@ class ClientLogger(Logger):
     @property
     def experiment(self) -> Any:
         """The experiment of the federation's logger, in which names begin with the client's."""
-        return _Named(getattr(self._behind, "experiment", None), type(self._behind).__name__, self._client)
+        return _Named(getattr(self._behind, "experiment", None), type(self._behind).__name__, self._prefix)
+
+    @property
+    def _prefix(self) -> str:
+        return f"client_{self.client.spec.client_id}/"
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write metrics of a step; a logger of CSV files has one row a round, so they join that of the round."""
-        named = {f"client_{self._client}/{name}": value for name, value in metrics.items()}
+        named = {self._prefix + name: value for name, value in metrics.items()}
         if isinstance(self._behind, CSVLogger):
-            named["round"] = step = self._current_round()
+            named["round"] = step = self.client.completed_rounds + 1
         self._behind.log_metrics(named, step)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +68,7 @@ class ClientLogger(Logger):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("log_"):
-            return getattr(_Named(self._behind, type(self._behind).__name__, self._client), name)
+            return getattr(_Named(self._behind, type(self._behind).__name__, self._prefix), name)
         return getattr(self._behind, name)
 
 
@@ -71,11 +78,11 @@ class _Named:
     Args:
         behind: what is written to; None where there is nothing.
         logger: the logger's name.
-        client: the client's id.
+        prefix: what names begin with.
     """
 
-    def __init__(self, behind: Any, logger: str, client: int) -> None:
-        self._behind, self._logger, self._prefix = behind, logger, f"client_{client}/"
+    def __init__(self, behind: Any, logger: str, prefix: str) -> None:
+        self._behind, self._logger, self._prefix = behind, logger, prefix
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -116,7 +123,16 @@ def _warn_once(logger: str, name: str) -> None:
     )
 
 
-def client_loggers(loggers: Sequence[Logger], client: int, current_round: Callable[[], int]) -> list[ClientLogger]:
+def client_loggers(loggers: Sequence[Logger], client: Client) -> list[ClientLogger]:
     """Return a federation's loggers as a client's module sees them, those that take more than numbers first."""
     ordered = sorted(loggers, key=lambda logger: isinstance(logger, CSVLogger))
-    return [ClientLogger(logger, client, current_round) for logger in ordered]
+    return [ClientLogger(logger, client) for logger in ordered]
+
+
+def visit(trainer: L.Trainer, client: Client, data: L.LightningDataModule | None) -> None:
+    """Make a client's Trainer that of another client for a while."""
+    trainer.strategy.connect(client)
+    lend_data(trainer, data)
+    forget_scores(trainer)
+    for logger in trainer.loggers:
+        logger.__dict__["client"] = client

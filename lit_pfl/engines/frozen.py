@@ -30,8 +30,8 @@ def frozen_of(client: Client) -> dict[str, dict[str, nn.Parameter]]:
 class FrozenWeights:
     """Sees whether weights that have no gradient stay as they are all the same.
 
-    A module may change them itself, as it does a moving average of others. The first client that trains has frozen
-    weights of its own for that round. If they have changed afterwards, no client shares them.
+    A module may change them itself, as it does a moving average of others. So the first client that trains has memory
+    of its own for that round. What has changed afterwards is no longer held once, nor taken to be constant.
 
     Args:
         clients: the clients of this process, by id.
@@ -50,18 +50,17 @@ class FrozenWeights:
         """See what a client's round has made of its frozen weights, if it is the first one."""
         if self._looked or client != self.first:
             return
-        self._looked, own = True, self.clients[client].frozen
-        changed = [name for name, weight in own.items() if not torch.equal(weight, self._before[name])]
-        for other in self.clients.values():
-            if other is not self.clients[client]:
-                for weights in frozen_of(other).values():
-                    hold_apart(weight for name, weight in weights.items() if name in changed)
-        for part, weights in frozen_of(self.clients[client]).items():
-            others = next((one for id, one in self.clients.items() if id != client))
-            hold_once(weights, {n: w for n, w in frozen_of(others)[part].items() if n not in changed})
+        self._looked, own = True, self.clients[client]
+        changed = [name for name, weight in own.frozen.items() if not torch.equal(weight, self._before[name])]
+        for one in self.clients.values():
+            if one is not own:
+                for weights in frozen_of(one).values():
+                    hold_apart(weights[name] for name in changed if name in weights)
+            one.frozen = {name: weight for name, weight in one.frozen.items() if name not in changed}
+        share_frozen(own, next(one for one in self.clients.values() if one is not own))
+        self._before = {}
         if changed:
             rank_zero_warn(
-                f"{type(self.clients[client].learner).__name__} changes {changed[0]!r} in training although it has "
-                "requires_grad=False; such weights are not sent, and every client has its own."
+                f"{type(own.learner).__name__} changes {changed[0]!r} in training although it has requires_grad=False; "
+                "such weights are not sent, and every client has its own."
             )
-        self._before = {}

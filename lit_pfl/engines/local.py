@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lit_pfl.client import Client
 from lit_pfl.data import LateLoader
+from lit_pfl.engines.client_logger import visit
 from lit_pfl.engines.frozen import FrozenWeights
 from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.engines.streams import random_state_kept, scoring_draws
@@ -18,7 +19,7 @@ from lit_pfl.engines.validation import check_monitored
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.evaluation import Score, Split, predictions, score
 from lit_pfl.identity import refuse_another_network
-from lit_pfl.lightning_internals import MemoryCheckpointIO, lend_data, lent_trainer, make_lean, show_scores
+from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean, show_scores
 from lit_pfl.links import LocalHub
 from lit_pfl.payload import Payload, as_payload
 from lit_pfl_callbacks import FederatedLoop
@@ -55,6 +56,7 @@ class LocalEngine:
         self.losses: dict[int, tuple[float, int]] = {}
         self.left: set[int] = set()
         self._frozen: FrozenWeights | None = None
+        self._for_visitors: L.Trainer | None = None  # a Trainer for those that have none yet, one after another
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -72,6 +74,7 @@ class LocalEngine:
         """Start a client's fit, if it has not been; return how the client is before it loads a reply."""
         module = self.clients[client]
         if client not in self.hub:
+            self._for_visitors = None  # it may say that it checks sanity
             self._add_fit(client)
             self.hub.start(client)
             check_monitored(module)
@@ -193,13 +196,13 @@ class LocalEngine:
         if module._trainer is not None:
             yield
             return
-        with random_state_kept():
-            trainer, _ = self._trainer(module, MemoryCheckpointIO())
-        trainer.strategy.connect(module)
-        trainer.state.fn = TrainerFn.VALIDATING
+        if self._for_visitors is None:
+            with random_state_kept():
+                self._for_visitors, _ = self._trainer(module, MemoryCheckpointIO())
+            self._for_visitors.state.fn = TrainerFn.VALIDATING
         assert module.data is not None
-        lend_data(trainer, module.data.module)
-        with lent_trainer(module, trainer):
+        visit(self._for_visitors, module, module.data.module)
+        with lent_trainer(module, self._for_visitors):
             yield
 
     # ----------------------------------------------------------------------------------------------------------- state

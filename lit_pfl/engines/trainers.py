@@ -151,7 +151,7 @@ def client_trainer(
         "deterministic": torch.are_deterministic_algorithms_enabled() or None,
         "max_epochs": -1 if rounds == -1 else rounds * loop.every_n_epochs,
         "profiler": NoProfiler(),
-        "logger": client_loggers(outer.loggers, client.spec.client_id, lambda: client.completed_rounds + 1) or False,
+        "logger": client_loggers(outer.loggers, client) or False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         **options,

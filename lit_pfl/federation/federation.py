@@ -29,7 +29,7 @@ from lit_pfl.federation.server_step import ServerStep
 from lit_pfl.federation.summary import summarize
 from lit_pfl.global_model import GlobalModel
 from lit_pfl.ledger import Ledger
-from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO
+from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, lent_trainer
 from lit_pfl.round_log import mean_over_samples
 from lit_pfl.server import ClientInfo
 from lit_pfl_callbacks import FederatedLoop
@@ -183,8 +183,7 @@ class Federation(Scoring, Checkpointing):
                 self._place_on(device, id)  # before the server takes its first tensors from them
             self.engine = self._make_engine()
             self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks)
-            joined = {k: ClientInfo(self.data.client(k).num_samples, c.joining()) for k, c in self.clients.items()}
-            self.coordinator.start(joined)
+            self.coordinator.start({k: self._joined(k) for k in self.clients})
             self.ranks.settle([tensor for client in self.clients.values() for tensor in client.travellers()])
             if self.evaluate == "global":
                 self.__dict__["global_model"] = GlobalModel(self._fresh(data.clients[0]), self.coordinator)
@@ -219,6 +218,10 @@ class Federation(Scoring, Checkpointing):
         for client in clients:
             self.clients[client].place_on(device)
             share_frozen(self.clients[client], first)
+
+    def _joined(self, client: int) -> ClientInfo:
+        with lent_trainer(self.clients[client], self.trainer):  # a learner may ask for one in its steps
+            return ClientInfo(self.data.client(client).num_samples, self.clients[client].joining())
 
     def _build(self, client: int) -> Client:
         module = self._fresh(client)

@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from lit_pfl.data.loaders import parts_of, tensors_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.logs import recorded
-from lit_pfl.lightning_internals import in_hook, optimizers_in
+from lit_pfl.lightning_internals import in_hook, optimizers_and_schedules
 from lit_pfl_callbacks.tensors import load_tensors
 
 
@@ -96,19 +96,34 @@ class _NoOptimizer:
         yield
 
 
+class _NoSchedule:
+    """What such a learner gets for a schedule."""
+
+    def __init__(self, schedule: Any) -> None:
+        self.last_epoch, self._rates = schedule.last_epoch, schedule.get_last_lr()
+
+    def step(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def get_last_lr(self) -> Any:
+        return self._rates
+
+
 @contextmanager
 def _without_steps(learner: L.LightningModule) -> Iterator[None]:
     """Let a learner with manual optimization compute its losses without any step."""
-    trainer = learner._trainer
-    known = trainer.optimizers if trainer is not None and trainer.optimizers else None
-    optimizers = [_NoOptimizer(one) for one in known or optimizers_in(learner.configure_optimizers())]
+    optimizers, schedules = optimizers_and_schedules(learner)
+    given = [_NoOptimizer(one) for one in optimizers], [_NoSchedule(one) for one in schedules]
 
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
+    def as_lightning_does(several: Sequence[Any]) -> Callable[..., Any]:
+        return lambda *_, **__: several[0] if len(several) == 1 else list(several) or None
+
     instead = {
-        "optimizers": lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers,
-        "lr_schedulers": nothing,
+        "optimizers": as_lightning_does(given[0]),
+        "lr_schedulers": as_lightning_does(given[1]),
         **dict.fromkeys(("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"), nothing),
     }
     before = {name: learner.__dict__[name] for name in instead if name in learner.__dict__}

@@ -10,6 +10,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
 )
 from lit_pfl.lightning_internals.endless import make_endless
 from lit_pfl.lightning_internals.hooks import (
+    forget_scores,
     hand_down_trainer,
     hand_up_hparams,
     in_hook,
@@ -17,6 +18,7 @@ from lit_pfl.lightning_internals.hooks import (
     lent_trainer,
     log_nothing,
     name_metrics,
+    optimizers_and_schedules,
     optimizers_in,
     saved_hparams,
     show_scores,
@@ -33,6 +35,7 @@ __all__ = [
     "NoProfiler",
     "QuickModule",
     "ScriptLauncher",
+    "forget_scores",
     "hand_down_trainer",
     "hand_up_hparams",
     "in_hook",
@@ -42,6 +45,7 @@ __all__ = [
     "make_endless",
     "make_lean",
     "name_metrics",
+    "optimizers_and_schedules",
     "optimizers_in",
     "own_copy",
     "read_checkpoint",

@@ -66,6 +66,11 @@ def show_scores(trainer: L.Trainer, scores: Mapping[str, float]) -> None:
     trainer._logger_connector._callback_metrics.update({name: torch.tensor(value) for name, value in scores.items()})
 
 
+def forget_scores(trainer: L.Trainer) -> None:
+    """Let a Trainer know no scores."""
+    trainer._logger_connector.reset_metrics()
+
+
 def lend_data(trainer: L.Trainer, data: L.LightningDataModule | None) -> None:
     """Let a module find a data module in its Trainer, which does not load from it."""
     trainer.datamodule = data  # type: ignore[attr-defined]
@@ -81,6 +86,16 @@ def log_nothing(trainer: L.Trainer) -> None:
 def optimizers_in(configured: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers in what ``configure_optimizers`` returned."""
     return [] if configured is None else _configure_optimizers(configured)[0]
+
+
+def optimizers_and_schedules(module: L.LightningModule) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+    """Return a module's optimizers and schedules: those of its Trainer, or without one fresh ones."""
+    trainer = module._trainer
+    if trainer is not None and trainer.optimizers:
+        return trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
+    configured: Any = module.configure_optimizers()
+    optimizers, schedules, _ = _configure_optimizers(configured)
+    return optimizers, [one["scheduler"] if isinstance(one, dict) else one for one in schedules]
 
 
 def hand_down_trainer(module: L.LightningModule) -> None:
