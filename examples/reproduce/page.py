@@ -45,7 +45,9 @@ def measured(cell: Cell, results: Results) -> Measured | None:
         return Measured(tuple(costs), seconds=seconds)
     prefix = f"test/{cell.model}/" if cell.model else "test/"
     if cell.show == "parameters":
-        counts = (result["scores"].get(f"{prefix}parameters", result["parameters"]) for result in found)
+        # results of before had them among the scores
+        names = (f"model/{cell.model}/parameters" if cell.model else "model/parameters", f"{prefix}parameters")
+        counts = (next((r["scores"][name] for name in names if name in r["scores"]), r["parameters"]) for r in found)
         return Measured(tuple(count / 1e6 for count in counts), seconds=seconds)
     if cell.clients is None:
         values = [result["scores"][f"{prefix}acc"] for result in found]

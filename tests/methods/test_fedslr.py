@@ -342,16 +342,17 @@ def test_both_models_are_evaluated(evaluate, backbone):
         assert row.scores["acc"] == pytest.approx(correct / row.n, abs=1e-6)
         nonzero = sum(int((p != 0).sum()) for p in member.personal.parameters())
         common = member.common_parameters.item()
-        assert row.scores["parameters"] == common + nonzero * row.model.startswith(MIXED)
+        assert row.sizes["parameters"] == common + nonzero * row.model.startswith(MIXED)
     if evaluate == "after":
         assert common == federation.coordinator.server.reply(0).elements
         assert common < sum(p.numel() for p in member.backbone.parameters())
     metrics = summary(federation.rows, "test", {"acc": True})
     for prefix, model in (("test", MIXED), ("test/GKR", GKR)):
-        rows = [row.scores for row in federation.rows if row.model.startswith(model)]
-        for name in ("acc", "parameters"):
-            assert metrics[f"{prefix}/{name}"] == pytest.approx(np.mean([scores[name] for scores in rows]))
-            assert metrics[f"{prefix}/{name}_std"] == pytest.approx(np.std([scores[name] for scores in rows]))
+        rows = [row for row in federation.rows if row.model.startswith(model)]
+        assert metrics[f"{prefix}/acc"] == pytest.approx(np.mean([row.scores["acc"] for row in rows]))
+        assert metrics[f"{prefix}/acc_std"] == pytest.approx(np.std([row.scores["acc"] for row in rows]))
+        count = metrics[f"{prefix.replace('test', 'model')}/parameters"]  # no score, of no split
+        assert count == pytest.approx(np.mean([row.sizes["parameters"] for row in rows]))
 
 
 def test_the_personal_component_learns_what_the_common_model_lacks():
