@@ -173,7 +173,9 @@ OWN = {0: [0, 2], 1: [2], 2: [0], 4: [1, 2]}
 ROWS = {"grouped": [0, 0, 1, 1, 2, 2], "head": [2, 0, 1, 0]}
 
 
-def joined(trim: bool, weighting: Weighting = "uniform") -> tuple[PsiNetServer, dict[str, np.ndarray], dict[int, Payload]]:
+def joined(
+    trim: bool, weighting: Weighting = "uniform"
+) -> tuple[PsiNetServer, dict[str, np.ndarray], dict[int, Payload]]:
     """A server of four clients, what they started from, and an upload of each."""
     rng = np.random.default_rng(1)
     initial = {"shared": rng.normal(size=(3,)), "grouped": rng.normal(size=(6, 2)), "head": rng.normal(size=(4,))}
