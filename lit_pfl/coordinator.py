@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.ledger import Ledger, Size
 from lit_pfl.payload import TYPES, Payload, as_payload
 from lit_pfl.server import ClientInfo, Server
+from lit_pfl_callbacks.frozen import FROZEN, read_table, refuse_other_weights, table_of
 
 
 class Coordinator:
@@ -51,6 +53,7 @@ class Coordinator:
         self.seconds = {"aggregate": 0.0, "link": 0.0}
         self._uploads: dict[int, Upload] = {}
         self._replies: dict[int, Size] = {}
+        self._frozen: dict[str, tuple[torch.Size, torch.dtype]] = {}  # what may begin to travel if it is unfrozen
         self._layout: dict[int, dict[str, tuple[torch.Size, torch.dtype]]] = {}
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
@@ -66,6 +69,7 @@ class Coordinator:
         clients = self._from_all_ranks(clients)
         if not clients:
             raise ConfigError("A federation needs at least one client.")
+        clients = self._without_frozen(clients)
         for client, info in clients.items():
             if info.num_samples < 1:
                 raise ConfigError(f"Client {client} has no training sample.")
@@ -87,6 +91,24 @@ class Coordinator:
             self.server.mean = partial(shared_mean, self.ranks)
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
+
+    def _without_frozen(self, clients: Mapping[int, ClientInfo]) -> dict[int, ClientInfo]:
+        """Compare what clients say of weights that never train; return what they share of the others.
+
+        Raises:
+            ConfigError: when frozen weights differ between clients.
+        """
+        if not any(FROZEN in info.initial for info in clients.values()):
+            return dict(clients)
+        tables = {client: info.initial.get(FROZEN, table_of({})) for client, info in clients.items()}
+        first = next(iter(tables.values()))
+        try:
+            for client, table in tables.items():
+                refuse_other_weights(table, first, f"Client {client}")
+            self._frozen = {name: (torch.Size(shape), dtype) for name, (dtype, shape, _) in read_table(first).items()}
+        except (MisconfigurationException, ValueError) as error:
+            raise ConfigError(str(error)) from None
+        return {k: ClientInfo(info.num_samples, info.initial.without(FROZEN)) for k, info in clients.items()}
 
     def _from_all_ranks(self, clients: Mapping[int, ClientInfo]) -> Mapping[int, ClientInfo]:
         if self.ranks.size == 1:
@@ -210,9 +232,9 @@ class Coordinator:
         for name in expected.keys() - upload.keys():
             raise UploadError(f"Client {client}: the upload lacks tensor {name!r}.")
         for name, tensor in upload.items():
-            if name not in expected:
+            if name not in expected and name not in self._frozen:
                 raise UploadError(f"Client {client}: nobody asked for tensor {name!r}.")
-            shape, dtype = expected[name]
+            shape, dtype = expected[name] if name in expected else self._frozen[name]
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise UploadError(
                     f"Client {client}: tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}; "

@@ -12,8 +12,17 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lit_pfl.learners import SkipBatch, call_hook, call_step, recorded, size_of, training_loss, unchanged
-from lit_pfl.lightning_internals import told_evaluating
+from lit_pfl.learners import (
+    Recorder,
+    SkipBatch,
+    call_hook,
+    call_step,
+    recorded,
+    size_of,
+    training_loss,
+    unchanged,
+)
+from lit_pfl.lightning_internals import show_scores, told_evaluating
 from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
 from lit_pfl_callbacks.tensors import evaluating
 
@@ -32,11 +41,13 @@ class Score:
         n: number of samples.
         values: every metric that the learner logs, by name; empty without samples.
         higher_is_better: of those metrics that say so.
+        logged: the metrics by the names under which a Trainer would know them (``val_loss``, ``val_loss_epoch``).
     """
 
     n: int
     values: Mapping[str, float]
     higher_is_better: Mapping[str, bool] = field(default_factory=dict)
+    logged: Mapping[str, float] = field(default_factory=dict)
 
 
 class Row(NamedTuple):
@@ -78,10 +89,20 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
             outputs = call_step(learner, f"{stage}_step", batch, index)
             _tell(learner, f"on_{stage}_batch_end", outputs, batch, index)
             n += record.batch_size
-        if n:
-            _tell(learner, f"on_{stage}_epoch_end")
-            _tell(learner, f"on_{stage}_end")
-        return Score(n, record.compute() if n else {}, record.directions)
+        if not n:
+            return Score(0, {})
+        if any(is_overridden(f"on_{stage}_{when}", learner) for when in ("epoch_end", "end")):
+            _show(learner, record)  # where these hooks look for what has been logged so far
+        _tell(learner, f"on_{stage}_epoch_end")
+        _tell(learner, f"on_{stage}_end")
+        logged = record.compute()
+        record.reset()
+        return Score(n, record.as_scores(logged), record.directions, record.as_in_a_trainer(logged))
+
+
+def _show(learner: L.LightningModule, record: Recorder) -> None:
+    if learner._trainer is not None:
+        show_scores(learner._trainer, record.as_in_a_trainer(record.compute()))
 
 
 def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from lit_pfl.data.loaders import parts_of, tensors_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.logs import recorded
-from lit_pfl.lightning_internals import in_hook
+from lit_pfl.lightning_internals import in_hook, optimizers_in
 from lit_pfl_callbacks.tensors import load_tensors
 
 
@@ -58,7 +58,13 @@ def training_outputs(learner: L.LightningModule, batch: Any, batch_idx: int) -> 
         SkipBatch: when it returns None.
         ConfigError: when it returns something else that is no loss.
     """
-    outputs = call_step(learner, "training_step", batch, batch_idx)
+    if learner.automatic_optimization:
+        outputs = call_step(learner, "training_step", batch, batch_idx)
+    else:
+        with _without_steps(learner):
+            outputs = call_step(learner, "training_step", batch, batch_idx)
+        if isinstance(outputs, Mapping) and "loss" not in outputs:
+            outputs = None
     if outputs is None:
         raise SkipBatch
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -71,6 +77,48 @@ def training_outputs(learner: L.LightningModule, batch: Any, batch_idx: int) -> 
             "dict with that as its 'loss', or None to skip the batch."
         )
     return loss, outputs if isinstance(outputs, Mapping) else {}
+
+
+class _NoOptimizer:
+    """What a learner with manual optimization gets for an optimizer where its loss is only looked at."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        return None if closure is None else closure()
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @contextmanager
+    def toggle_model(self, *_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def _without_steps(learner: L.LightningModule) -> Iterator[None]:
+    """Let a learner with manual optimization compute its losses without any step."""
+    trainer = learner._trainer
+    known = trainer.optimizers if trainer is not None and trainer.optimizers else None
+    optimizers = [_NoOptimizer(one) for one in known or optimizers_in(learner.configure_optimizers())]
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    instead = {
+        "optimizers": lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers,
+        "lr_schedulers": nothing,
+        **dict.fromkeys(("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"), nothing),
+    }
+    before = {name: learner.__dict__[name] for name in instead if name in learner.__dict__}
+    learner.__dict__.update(instead)
+    try:
+        yield
+    finally:
+        for name in instead:
+            del learner.__dict__[name]
+        learner.__dict__.update(before)
 
 
 class Step(nn.Module):

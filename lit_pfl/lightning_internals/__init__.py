@@ -13,9 +13,13 @@ from lit_pfl.lightning_internals.hooks import (
     hand_down_trainer,
     hand_up_hparams,
     in_hook,
+    lend_data,
     lent_trainer,
+    log_nothing,
     name_metrics,
     optimizers_in,
+    saved_hparams,
+    show_scores,
     told_evaluating,
 )
 from lit_pfl.lightning_internals.launcher import ScriptLauncher
@@ -32,7 +36,9 @@ __all__ = [
     "hand_down_trainer",
     "hand_up_hparams",
     "in_hook",
+    "lend_data",
     "lent_trainer",
+    "log_nothing",
     "make_endless",
     "make_lean",
     "name_metrics",
@@ -40,6 +46,8 @@ __all__ = [
     "own_copy",
     "read_checkpoint",
     "read_whole",
+    "saved_hparams",
+    "show_scores",
     "told_evaluating",
     "undisturbed",
 ]

@@ -1,6 +1,6 @@
 """A module inside another one, in the hook of a Trainer that knows only the outer one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,33 @@ def hand_up_hparams(inner: L.LightningModule, outer: L.LightningModule) -> None:
     """Let a Trainer log and save a module's hyperparameters as those of the one around it, unless that has its own."""
     if not outer.hparams:
         outer.__dict__.update({name: vars(inner)[name] for name in HPARAMS if name in vars(inner)})
+
+
+def saved_hparams(module: L.LightningModule) -> dict[str, Any]:
+    """Return what a Trainer puts into a checkpoint of a module's hyperparameters."""
+    if not module.hparams:
+        return {}
+    saved: dict[str, Any] = {module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams)}
+    if hasattr(module, "_hparams_name"):
+        saved[module.CHECKPOINT_HYPER_PARAMS_NAME] = module._hparams_name
+    return saved
+
+
+def show_scores(trainer: L.Trainer, scores: Mapping[str, float]) -> None:
+    """Put scores among those that a module and callbacks find in ``trainer.callback_metrics``."""
+    trainer._logger_connector._callback_metrics.update({name: torch.tensor(value) for name, value in scores.items()})
+
+
+def lend_data(trainer: L.Trainer, data: L.LightningDataModule | None) -> None:
+    """Let a module find a data module in its Trainer, which does not load from it."""
+    trainer.datamodule = data  # type: ignore[attr-defined]
+    if data is not None:
+        data.trainer = trainer
+
+
+def log_nothing(trainer: L.Trainer) -> None:
+    """Let a Trainer write no metrics to its loggers by itself; what a module writes to them is written."""
+    trainer._logger_connector.log_metrics = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
 
 def optimizers_in(configured: Any) -> list[torch.optim.Optimizer]:

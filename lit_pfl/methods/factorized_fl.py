@@ -64,7 +64,7 @@ class FactorizedFL(Client):
         permuted labels 0, 1, 10, standard labels 0, 1, 20 (released code).
     """
 
-    shares: frozenset[Role] = MIXES["u"] | {"body", "norm", "head"}
+    shares: frozenset[Role] = MIXES["u"] | {"body", "norm", "head", "adapter"}
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class FactorizedFL(Client):
             raise ConfigError(
                 f"model.mixes={mixes} shares mu, which model.factorization.mask=false leaves out; use u or uv."
             )
-        self.shares = MIXES[mixes] | {"body", "norm", "head"}
+        self.shares = MIXES[mixes] | {"body", "norm", "head", "adapter"}
         self.rule = MatchingRule(tau, epsilon, min_matches, below_tau, match, mixing)
 
     @property

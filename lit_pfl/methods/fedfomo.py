@@ -49,6 +49,8 @@ class FedFOMO(Client):
         code.
     """
 
+    may_unfreeze = False
+
     shares = EVERYTHING
 
     affinity: Tensor

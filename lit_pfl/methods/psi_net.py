@@ -51,6 +51,9 @@ class PsiNet(Client):
         Yu et al. 2020 (Heterogeneous Federated Learning), Sections 3 and 4.
     """
 
+    needs_automatic = "trains parts of a network that it builds itself"
+    may_unfreeze = False
+
     shares = frozenset({"body", "norm", "head"})
 
     def __init__(
