@@ -98,7 +98,10 @@ class FactorizedFL(Client):
         layers = factorized_layers(self.learner)
         names = [name for name, layer in layers if f"{name}.v" not in head and not layer.is_copy]
         if not names:
-            raise ConfigError("model.backbone: FactorizedFL needs a convolution or a linear layer in the body.")
+            raise ConfigError(
+                f"model.learner: FactorizedFL needs a convolution or a linear layer in the body, and "
+                f"{type(self.learner).__name__} has none that is trained."
+            )
         return f"{names[-1]}.v"
 
     def travels(self, name: str, role: Role) -> bool:  # noqa: D102
