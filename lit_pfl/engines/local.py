@@ -154,7 +154,7 @@ class LocalEngine:
         with self._shown(client, model, reply) as learner:
             scored = score(learner, getattr(module.data, split), split)
             show_scores(module.trainer, scored.logged)
-            return replace(scored, values={**scored.values, **module.sizes(model)}) if scored.n else scored
+            return replace(scored, sizes=module.sizes(model)) if scored.n else scored
 
     def predict(self, client: int, reply: Payload | None) -> list[Any]:
         """Return what a client's personalized model predicts on its test data, batch by batch; see :meth:`evaluate`."""

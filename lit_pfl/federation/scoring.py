@@ -116,7 +116,9 @@ class Scoring(Parts):
                     score = self.engine.evaluate(client, model, split, self._shown_with(client))
                     self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
                     kind = f"{model}:{self._when(client)}"
-                    self.rows.append(Row(client, self.coordinator.round, split, kind, score.n, score.values))
+                    self.rows.append(
+                        Row(client, self.coordinator.round, split, kind, score.n, score.values, score.sizes)
+                    )
 
     def _gather_rows(self) -> None:
         """Take in the scores of all processes, in the order of clients."""

@@ -16,7 +16,7 @@ from lit_pfl.engines.threads import choose_threads, computing
 from lit_pfl.engines.trainers import check_client_options, client_trainer
 from lit_pfl.errors import UploadError
 from lit_pfl.lightning_internals import MemoryCheckpointIO
-from lit_pfl.links.flower.messages import clients_in, pack, unpack
+from lit_pfl.links.flower.messages import SIZE, clients_in, pack, unpack
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.links.flower.states import States
 from lit_pfl.payload import Payload
@@ -171,7 +171,9 @@ class Node:
             with self._computing(int(client), engine):
                 for model in engine.clients[int(client)].evaluated:
                     score = engine.evaluate(int(client), model, "test", reply)
-                    answer[f"{client}/{model}"] = MetricRecord({"n": score.n, **score.values})
+                    answer[f"{client}/{model}"] = MetricRecord(
+                        {"n": score.n, **score.values, **{SIZE + name: value for name, value in score.sizes.items()}}
+                    )
                     directions.update(score.higher_is_better)
         answer["higher_is_better"] = directions
         return answer

@@ -11,6 +11,8 @@ from lit_pfl.errors import UploadError
 from lit_pfl.payload import Payload
 
 PAYLOADS, LAYOUT = "payloads", "layout"
+#: what names begin with, among a model's scores, of what else is told of it
+SIZE = "size/"
 
 
 def pack(payloads: Mapping[int, Payload]) -> RecordDict:
