@@ -19,7 +19,7 @@ from lit_pfl.errors import UploadError
 from lit_pfl.links.flower.messages import clients_in, pack, unpack
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.links.flower.states import States
-from lit_pfl.payload import Payload
+from lit_pfl.payload import FROM_FACTORS, Payload
 
 MakeMethod = Callable[[UserConfig], Client]
 MakeData = Callable[[Context], Mapping[int, ClientData]]
@@ -139,8 +139,8 @@ class Node:
         uploads: dict[int, Payload] = {}
         troubles, losses = ConfigRecord(), MetricRecord()
         for client in clients_in(records):
-            reply, states = self._reply(records, client), States(self.folder, run, client)
             engine, answered = self._engine(client), int(records.config_records["answered"][str(client)])
+            reply, states = self._reply(records, client, engine), States(self.folder, run, client)
             states.take_up(engine, answered)
             try:
                 with self._computing(client, engine):
@@ -163,7 +163,7 @@ class Node:
         for client, round in records.config_records["answered"].items():
             engine = self._engine(int(client))
             States(self.folder, str(records.config_records["round"]["run"]), int(client)).take_up(engine, int(round))
-            reply = None if round else self._reply(records, int(client))
+            reply = None if round else self._reply(records, int(client), engine)
             with self._computing(int(client), engine):
                 for model in engine.clients[int(client)].evaluated:
                     score = engine.evaluate(int(client), model, "test", reply, self.trainer)
@@ -172,8 +172,9 @@ class Node:
         answer["higher_is_better"] = directions
         return answer
 
-    def _reply(self, records: RecordDict, client: int) -> Payload:
-        return unpack(records, client).to(self.trainer.strategy.root_device)
+    def _reply(self, records: RecordDict, client: int, engine: LocalEngine) -> Payload:
+        own = sum(parameter.numel() for parameter in engine.clients[client].parameters())
+        return unpack(records, client, limit=max(own, FROM_FACTORS)).to(self.trainer.strategy.root_device)
 
     def _engine(self, client: int) -> LocalEngine:
         if client not in self.data:
