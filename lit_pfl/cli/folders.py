@@ -11,9 +11,24 @@ import lightning as L
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl_callbacks import RunLogger, run_folder
+from lit_pfl_callbacks.run_folder import RUNS
 
 #: how a configuration begins that a run has written
 OF_A_RUN = "# lit-pfl "
+
+
+def root_of_runs(root: str | os.PathLike[str] | None) -> str:
+    """Return the folder of all runs.
+
+    Args:
+        root: ``trainer.default_root_dir``.
+
+    Raises:
+        ConfigError: when it is on another machine.
+    """
+    if "://" in str(root):
+        raise ConfigError(f"trainer.default_root_dir={root}: run folders are files of this machine; give a path.")
+    return str(Path(root).expanduser()) if root else RUNS
 
 
 @contextmanager
