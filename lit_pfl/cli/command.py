@@ -206,7 +206,7 @@ class FederatedCLI(LightningCLI):
             callbacks.append(Predictions())
         if config.enable_progress_bar is not False:
             callbacks.append(RoundProgress())
-        if config.enable_checkpointing is not False:
+        if config.enable_checkpointing is not False and not any(isinstance(one, LastCheckpoint) for one in own):
             callbacks.append(LastCheckpoint())
         try:
             return super().instantiate_trainer(callbacks=callbacks, **kwargs)
