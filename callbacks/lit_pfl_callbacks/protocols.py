@@ -15,6 +15,7 @@ protocol                 attribute                        who looks for it
 :class:`HasMixing`       ``mixing()``                     ``Similarity``
 :class:`HasRanks`        ``from_all_ranks(tensors)``      ``Similarity``, ``PersonalizedModels``
 :class:`HasModels`       ``standalone(client)``           ``PersonalizedModels``, ``FeatureMap``
+:class:`HasTestSamples`  ``test_samples(client)``         ``Predictions``
 :class:`HasRoles`        ``roles()``, of a client         ``CommunicationLedger``
 :class:`HasWeightParts`  ``weight_parts()``, of a client  ``SparsityMonitor``
 =======================  ===============================  =========================================================
@@ -112,7 +113,8 @@ class Traffic(Protocol):
 #: of what kind attributes are
 KINDS: dict[str, Any] = {
     "clients": Mapping, "rows": Sequence, "higher_is_better": Mapping, "traffic": Traffic, "seconds": Mapping,
-    "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable, "roles": Callable, "weight_parts": Callable,
+    "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable, "test_samples": Callable,
+    "roles": Callable, "weight_parts": Callable,
 }  # fmt: skip
 
 
@@ -196,6 +198,13 @@ class HasModels(HasClients, Protocol):
     """``standalone(client)``: a copy of a client's own model, a network by itself."""
 
     def standalone(self, client: int) -> nn.Module: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasTestSamples(Protocol, metaclass=_OfKinds):
+    """``test_samples(client)``: the (n,) places of a client's test samples in the data set, and (n,) labels or None."""
+
+    def test_samples(self, client: int) -> tuple[Tensor, Tensor | None]: ...  # noqa: D102
 
 
 @runtime_checkable
