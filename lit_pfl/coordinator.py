@@ -10,8 +10,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
+from lit_pfl.encoding import Expected, Layout, misfit
 from lit_pfl.engines import Trains, Upload
 from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.ranks import Ranks
@@ -53,8 +53,8 @@ class Coordinator:
         self.seconds = {"aggregate": 0.0, "link": 0.0}
         self._uploads: dict[int, Upload] = {}
         self._replies: dict[int, Size] = {}
-        self._frozen: dict[str, tuple[torch.Size, torch.dtype]] = {}  # what may begin to travel if it is unfrozen
-        self._layout: dict[int, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+        self._frozen: Layout = {}  # what may begin to travel if it is unfrozen
+        self._layout: dict[int, Layout] = {}
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
         """Take in the clients, before the first round.
@@ -85,7 +85,7 @@ class Coordinator:
                     f"Client {client}: tensor {bad!r} holds NaN or infinity before any training, and no upload may; "
                     "a mask stays at home by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."
                 )
-        self._layout = {client: _layout(info.initial) for client, info in clients.items()}
+        self._layout = {client: info.initial.layout for client, info in clients.items()}
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
         if self.ranks.size > 1 and type(self.server).mean is Server.mean:  # not one of the method's own
             self.server.mean = partial(shared_mean, self.ranks)
@@ -224,22 +224,16 @@ class Coordinator:
             return error
         return payload
 
+    def expected(self, client: int) -> Expected:
+        """Return names, shapes and types of the tensors that a client is to upload; none for one that never joined."""
+        layout = self.server.layout(client) if client in self._layout else {}
+        return Expected(self._layout[client] if layout is None else layout, self._frozen)
+
     def _check(self, client: int, upload: Payload) -> None:
         if client not in self._layout:
             raise UploadError(f"Client {client} has never joined.")
-        layout = self.server.layout(client)
-        expected = self._layout[client] if layout is None else layout
-        for name in expected.keys() - upload.keys():
-            raise UploadError(f"Client {client}: the upload lacks tensor {name!r}.")
-        for name, tensor in upload.items():
-            if name not in expected and name not in self._frozen:
-                raise UploadError(f"Client {client}: nobody asked for tensor {name!r}.")
-            shape, dtype = expected[name] if name in expected else self._frozen[name]
-            if tensor.shape != shape or tensor.dtype != dtype:
-                raise UploadError(
-                    f"Client {client}: tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
-                    f"it must be {dtype} {tuple(shape)}."
-                )
+        if wrong := misfit(upload.layout, self.expected(client)):
+            raise UploadError(f"Client {client}: {wrong}")
         if upload.not_finite is not None:
             raise UploadError(f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.")
 
@@ -252,7 +246,3 @@ class Coordinator:
         self.round = state["round"]
         self.ledger.load_state_dict(state["ledger"])
         self.server.load_state_dict(move_data_to_device(state["server"], self._device))
-
-
-def _layout(payload: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in payload.items()}

@@ -9,6 +9,10 @@ class UploadError(ValueError):
     """An upload cannot be used. The message names the client and the tensor."""
 
 
+class PayloadError(ValueError):
+    """Bytes are no payload, or not the one that is expected. The message names the tensor, if one is wrong."""
+
+
 class SaveError(OSError):
     """A file cannot be written. The message names it, and says what is left."""
 

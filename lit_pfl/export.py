@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, PayloadError
 from lit_pfl.low_rank import LowRank, as_matrix
 from lit_pfl.nn import ComposedConv2d, ComposedLinear, factorized_layers, geometry
-from lit_pfl.payload import Payload
+from lit_pfl.payload import FROM_FACTORS, Payload
 from lit_pfl_callbacks.files import replacing, write_whole
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -128,15 +127,16 @@ def load_model(path: str | os.PathLike[str], network: Network) -> Network:
             stays as it is.
         FileNotFoundError: when there is no such file.
     """
-    tensors = _read(path, "save_model")
+    tensors = _read(path, "save_model", network)
     _load(tensors, network, path)
     return network
 
 
-def _read(path: str | os.PathLike[str], writer: str) -> Payload:
+def _read(path: str | os.PathLike[str], writer: str, network: nn.Module) -> Payload:
+    elements = sum(tensor.numel() for tensor in network.state_dict().values() if not is_lazy(tensor))
     try:
-        return Payload.from_bytes(Path(path).read_bytes())
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        return Payload.from_bytes(Path(path).read_bytes(), limit=max(elements, FROM_FACTORS))
+    except PayloadError as error:
         raise ConfigError(f"{path} is not a file of {writer}: {error}") from None
 
 
@@ -269,7 +269,7 @@ def load_mixed(path: str | os.PathLike[str], network: Network) -> Network:
         ConfigError: when the file is not such a file, or does not fit; the network then stays as it is.
         FileNotFoundError: when there is no such file.
     """
-    tensors = _read(path, "save_mixed")
+    tensors = _read(path, "save_mixed", network)
     parts = {name.removeprefix(PERSONAL): tensor for name, tensor in tensors.items() if name.startswith(PERSONAL)}
     for name, tensor in tensors.items():
         own = name.removeprefix(COMMON)

@@ -5,43 +5,40 @@ pickle ever crosses a link. A tensor that is marked as sparse travels as a bit m
 that is smaller, one that is given in factors as these factors.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import MappingProxyType
 
-import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
+from lit_pfl.encoding import (
+    DTYPES,
+    Dense,
+    Encoding,
+    Factors,
+    Layout,
+    Sparse,
+    factor_parts,
+    memory_of,
+    misfit,
+    nonzeros,
+    sparse_parts,
+    stored,
+    tensor_of,
+)
+from lit_pfl.errors import PayloadError
 from lit_pfl.finite import all_finite
+from lit_pfl.header import METADATA, encoded_size, read_header, write_header
 from lit_pfl.low_rank import LowRank
 
 #: what names of tensors end in that hold packed bits, which say something of numbers but are none themselves
 BITS = "#bits"
-_MASK, _VALUES = "#mask", "#values"
-_LEFT, _RIGHT = "#left", "#right"
-_SPARSE, _LOW_RANK = "sparse", "low_rank"
-Layout = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
-Shapes = dict[str, dict[str, tuple[int, ...]]]
-#: in the order in which safetensors lays types out
-_DTYPES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_ORDER = list(_DTYPES)
 #: the types of tensors that a payload holds
-TYPES = _DTYPES.keys()
+TYPES = DTYPES.keys()
+#: how many elements tensors in factors may have, all together, where nothing is expected of them
+FROM_FACTORS = 2**24
 
 
 class Payload(Mapping[str, Tensor]):
@@ -51,7 +48,7 @@ class Payload(Mapping[str, Tensor]):
 
     Args:
         tensors: the tensors by name.
-        sparse: names whose zeros need not travel (a sparse ``mu``, a masked weight); they arrive as +0.
+        sparse: names whose zeros need not travel (a sparse ``mu``, a masked weight).
         low_rank: further tensors by name, in factors. They are read as what the factors make.
 
     Attributes:
@@ -83,13 +80,15 @@ class Payload(Mapping[str, Tensor]):
             if name in tensors:
                 raise ValueError(f"Tensor {name!r} is given twice, as it is and in factors.")
         self._tensors = {**tensors, **{name: factors.dense() for name, factors in self.low_rank.items()}}
+        if METADATA in self._tensors:
+            raise ValueError(f"A tensor cannot be named {METADATA!r}, which the encoding needs.")
         for names, what, parts in (
-            (self.sparse, "sparse", (_MASK, _VALUES)),
-            (self.low_rank, "given in factors", (_LEFT, _RIGHT)),
+            (self.sparse, "sparse", sparse_parts),
+            (self.low_rank, "given in factors", factor_parts),
         ):
             for name in names:
-                if any(name + part in self._tensors for part in parts):
-                    taken = " and ".join(repr(name + part) for part in parts)
+                if any(part in self._tensors for part in parts(name)):
+                    taken = " and ".join(map(repr, parts(name)))
                     raise ValueError(f"Tensor {name!r} is {what}, so {taken} are taken.")
 
     def __getitem__(self, name: str) -> Tensor:
@@ -144,10 +143,6 @@ class Payload(Mapping[str, Tensor]):
         return payload
 
     @cached_property
-    def _nonzeros(self) -> dict[str, int]:
-        return {name: int(torch.count_nonzero(self[name])) for name in self if name in self.sparse}
-
-    @cached_property
     def not_finite(self) -> str | None:
         """Name of a tensor that holds NaN or infinity, as it is when this is first asked; None if none does."""
         if all_finite(self._tensors.values()):
@@ -164,139 +159,96 @@ class Payload(Mapping[str, Tensor]):
         in ``#bits``, like those that say where a sparse tensor is not zero.
         """
         bits = {name: 0 for name in self if name.endswith(BITS)}
+        nonzero = {name: nonzeros(self[name]) for name in self if name in self.sparse}
         in_factors = {name: factors.elements for name, factors in self.low_rank.items() if factors.saves}
-        return {name: tensor.numel() for name, tensor in self.items()} | self._nonzeros | in_factors | bits
+        return {name: tensor.numel() for name, tensor in self.items()} | nonzero | in_factors | bits
 
     @property
     def elements(self) -> int:
         """Number of elements of all tensors, see :attr:`counts`."""
         return sum(self.counts.values())
 
-    def _travels_in_factors(self, name: str) -> bool:
-        return name in self.low_rank and self.low_rank[name].saves
-
-    def _travels_sparse(self, name: str) -> bool:
-        if name not in self.sparse:
-            return False
-        tensor = self[name]
-        saved = (tensor.numel() - self._nonzeros[name]) * tensor.element_size()
-        return _mask_bytes(tensor.numel()) < saved
+    @property
+    def layout(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shapes and types of the tensors."""
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in self.items()}
 
     @cached_property
-    def _parts(self) -> dict[str, Layout]:
-        """What travels of every tensor, by name: itself, its mask and values, or its factors."""
-        parts: dict[str, Layout] = {}
-        for name, tensor in self._tensors.items():
-            if self._travels_in_factors(name):
-                factors = self.low_rank[name]
-                parts[name] = (
-                    (name + _LEFT, tensor.dtype, tuple(factors.left.shape)),
-                    (name + _RIGHT, tensor.dtype, tuple(factors.right.shape)),
-                )
-            elif self._travels_sparse(name):
-                parts[name] = (
-                    (name + _MASK, torch.uint8, (_mask_bytes(tensor.numel()),)),
-                    (name + _VALUES, tensor.dtype, (self._nonzeros[name],)),
-                )
-            else:
-                parts[name] = ((name, tensor.dtype, tuple(tensor.shape)),)
-        return parts
+    def _encodings(self) -> dict[str, Encoding]:
+        return {name: self._encoding(name, tuple(tensor.shape), tensor) for name, tensor in self.items()}
+
+    def _encoding(self, name: str, shape: tuple[int, ...], tensor: Tensor) -> Encoding:
+        if name in self.low_rank and self.low_rank[name].saves:
+            return Factors(shape, tensor.dtype, self.low_rank[name].rank)
+        if name in self.sparse and (sparse := Sparse(shape, tensor.dtype, stored(tensor))).saves:
+            return sparse
+        return Dense(shape, tensor.dtype)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Bytes of every tensor in :meth:`to_bytes`; names, types and shapes come on top."""
         return {
-            name: sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in parts)
-            for name, parts in self._parts.items()
+            name: sum(math.prod(shape) * dtype.itemsize for shape, dtype in encoding.parts(name).values())
+            for name, encoding in self._encodings.items()
         }
 
     @cached_property
     def nbytes(self) -> int:
         """Exact length of :meth:`to_bytes`, without encoding; 0 when there is nothing to send."""
-        if not self._tensors:
-            return 0
-        shapes: Shapes = {}
-        for name, tensor in self._tensors.items():
-            if self._travels_in_factors(name):
-                shapes.setdefault(_LOW_RANK, {})[name] = tuple(tensor.shape)
-            elif self._travels_sparse(name):
-                shapes.setdefault(_SPARSE, {})[name] = tuple(tensor.shape)
-        layout = tuple(part for parts in self._parts.values() for part in parts)
-        return _encoded_size(layout, tuple(_metadata(shapes).items()))
+        return encoded_size(tuple(self._encodings.items())) if self else 0
 
     def to_bytes(self) -> bytes:
         """Encode."""
-        if not self._tensors:
+        if not self:
             return b""
-        parts: dict[str, Tensor] = {}
-        shapes: Shapes = {}
-        for name, tensor in self._tensors.items():
-            if self._travels_in_factors(name):
-                parts[name + _LEFT] = _plain(self.low_rank[name].left)
-                parts[name + _RIGHT] = _plain(self.low_rank[name].right)
-                shapes.setdefault(_LOW_RANK, {})[name] = tuple(tensor.shape)
-            elif self._travels_sparse(name):
-                flat = tensor.detach().cpu().contiguous().reshape(-1)
-                mask = flat != 0
-                parts[name + _MASK] = torch.from_numpy(np.packbits(mask.numpy()))
-                parts[name + _VALUES] = flat[mask]
-                shapes.setdefault(_SPARSE, {})[name] = tuple(tensor.shape)
-            else:
-                parts[name] = _plain(tensor)
-        return safetensors.torch.save(parts, metadata=_metadata(shapes) or None)
+        tensors: dict[str, Tensor] = {}
+        encodings: dict[str, Encoding] = {}  # as the tensors are now
+        for name, tensor in self.items():
+            encoding = encodings[name] = self._encoding(name, tuple(tensor.shape), tensor)
+            sent = self.low_rank[name] if isinstance(encoding, Factors) else tensor
+            tensors |= zip(encoding.parts(name), encoding.encode(sent), strict=True)  # type: ignore[arg-type]
+        header, parts = write_header(encodings)
+        return b"".join([header, *(memory_of(tensors[name]) for name in parts)])
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Payload":
+    def from_bytes(cls, data: bytes, expected: Layout | None = None, limit: int = FROM_FACTORS) -> "Payload":
         """Decode what :meth:`to_bytes` made. Marked as sparse, and held in factors, are the tensors that travelled so.
 
+        Whatever the bytes are, they are a payload or a PayloadError: nothing is believed that does not follow from
+        their number, and what :meth:`to_bytes` would not write is refused. The memory for it is at most a small
+        multiple of theirs, beside ``limit``.
+
+        Args:
+            data: the bytes.
+            expected: shapes and types of the tensors, by name, if they are known; others are refused.
+            limit: how many elements tensors in factors may have, all together, where nothing is expected.
+
         Raises:
-            safetensors.SafetensorError: when ``data`` is not such an encoding.
+            PayloadError: when ``data`` is not such an encoding, or not of what is expected.
         """
-        if not data:
-            return cls({})
-        parts = safetensors.torch.load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        shapes = {key: json.loads(text) for key, text in header.get("__metadata__", {}).items()}
-        sparse: dict[str, list[int]] = shapes.get(_SPARSE, {})
-        for name, shape in sparse.items():
-            mask, values = parts.pop(name + _MASK), parts.pop(name + _VALUES)
-            tensor = torch.zeros(shape, dtype=values.dtype)
-            bits = np.unpackbits(mask.numpy(), count=tensor.numel()).astype(bool)
-            tensor.view(-1)[torch.from_numpy(bits)] = values
-            parts[name] = tensor
-        low_rank = {
-            name: LowRank(parts.pop(name + _LEFT), parts.pop(name + _RIGHT), tuple(shape))
-            for name, shape in shapes.get(_LOW_RANK, {}).items()
-        }
-        return cls(parts, sparse, low_rank)
+        encodings, places = read_header(data) if data else ({}, {})
+        if expected is not None:
+            if wrong := misfit({name: (e.shape, e.dtype) for name, e in encodings.items()}, expected):
+                raise PayloadError(wrong)
+        elif (elements := sum(math.prod(e.shape) for e in encodings.values() if isinstance(e, Factors))) > limit:
+            raise PayloadError(f"the tensors in factors have {elements} elements, more than {limit}.")
+        tensors: dict[str, Tensor] = {}
+        low_rank: dict[str, LowRank] = {}
+        for name, encoding in encodings.items():
+            encoding.check(name)
+            parts = encoding.parts(name).items()
+            got = [tensor_of(places[part], part, *layout) for part, layout in parts]
+            made = encoding.decode(name, *got)
+            if isinstance(made, LowRank):
+                low_rank[name] = made
+            else:
+                tensors[name] = made
+        try:
+            return cls(tensors, [name for name, e in encodings.items() if isinstance(e, Sparse)], low_rank)
+        except ValueError as error:  # a name that another tensor's encoding needs
+            raise PayloadError(str(error)) from None
 
 
 def as_payload(tensors: Mapping[str, Tensor]) -> Payload:
     """Return tensors as a payload, which they may be already."""
     return tensors if isinstance(tensors, Payload) else Payload(tensors)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a copy as safetensors wants them: sharing no memory, with plain strides even in dimensions of size 1."""
-    tensor = tensor.detach().cpu()
-    return tensor.new_empty(tensor.shape).copy_(tensor)
-
-
-def _metadata(shapes: Shapes) -> dict[str, str]:
-    return {key: json.dumps(by_name) for key, by_name in shapes.items()}
-
-
-def _mask_bytes(numel: int) -> int:
-    return (numel + 7) // 8
-
-
-@lru_cache(maxsize=64)
-def _encoded_size(layout: Layout, metadata: tuple[tuple[str, str], ...]) -> int:
-    """Length of the encoding of tensors of these names, types and shapes; safetensors sorts by type, then name."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, dtype, shape in sorted(layout, key=lambda part: (_ORDER.index(part[1]), part[0])):
-        start, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    return 8 + (len(text) + 7) // 8 * 8 + end

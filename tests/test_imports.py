@@ -36,6 +36,8 @@ FLOORS = [
     {"lit_pfl.structures"},
     {"lit_pfl.ops"},
     {"lit_pfl.payload"},
+    {"lit_pfl.header"},
+    {"lit_pfl.encoding"},
     {"lit_pfl.low_rank", "lit_pfl.draws", "lit_pfl.finite"},
     {"lit_pfl.errors"},
     {"lit_pfl_callbacks"},

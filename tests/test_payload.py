@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
 from lit_pfl import Payload
+from lit_pfl.errors import PayloadError
 from lit_pfl.low_rank import LowRank, as_matrix, as_weight
 
 DTYPES = [
@@ -170,7 +170,7 @@ def test_a_dense_payload_is_a_safetensors_file():
 def test_garbage_is_refused():
     data = Payload({"w": torch.ones(3)}).to_bytes()
     for broken in (data[:-1], data[:5], b"\x80\x04pickle", data + b"x"):
-        with pytest.raises(SafetensorError):
+        with pytest.raises(PayloadError):
             Payload.from_bytes(broken)
 
 

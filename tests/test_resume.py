@@ -1,5 +1,6 @@
 """A run that is killed and resumed is the run that never was."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -134,6 +135,81 @@ def test_a_checkpoint_is_written_beside_its_place_and_renamed(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         io.save_checkpoint({"a": 2}, path)
     assert torch.load(path) == {"a": 1}
+
+
+def test_some_checkpoints_are_kept_and_a_kill_at_any_step_leaves_the_last_one(tmp_path, monkeypatch):
+    """Every step of turning them over is cut off once, by an error in its place, and then done anew."""
+
+    def save(number: int) -> None:
+        fitting.checkpoint = number
+        saving._save_checkpoint(fitting, str(tmp_path / "last.ckpt"))
+
+    class Fitting:
+        is_global_zero, global_step, loggers = True, 0, []
+
+        def save_checkpoint(self, path, weights_only):
+            step("save")
+            AtomicCheckpointIO().save_checkpoint({"round": self.checkpoint}, path)
+
+    def step(name: str) -> None:
+        steps.append(name)
+        if len(steps) == dies_at:
+            raise KeyboardInterrupt
+
+    def watched(name):
+        own = getattr(Path, name)
+
+        def wrapped(*args, **kwargs):
+            step(name)
+            return own(*args, **kwargs)
+
+        return wrapped
+
+    def rounds() -> list[int]:
+        return [torch.load(path)["round"] for path in sorted(tmp_path.glob("last-*.ckpt"))][::-1]
+
+    fitting, saving = Fitting(), LastCheckpoint(tmp_path, keep=3)
+    steps: list[str] = []
+    dies_at = 0
+    for number in (1, 2, 3, 4):
+        save(number)
+    assert rounds() == [2, 3]
+    for name in ("replace", "hardlink_to", "unlink"):
+        monkeypatch.setattr(Path, name, watched(name))
+    number = 4
+    for dies_at in range(1, 12):  # noqa: B007 - it is read in step
+        steps.clear()
+        with contextlib.suppress(KeyboardInterrupt):
+            save(number + 1)
+        kept = torch.load(tmp_path / "last.ckpt")["round"]
+        assert kept in (number, number + 1)
+        assert all(round <= kept for round in rounds())
+        number = kept
+    assert len(steps) < dies_at, "every step was cut off"
+    dies_at = 0
+    for _ in range(3):
+        save(number := number + 1)
+    assert rounds() == [number - 2, number - 1]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_checkpoints_are_kept_where_files_cannot_be_linked(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    saving = LastCheckpoint(tmp_path / "kept", keep=2)
+    fitting = trainer(3, callbacks=[saving], enable_checkpointing=True)
+    fitting.fit(Federation(client(FedAvg), seed=3, threads=1), datamodule=digits(3))
+    paths = [tmp_path / "kept" / name for name in ("last-1.ckpt", "last.ckpt")]
+    assert sorted((tmp_path / "kept").iterdir()) == paths
+    assert [torch.load(path)["federation"]["coordinator"]["round"] for path in paths] == [2, 3]
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5, "2"])
+def test_a_number_of_checkpoints_that_is_none_is_refused(keep):
+    with pytest.raises(ConfigError, match="LastCheckpoint: keep=.*give a whole number of 1 or more"):
+        LastCheckpoint(keep=keep)
 
 
 if __name__ == "__main__":

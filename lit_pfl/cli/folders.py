@@ -7,13 +7,29 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lightning as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl_callbacks import RunLogger, run_folder
+from lit_pfl_callbacks.run_folder import RUNS, checked_rows
 
 #: how a configuration begins that a run has written
 OF_A_RUN = "# lit-pfl "
+
+
+def root_of_runs(root: str | os.PathLike[str] | None) -> str:
+    """Return the folder of all runs.
+
+    Args:
+        root: ``trainer.default_root_dir``.
+
+    Raises:
+        ConfigError: when it is on another machine.
+    """
+    if "://" in str(root):
+        raise ConfigError(f"trainer.default_root_dir={root}: run folders are files of this machine; give a path.")
+    return str(Path(root).expanduser()) if root else RUNS
 
 
 @contextmanager
@@ -58,7 +74,7 @@ def _refuse_a_run_in(folder: Path, option: str) -> None:
     checkpoints = sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: (path.name != "last.ckpt", path))
     if checkpoints:
         how = f"Go on with it by --ckpt_path {checkpoints[0]}"
-    elif (folder / "metrics.csv").exists():
+    elif (folder / "metrics.csv").exists() and not _first_round(folder / "metrics.csv"):
         how = "It has no checkpoint to go on from; move it away"
     elif config.exists() and not config.read_text(errors="replace").startswith(OF_A_RUN):
         raise ConfigError(f"{option}: {config} is no run's, and would be overwritten; choose another folder.")
@@ -67,12 +83,22 @@ def _refuse_a_run_in(folder: Path, option: str) -> None:
     raise ConfigError(f"{option}: there is a run in {folder}. {how}, or choose another folder.")
 
 
+def _first_round(metrics: Path) -> bool:
+    """Say whether there are rows of a first round only: those of a run that was cut off before its checkpoint."""
+    try:
+        return all(int(float(row["round"])) <= 1 for row in checked_rows(metrics, ["round"]))
+    except MisconfigurationException:  # it is damaged, or somebody else's
+        return False
+
+
 def put_aside(folder: Path) -> None:
     """Put aside what is left of a run that was cut off in its first round, once all processes have read it."""
-    config = folder / "config.yaml"
+    config, metrics = folder / "config.yaml", folder / "metrics.csv"
     if config.exists():
         config.replace(folder / "config.cut_off.yaml")  # it may be what this command was given, edited by hand
         (folder / "partition.csv").unlink(missing_ok=True)
+    if metrics.exists():  # other tables are written anew, whatever is in them
+        metrics.replace(folder / "metrics.cut_off.csv")
 
 
 def _try_writing(folder: Path) -> None:

@@ -1,9 +1,12 @@
 """Where checkpoints go: the federation's to a file, its clients' into the federation's."""
 
+import re
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -85,15 +88,38 @@ def read_whole(path: Path, weights_only: bool = True, mmap: bool = False) -> Any
         ConfigError: when the file is damaged.
     """
     try:
-        # PyTorch does not look at the checksums: a flipped bit in a tensor would be loaded.
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
-        checkpoint = None if damaged else torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+        if damaged := _damaged(path):
+            raise ConfigError(f"{path} is damaged: the checksum of {damaged} does not fit.{_offer(path)}")
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever the pickle machine stumbles over
-        raise ConfigError(f"{path} is no whole checkpoint: {_first_line(error)}.") from error
-    if damaged:
-        raise ConfigError(f"{path} is damaged: the checksum of {damaged} does not fit.")
-    return checkpoint
+        raise ConfigError(f"{path} is no whole checkpoint: {_first_line(error)}.{_offer(path)}") from error
+
+
+def _damaged(path: Path) -> str | None:
+    """Return what of a checkpoint is damaged. PyTorch does not look at checksums: it would load a flipped bit."""
+    with zipfile.ZipFile(path) as file:
+        return file.testzip()
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _damaged(path) is None
+    except Exception:  # whatever a damaged archive makes of it
+        return False
+
+
+def _offer(path: Path) -> str:
+    """Name the checkpoint of the round before, if it is there and whole."""
+    before = _before(path)
+    return f" The one before it is whole: {before}." if before is not None and _is_whole(before) else ""
+
+
+def _before(path: Path) -> Path | None:
+    """Return where :class:`LastCheckpoint` keeps the checkpoint before this one; None for another's."""
+    found = re.fullmatch(r"last(?:-(\d{1,4}))?\.ckpt", path.name)
+    return path.with_name(f"last-{int(found[1] or 0) + 1}.ckpt") if found else None
 
 
 def _first_line(error: Exception) -> str:
@@ -101,14 +127,55 @@ def _first_line(error: Exception) -> str:
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Keeps ``checkpoints/last.ckpt`` in the run folder, of the latest round."""
+    """Keeps ``checkpoints/last.ckpt`` in the run folder, of the latest round, and some before it if asked to.
 
-    def __init__(self, dirpath: str | Path | None = None) -> None:
+    Args:
+        dirpath: another folder than the run folder's ``checkpoints``.
+        keep: how many checkpoints to keep: above 1, ``last-1.ckpt`` is the one before ``last.ckpt``, and so on.
+
+    Raises:
+        ConfigError: when ``keep`` is less than 1.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, keep: int = 1) -> None:
+        if type(keep) is not int or keep < 1:
+            raise ConfigError(f"LastCheckpoint: keep={keep!r}; give a whole number of 1 or more.")
         # Not save_last=True, which saves only when one of the best is saved too.
         super().__init__(dirpath, filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
+        self.keep = keep
+        self._own = False  # whether the latest one is of this process
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember nothing: there is one file, whatever the path by which the run is reached now."""
+
+    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        last = Path(filepath)
+        # What others have left may be damaged, and must not push out what this run has gone on from.
+        if self.keep > 1 and trainer.is_global_zero and last.is_file() and (self._own or _is_whole(last)):
+            _set_back(last, self.keep - 1)
+        super()._save_checkpoint(trainer, filepath)
+        self._own = True
+
+
+def _set_back(path: Path, steps: int) -> None:
+    """Let a checkpoint be the one before, too, and those before it one older, of which so many are kept.
+
+    The checkpoint itself stays in its place, so that a process that is killed here leaves it there.
+    """
+    before = _before(path)
+    assert before is not None
+    if before.exists():
+        if before.samefile(path):  # a former attempt went no further
+            return
+        if steps > 1:
+            _set_back(before, steps - 1)
+    new = before.with_name(before.name + ".part")
+    new.unlink(missing_ok=True)
+    try:
+        new.hardlink_to(path)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, new)
+    new.replace(before)
 
 
 class MemoryCheckpointIO(AtomicCheckpointIO):

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from lit_pfl.coordinator import Coordinator
 from lit_pfl.draws import Draws, check_share
+from lit_pfl.encoding import Layout
 from lit_pfl.engines import Upload
 from lit_pfl.engines.processes import Processes
-from lit_pfl.errors import ConfigError
-from lit_pfl.payload import Payload, as_payload
+from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.payload import FROM_FACTORS, Payload, as_payload
 from lit_pfl.server import ClientInfo, Server
 from lit_pfl_callbacks.federated_loop import JoinInfo
 
@@ -77,6 +78,7 @@ class ProcessGroupLink:
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
         """Find the others and report; wait for the first turn."""
+        self._limit = max(FROM_FACTORS, sum(tensor.numel() for tensor in info.tensors.values()))
         if self._processes is None:
             self._processes = _started_together(self.timeout)
         if self._processes.rank != 0:
@@ -106,12 +108,15 @@ class ProcessGroupLink:
         head = json.dumps({**words, "sparse": sorted(payload.sparse)}).encode()
         self._group.send(len(head).to_bytes(8, "big") + head + payload.to_bytes(), to)
 
-    def _receive(self, source: int) -> tuple[dict[str, Any], Payload]:
+    def _receive(self, source: int, expected: Layout | None = None) -> tuple[dict[str, Any], Payload]:
         message = self._group.receive(source)
         end = 8 + int.from_bytes(message[:8], "big")
-        words, payload = json.loads(message[8:end]), Payload.from_bytes(message[end:])
-        plain = {name: tensor for name, tensor in payload.items() if name not in payload.low_rank}
-        return words, Payload(plain, words["sparse"], payload.low_rank)
+        try:
+            words, payload = json.loads(message[8:end]), Payload.from_bytes(message[end:], expected, self._limit)
+            plain = {name: tensor for name, tensor in payload.items() if name not in payload.low_rank}
+            return words, Payload(plain, words["sparse"], payload.low_rank)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UploadError(f"Client {source}: what it sends cannot be used: {error}") from error
 
     # ---------------------------------------------------------------------------------------------------------- rank 0
 
@@ -155,7 +160,10 @@ class ProcessGroupLink:
         """End a round with what has been uploaded here, and with what the others send."""
         for client in self._participants:
             if client != 0:
-                uploads[client] = self._receive(client)[1]
+                try:
+                    uploads[client] = self._receive(client, self.coordinator.expected(client))[1]
+                except UploadError as error:
+                    uploads[client] = error
         self.coordinator.collect(uploads)
 
     # ----------------------------------------------------------------------------------------------------- checkpoints

@@ -101,7 +101,7 @@ class _Factorized(nn.Module):
         """``mu`` as it is used and sent: entries below the threshold are zero (Factorized-FL, released code)."""
         if self.mu is None or not self.threshold:
             return self.mu
-        return self.mu * (self.mu.abs() >= self.threshold)
+        return self.mu.masked_fill(self.mu.abs() < self.threshold, 0)  # times 0 would leave -0.0, which travels
 
     @property
     def unsent_mu(self) -> Tensor | None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -313,7 +314,8 @@ def test_a_folder_of_a_run_is_not_begun_anew(run, capsys):
         (["checkpoints"], "Go on with it by --ckpt_path cut/checkpoints/last.ckpt, or choose another folder."),
     ],
 )
-def test_a_folder_of_a_whole_round_is_not_begun_anew(left, said, run, capsys):
+def test_a_folder_of_a_whole_round_is_not_begun_anew(left, said, runs, run, capsys):
+    shutil.copy(runs.two / "metrics.csv", run)
     for name in left:
         (shutil.copytree if (run / name).is_dir() else shutil.copy)(run / name, made("cut") / name)
     refused(capsys, Path("cut"), ["fit", *TINY, "--folder", "cut"], f"folder: there is a run in cut. {said}")
@@ -329,6 +331,47 @@ def test_a_run_that_was_cut_off_in_its_first_round_is_begun_anew_in_its_folder(r
     assert "of before" in Path("cut/config.cut_off.yaml").read_text()
     for name in ("partition.csv", "metrics.csv", "clients.csv"):
         assert Path("cut", name).read_bytes() == (run / name).read_bytes()
+
+
+KILLS = """
+import os, signal, sys
+from lit_pfl.cli import main
+from lit_pfl.lightning_internals import LastCheckpoint
+LastCheckpoint._save_checkpoint = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+main(sys.argv[1:])
+"""
+
+
+def test_a_run_that_is_killed_between_its_first_row_and_its_checkpoint_is_begun_anew_by_the_same_command(run, capsys):
+    words = ["fit", *TINY, "--folder", "cut", "--trainer.max_epochs", "1"]
+    killed = subprocess.run([sys.executable, "-c", KILLS, *words], capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert not list(Path("cut").rglob("*.ckpt"))
+    [row] = rows(Path("cut/metrics.csv"))
+    Path("cut/metrics.csv").write_text("round,test/acc\n1,0.125\n")  # as one that was scored, without checkpoints
+    assert typed(capsys, *words).errors == []
+    assert {k: v for k, v in rows(Path("cut/metrics.csv"))[0].items() if k in row} == row
+    for name in ("partition.csv", "metrics.csv", "clients.csv", "communication.csv"):
+        assert Path("cut", name).read_bytes() == (run / name).read_bytes()
+    assert Path("cut/metrics.cut_off.csv").read_text().endswith("1,0.125\n")
+
+
+def test_the_checkpoints_before_the_last_are_kept_and_a_damaged_one_offers_the_one_before(runs, capsys):
+    keeps = ["--trainer.callbacks", "lit_pfl.lightning_internals.LastCheckpoint", "--trainer.callbacks.keep", "2"]
+    words = ["fit", *TINY, "--folder", "kept", *keeps, "--trainer.max_epochs"]
+    assert typed(capsys, *words, "2").errors == []
+    last, before = Path("kept/checkpoints/last.ckpt"), Path("kept/checkpoints/last-1.ckpt")
+    assert sorted(last.parent.iterdir()) == [before, last]
+    assert [torch.load(path)["federation"]["coordinator"]["round"] for path in (before, last)] == [1, 2]
+    last.write_bytes(flipped(0)(last.read_bytes()))
+    [error] = typed(capsys, *words, "2", "--ckpt_path", str(last)).errors
+    assert error.endswith(f"The one before it is whole: {before}."), error
+    assert typed(capsys, *words, "2", "--ckpt_path", str(before)).errors == []
+    assert_equal(state(Path("kept")), state(runs.two))
+    assert torch.load(before)["federation"]["coordinator"]["round"] == 1  # the damaged one has not pushed it out
+    before.write_bytes(b"")
+    last.write_bytes(b"")
+    assert "The one before" not in typed(capsys, *words, "2", "--ckpt_path", str(last)).errors[0]
 
 
 def test_a_cut_off_run_s_own_configuration_begins_it_anew_in_two_processes(run):
@@ -452,6 +495,18 @@ class TestInPython:
         federation = Federation(method, **{"seed": 3, "local_epochs": 2, "participation": 2, **options})
         with pytest.raises(ConfigError, match=said):
             trainer(2).fit(federation, datamodule=data, ckpt_path=path)
+
+    @pytest.mark.parametrize("way", ["fit", "validate", "test", "predict"])
+    def test_a_flipped_bit_of_a_weight_is_found_in_whatever_way_it_is_loaded(self, way, tmp_path):
+        path = self.saved(tmp_path)
+        weight = next(iter(torch.load(path)["federation"]["clients"][0]["state_dict"].values())).numpy().tobytes()
+        whole = path.read_bytes()
+        place = whole.index(weight)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        torch.load(path)  # which believes it
+        federation = Federation(client(SimFed), seed=3, local_epochs=2, participation=2)
+        with pytest.raises(ConfigError, match="one.ckpt is damaged: the checksum of"):
+            getattr(trainer(2), way)(federation, datamodule=digits(3), ckpt_path=path)
 
     def test_a_seed_that_is_not_given_is_the_checkpoint_s(self, tmp_path):
         federation = Federation(client(SimFed), local_epochs=2, participation=2)

@@ -289,6 +289,11 @@ def test_training_that_runs_away_is_refused_by_name():
         assert_same(Path(), flower.folder, federation(make(), participation=1.0))
 
 
+def inflated(array):
+    """Return an array that claims to be larger than it is."""
+    return Array(array.dtype, array.shape, array.stype, array.data.replace(b"'shape': (", b"'shape': (9"))
+
+
 def spoil(change):
     def spoiled(message, answer):
         if message.metadata.group_id == "1" and message.metadata.dst_node_id == 20:
@@ -301,10 +306,15 @@ def spoil(change):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda c: c["payloads"].__setitem__("2", Array(np.zeros(9, dtype=np.uint8))), "cannot be decoded"),
-        (lambda c: c["payloads"].__setitem__("2", Array(np.array([128, 4, 46], np.uint8))), "cannot be decoded"),
+        (lambda c: c["payloads"].__setitem__("2", Array(np.zeros(9, dtype=np.uint8))), "header is not as"),
+        (lambda c: c["payloads"].__setitem__("2", Array(np.array([128, 4, 46], np.uint8))), "ends within"),
+        (lambda c: c["payloads"].__setitem__("2", Array(np.zeros(9, dtype=np.float32))), "an array of float32"),
+        (lambda c: c["payloads"].__setitem__("2", inflated(c["payloads"]["2"])), "an array of uint8"),
+        (lambda c: c["payloads"].__setitem__("2", Array("uint8", (9,), "numpy.ndarray", b"")), "cannot be decoded"),
         (lambda c: c["payloads"].pop("2"), "cannot be decoded"),
         (lambda c: c["layout"].__setitem__("2", "nonsense"), "cannot be decoded"),
+        (lambda c: c["layout"].__setitem__("2", "[" * 100_000), "cannot be decoded"),
+        (lambda c: c["layout"].__setitem__("2", c["layout"]["2"].replace("]", ",[]]")), "no lists of names"),
         (lambda c: c["layout"].__setitem__("2", '{"names": ["a"], "sparse": []}'), "cannot be decoded"),
         (lambda c: c.pop("payloads"), "cannot be decoded"),
         (lambda c: c.pop("losses"), "is not whole"),

@@ -19,7 +19,7 @@ from lit_pfl.lightning_internals import MemoryCheckpointIO
 from lit_pfl.links.flower.messages import SIZE, clients_in, pack, unpack
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.links.flower.states import States
-from lit_pfl.payload import Payload
+from lit_pfl.payload import FROM_FACTORS, Payload
 from lit_pfl_callbacks import FederatedLoop
 
 MakeMethod = Callable[[UserConfig], Client]
@@ -140,8 +140,8 @@ class Node:
         uploads: dict[int, Payload] = {}
         troubles, losses = ConfigRecord(), MetricRecord()
         for client in clients_in(records):
-            reply, states = self._reply(records, client), States(self.folder, run, client)
             engine, answered = self._engine(client), int(records.config_records["answered"][str(client)])
+            reply, states = self._reply(records, client, engine), States(self.folder, run, client)
             states.take_up(engine, answered)
             try:
                 if client in engine.left:
@@ -167,7 +167,7 @@ class Node:
         for client, round in records.config_records["answered"].items():
             engine = self._engine(int(client))
             States(self.folder, str(records.config_records["round"]["run"]), int(client)).take_up(engine, int(round))
-            reply = None if round else self._reply(records, int(client))
+            reply = None if round else self._reply(records, int(client), engine)
             with self._computing(int(client), engine):
                 for model in engine.clients[int(client)].evaluated:
                     score = engine.evaluate(int(client), model, "test", reply)
@@ -178,8 +178,9 @@ class Node:
         answer["higher_is_better"] = directions
         return answer
 
-    def _reply(self, records: RecordDict, client: int) -> Payload:
-        return unpack(records, client).to(self.trainer.strategy.root_device)
+    def _reply(self, records: RecordDict, client: int, engine: LocalEngine) -> Payload:
+        own = sum(parameter.numel() for parameter in engine.clients[client].parameters())
+        return unpack(records, client, limit=max(own, FROM_FACTORS)).to(self.trainer.strategy.root_device)
 
     def _engine(self, client: int) -> LocalEngine:
         if client not in self.data:

@@ -1,14 +1,16 @@
 """Payloads as records of Flower's messages."""
 
 import json
+import re
 from collections.abc import Mapping
+from io import BytesIO
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from safetensors import SafetensorError
 
-from lit_pfl.errors import UploadError
-from lit_pfl.payload import Payload
+from lit_pfl.encoding import Layout
+from lit_pfl.errors import PayloadError, UploadError
+from lit_pfl.payload import FROM_FACTORS, Payload
 
 PAYLOADS, LAYOUT = "payloads", "layout"
 #: what names begin with, among a model's scores, of what else is told of it
@@ -33,15 +35,45 @@ def clients_in(records: RecordDict) -> list[int]:
     return sorted(int(client) for client in records.array_records.get(PAYLOADS, ()))
 
 
-def unpack(records: RecordDict, client: int) -> Payload:
+def unpack(records: RecordDict, client: int, expected: Layout | None = None, limit: int = FROM_FACTORS) -> Payload:
     """Return a client's payload.
+
+    Args:
+        records: the message.
+        client: whose it is.
+        expected: see :meth:`~lit_pfl.Payload.from_bytes`, like ``limit``.
+        limit: likewise.
 
     Raises:
         UploadError: when there is none, or one that cannot be decoded.
     """
     try:
-        data = records.array_records[PAYLOADS][str(client)].numpy().tobytes()
-        layout = json.loads(str(records.config_records[LAYOUT][str(client)]))
-        return Payload.from_bytes(data).laid_out(layout["names"], layout["sparse"])
-    except (KeyError, TypeError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
+        data = _bytes(records.array_records[PAYLOADS][str(client)])
+        names, sparse = _layout(str(records.config_records[LAYOUT][str(client)]))
+        return Payload.from_bytes(data, expected, limit).laid_out(names, sparse)
+    except PayloadError as error:
+        raise UploadError(f"Client {client}: {error}") from error
+    except Exception as error:  # whatever Flower's records stumble over
         raise UploadError(f"Client {client}: its payload cannot be decoded ({error!r}).") from error
+
+
+def _bytes(array: Array) -> bytes:
+    """Return what an array of bytes holds. NumPy would believe the size that the array claims to have."""
+    file = BytesIO(array.data)
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("an array of another version")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=200)
+    data = file.read()
+    if dtype != np.uint8 or shape != (len(data),):
+        raise ValueError(f"an array of {dtype} {shape} in {len(data)} bytes")
+    return data
+
+
+_NAMES = r'\[(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"(?:, (?="))?)*+\]'  # no list in a list
+
+
+def _layout(text: str) -> tuple[list[str], list[str]]:
+    if not re.fullmatch(rf'{{"names": {_NAMES}, "sparse": {_NAMES}}}', text):
+        raise ValueError("no lists of names")
+    layout = json.loads(text)
+    return layout["names"], layout["sparse"]

@@ -1,13 +1,14 @@
 """The SuperNodes as the server sees them: where clients train."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lit_pfl.encoding import Layout
 from lit_pfl.engines import Upload
 from lit_pfl.errors import UploadError
 from lit_pfl.links.flower.messages import clients_in, pack, unpack
@@ -26,6 +27,7 @@ class Nodes:
     Args:
         grid: Flower's way to the nodes.
         timeout: seconds to wait for answers; who has not answered by then is missing in that round.
+        expected: returns names, shapes and types of the tensors that a client is to upload.
 
     Attributes:
         run: the run's name, under which clients keep their states.
@@ -33,8 +35,8 @@ class Nodes:
         losses: sum of the training loss over samples, and number of samples, of every client since it was last emptied.
     """
 
-    def __init__(self, grid: Grid, timeout: float) -> None:
-        self.grid, self.timeout = grid, timeout
+    def __init__(self, grid: Grid, timeout: float, expected: Callable[[int], Layout]) -> None:
+        self.grid, self.timeout, self.expected = grid, timeout, expected
         self.run = ""
         self.answered: dict[int, int] = {}
         self.losses: dict[int, tuple[float, int]] = {}
@@ -97,7 +99,7 @@ class Nodes:
             if trouble := answer.config_records["troubles"].get(str(client)):
                 self.answered[client] = round
                 return UploadError(str(trouble))
-            upload = unpack(answer, client)
+            upload = unpack(answer, client, self.expected(client))
             loss: Any = answer.metric_records["losses"][str(client)]
             total, n = loss
         except UploadError as error:

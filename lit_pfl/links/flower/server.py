@@ -70,8 +70,8 @@ class FlowerServer:
         self.local_epochs = plan.local_epochs or prototype.fewest_epochs
         self.draws = Draws(plan.seed)
         self.folder = Path(plan.folder)
-        self.nodes = Nodes(grid, plan.timeout)
         self.coordinator = Coordinator(self._make_server(), plan.quorum)
+        self.nodes = Nodes(grid, plan.timeout, self.coordinator.expected)
         self.metrics: list[dict[str, Any]] = []
 
     def _make_server(self) -> Server:
