@@ -22,10 +22,10 @@ from lit_pfl import Client, Federation
 from lit_pfl.data import PerClient
 from lit_pfl.methods import Ditto, FedAvg, StandAlone
 
-ARTICLES, THINGS, VERBS = "the this my that".split(), "shoe coat hat scarf bag".split(), "was is looks".split()
-PRAISE = "good great fine lovely superb neat nice perfect".split()
-BLAME = "bad awful dull poor ugly cheap boring broken".split()
-SLANG = "sick wicked".split()
+ARTICLES, THINGS, VERBS = ["the", "this", "my", "that"], ["shoe", "coat", "hat", "scarf", "bag"], ["was", "is", "looks"]
+PRAISE = ["good", "great", "fine", "lovely", "superb", "neat", "nice", "perfect"]
+BLAME = ["bad", "awful", "dull", "poor", "ugly", "cheap", "boring", "broken"]
+SLANG = ["sick", "wicked"]
 VOCABULARY = {word: id for id, word in enumerate([*ARTICLES, *THINGS, *VERBS, *PRAISE, *BLAME, *SLANG])}
 
 
