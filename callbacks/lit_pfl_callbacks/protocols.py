@@ -14,6 +14,7 @@ protocol                 attribute                        who looks for it
 :class:`HasSeconds`      ``seconds``                      ``RoundTimer``
 :class:`HasMixing`       ``mixing()``                     ``Similarity``
 :class:`HasRanks`        ``from_all_ranks(tensors)``      ``Similarity``, ``PersonalizedModels``
+:class:`HasRefusals`     ``refused``                      ``RefusedUploads``
 :class:`HasModels`       ``standalone(client)``           ``PersonalizedModels``, ``FeatureMap``
 :class:`HasRoles`        ``roles()``, of a client         ``CommunicationLedger``
 :class:`HasWeightParts`  ``weight_parts()``, of a client  ``SparsityMonitor``
@@ -112,6 +113,7 @@ class Traffic(Protocol):
 #: of what kind attributes are
 KINDS: dict[str, Any] = {
     "clients": Mapping, "rows": Sequence, "higher_is_better": Mapping, "traffic": Traffic, "seconds": Mapping,
+    "refused": Sequence,
     "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable, "roles": Callable, "weight_parts": Callable,
 }  # fmt: skip
 
@@ -158,6 +160,28 @@ class HasSeconds(Protocol, metaclass=_OfKinds):
 
     @property
     def seconds(self) -> Mapping[str, float]: ...  # noqa: D102
+
+
+class Refusal(NamedTuple):
+    """An upload that was refused.
+
+    Args:
+        client: whose it was.
+        tensor: name of the tensor that was wrong; empty where none was.
+        reason: what was wrong, in one line.
+    """
+
+    client: int | None
+    tensor: str
+    reason: str
+
+
+@runtime_checkable
+class HasRefusals(Protocol, metaclass=_OfKinds):
+    """``refused``: the uploads of the latest round that were refused."""
+
+    @property
+    def refused(self) -> Sequence[Refusal]: ...  # noqa: D102
 
 
 @runtime_checkable
