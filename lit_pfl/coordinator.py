@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_pfl.encoding import Layout, misfit
+from lit_pfl.encoding import Expected, Layout, misfit
 from lit_pfl.engines import Trains, Upload
 from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.ranks import Ranks
@@ -19,6 +20,7 @@ from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.ledger import Ledger, Size
 from lit_pfl.payload import TYPES, Payload, as_payload
 from lit_pfl.server import ClientInfo, Server, check_samples
+from lit_pfl_callbacks.frozen import FROZEN, read_table, refuse_other_weights, table_of
 from lit_pfl_callbacks.protocols import Refusal
 
 
@@ -52,6 +54,7 @@ class Coordinator:
         self.seconds = {"aggregate": 0.0, "link": 0.0}
         self._uploads: dict[int, Upload] = {}
         self._replies: dict[int, Size] = {}
+        self._frozen: Layout = {}  # what may begin to travel if it is unfrozen
         self._layout: dict[int, Layout] = {}
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
@@ -67,6 +70,7 @@ class Coordinator:
         clients = self._from_all_ranks(clients)
         if not clients:
             raise ConfigError("A federation needs at least one client.")
+        clients = self._without_frozen(clients)
         for client, info in clients.items():
             check_samples(client, info.num_samples)
             for name, tensor in info.initial.items():
@@ -87,6 +91,24 @@ class Coordinator:
             self.server.mean = partial(shared_mean, self.ranks)
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
+
+    def _without_frozen(self, clients: Mapping[int, ClientInfo]) -> dict[int, ClientInfo]:
+        """Compare what clients say of weights that never train; return what they share of the others.
+
+        Raises:
+            ConfigError: when frozen weights differ between clients.
+        """
+        if not any(FROZEN in info.initial for info in clients.values()):
+            return dict(clients)
+        tables = {client: info.initial.get(FROZEN, table_of({})) for client, info in clients.items()}
+        first = next(iter(tables.values()))
+        try:
+            for client, table in tables.items():
+                refuse_other_weights(table, first, f"Client {client}")
+            self._frozen = {name: (torch.Size(shape), dtype) for name, (dtype, shape, _) in read_table(first).items()}
+        except (MisconfigurationException, ValueError) as error:
+            raise ConfigError(str(error)) from None
+        return {k: ClientInfo(info.num_samples, info.initial.without(FROZEN)) for k, info in clients.items()}
 
     def _from_all_ranks(self, clients: Mapping[int, ClientInfo]) -> Mapping[int, ClientInfo]:
         if self.ranks.size == 1:
@@ -208,10 +230,10 @@ class Coordinator:
         """What :attr:`refused` says, as a table has it."""
         return [Refusal(error.client, error.tensor, str(error)) for error in self.refused]
 
-    def expected(self, client: int) -> Layout:
+    def expected(self, client: int) -> Expected:
         """Return names, shapes and types of the tensors that a client is to upload; none for one that never joined."""
         layout = self.server.layout(client) if client in self._layout else {}
-        return self._layout[client] if layout is None else layout
+        return Expected(self._layout[client] if layout is None else layout, self._frozen)
 
     def _check(self, client: int, upload: Payload) -> None:
         if client not in self._layout:

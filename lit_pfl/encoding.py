@@ -193,16 +193,30 @@ def tensor_of(memory: memoryview, name: str, shape: Shape, dtype: torch.dtype) -
     return tensor.view(shape)
 
 
+class Expected(dict[str, tuple[Shape, torch.dtype]]):
+    """The layout that an upload must have.
+
+    Args:
+        needed: what must be there.
+        optional: what else may be there: weights that a client may have unfrozen.
+    """
+
+    def __init__(self, needed: Layout, optional: Layout) -> None:
+        super().__init__(needed)
+        self.optional = optional
+
+
 def misfit(found: Layout, expected: Layout) -> tuple[str, str] | None:
     """Say what is wrong with an upload whose tensors are not those expected, and with which; None if they are."""
+    known = {**expected.optional, **expected} if isinstance(expected, Expected) else expected
     for name in expected:
         if name not in found:
             return f"the upload lacks tensor {name!r}.", name
     for name, (shape, dtype) in found.items():
-        if name not in expected:
+        if name not in known:
             return f"nobody asked for tensor {name!r}.", name
-        if (shape, dtype) != expected[name]:
-            right_shape, right_dtype = expected[name]
+        if (shape, dtype) != known[name]:
+            right_shape, right_dtype = known[name]
             right = f"{right_dtype} {tuple(right_shape)}"
             return f"tensor {name!r} is {dtype} {tuple(shape)}; it must be {right}.", name
     return None

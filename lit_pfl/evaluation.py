@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import lightning as L
@@ -12,8 +13,17 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lit_pfl.learners import SkipBatch, call_hook, call_step, recorded, size_of, training_loss, unchanged
-from lit_pfl.lightning_internals import told_evaluating
+from lit_pfl.learners import (
+    Recorder,
+    SkipBatch,
+    call_hook,
+    call_step,
+    recorded,
+    size_of,
+    training_loss,
+    unchanged,
+)
+from lit_pfl.lightning_internals import show_scores, told_evaluating
 from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
 from lit_pfl_callbacks.tensors import evaluating
 
@@ -32,11 +42,15 @@ class Score:
         n: number of samples.
         values: every metric that the learner logs, by name; empty without samples.
         higher_is_better: of those metrics that say so.
+        sizes: what else is told of the model, such as its number of parameters, see :meth:`~lit_pfl.Client.sizes`.
+        logged: the metrics by the names under which a Trainer would know them (``val_loss``, ``val_loss_epoch``).
     """
 
     n: int
     values: Mapping[str, float]
     higher_is_better: Mapping[str, bool] = field(default_factory=dict)
+    sizes: Mapping[str, float] = field(default_factory=dict)
+    logged: Mapping[str, float] = field(default_factory=dict)
 
 
 class Row(NamedTuple):
@@ -48,6 +62,7 @@ class Row(NamedTuple):
     model: str
     n: int
     scores: Mapping[str, float]
+    sizes: Mapping[str, float] = MappingProxyType({})
 
 
 def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> Score:
@@ -78,10 +93,20 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
             outputs = call_step(learner, f"{stage}_step", batch, index)
             _tell(learner, f"on_{stage}_batch_end", outputs, batch, index)
             n += record.batch_size
-        if n:
-            _tell(learner, f"on_{stage}_epoch_end")
-            _tell(learner, f"on_{stage}_end")
-        return Score(n, record.compute() if n else {}, record.directions)
+        if not n:
+            return Score(0, {})
+        if any(is_overridden(f"on_{stage}_{when}", learner) for when in ("epoch_end", "end")):
+            _show(learner, record)  # where these hooks look for what has been logged so far
+        _tell(learner, f"on_{stage}_epoch_end")
+        _tell(learner, f"on_{stage}_end")
+        logged = record.compute()
+        record.reset()
+        return Score(n, record.as_scores(logged), record.directions, logged=record.as_in_a_trainer(logged))
+
+
+def _show(learner: L.LightningModule, record: Recorder) -> None:
+    if learner._trainer is not None:
+        show_scores(learner._trainer, record.as_in_a_trainer(record.compute()))
 
 
 def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]:
@@ -147,7 +172,8 @@ def summary(rows: list[Row], split: str, higher_is_better: Mapping[str, bool]) -
     Returns:
         For every metric ``{split}/{name}``, the mean; its standard deviation ``{name}_std`` over clients; and where
         its direction is known, ``{name}_worst10``, the mean over the worst tenth of clients (at least one). Of a loss
-        the mean only. Of the second model of a method and further ones ``{split}/{model}/{name}``.
+        the mean only. Of the second model of a method and further ones ``{split}/{model}/{name}``. What is told of
+        models beside their scores stands under ``model/{name}`` and ``model/{model}/{name}``, the mean.
     """
     models: dict[str, list[Row]] = {}
     for row in rows:
@@ -156,6 +182,8 @@ def summary(rows: list[Row], split: str, higher_is_better: Mapping[str, bool]) -
     metrics: dict[str, float] = {}
     for i, (model, scored) in enumerate(models.items()):
         metrics |= _summary_of_one(scored, f"{split}/{model}" if i else split, higher_is_better)
+        for name in dict.fromkeys(name for row in scored for name in row.sizes):
+            metrics[f"model/{model}/{name}" if i else f"model/{name}"] = mean([row.sizes[name] for row in scored])
     return metrics
 
 

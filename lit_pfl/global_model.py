@@ -35,7 +35,8 @@ class GlobalModel:
         method, model = type(self.client).__name__, self.coordinator.server.global_model()
         if model is None:
             raise ConfigError(f"federation.evaluate=global: {method} has no model of all; use before or after.")
-        lacking = [name for name in self.client.roles() if name not in model] if model else []
+        expected = [name for name in self.client.roles() if name not in self.client.frozen]
+        lacking = [name for name in expected if name not in model] if model else []
         if lacking:
             hint = "; set model.norm_stats=averaged" if "running" in lacking[0] else ""
             raise ConfigError(

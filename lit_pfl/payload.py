@@ -117,6 +117,12 @@ class Payload(Mapping[str, Tensor]):
         payload._tensors = {name: payload[name] for name in self}  # in the same order
         return payload
 
+    def without(self, name: str) -> "Payload":
+        """Return the same payload without one of its plain tensors."""
+        return Payload(
+            {k: v for k, v in self.items() if k != name and k not in self.low_rank}, self.sparse, self.low_rank
+        )
+
     def laid_out(self, names: Iterable[str], sparse: Iterable[str]) -> "Payload":
         """Return the same tensors in another order, and with others known as sparse.
 

@@ -96,7 +96,12 @@ class Server:
             uploads: by client id, in increasing order; checked: the names, shapes and types of the first round, finite.
                 Their memory is the clients' own, which changes when these train on: clone what is to be kept as it is.
         """
-        self.model = self.mean(list(uploads.values()), self.shares(round, uploads), list(self.model))
+        self.model = self.mean(list(uploads.values()), self.shares(round, uploads), self._averaged(uploads))
+
+    def _averaged(self, uploads: Mapping[int, Payload]) -> list[str]:
+        """Return the names of what is averaged: what clients are sent, and what some of them have just unfrozen."""
+        more = (name for upload in uploads.values() for name in upload if name not in self._model)
+        return [*self._model, *dict.fromkeys(name for name in more if self.mixable(name))]
 
     def reply(self, client: int) -> Payload:
         """Return what this client loads before it trains again. Called any number of times, changing nothing."""
@@ -173,7 +178,8 @@ class MixingServer(Server):
     def reply(self, client: int) -> Payload:  # noqa: D102
         if client not in self.latest:
             return self.model
-        names = [name for name in self.latest[client] if self.mixable(name)]
+        every = dict.fromkeys(name for upload in (self.latest[client], *self.latest.values()) for name in upload)
+        names = [name for name in every if self.mixable(name)]
         row = self.weights[list(self.latest).index(client)].tolist()
         return weighted_mean(list(self.latest.values()), row, names)
 

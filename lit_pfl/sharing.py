@@ -11,9 +11,10 @@ from torch import nn
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import factorized_layers
+from lit_pfl.nn.adapters import adapter_prefixes, is_of_adapter
 
-Role = Literal["body", "head", "u", "v", "mu", "norm", "norm_stats"]
-EVERYTHING: frozenset[Role] = frozenset({"body", "u", "v", "mu", "norm", "head"})
+Role = Literal["body", "head", "u", "v", "mu", "norm", "norm_stats", "adapter"]
+EVERYTHING: frozenset[Role] = frozenset({"body", "u", "v", "mu", "norm", "head", "adapter"})
 BODY: frozenset[Role] = EVERYTHING - {"head"}
 NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -23,14 +24,16 @@ def roles_of(learner: nn.Module, head: frozenset[str]) -> dict[str, Role]:
     """Return the role of every entry of a learner's ``state_dict()``.
 
     ``head`` is all of the classifier, however its weight is made. Of the body, ``u``, ``v`` and ``mu`` are the factors
-    of factorized weights, ``norm`` the affine parameters and ``norm_stats`` the running statistics of normalisation
-    layers, and ``body`` is all the rest. A tensor with two names (tied weights) has its role under the first.
+    of factorized weights, ``adapter`` the adapters of ``peft``, ``norm`` the affine parameters and ``norm_stats`` the
+    running statistics of normalisation layers, and ``body`` is all the rest. A tensor with two names (tied weights) has
+    its role under the first.
 
     Args:
         learner: the learner.
         head: names of the head's entries, see :func:`names_of_head`.
     """
     factors = {name for name, _ in factorized_layers(learner)}
+    adapters = adapter_prefixes(learner)
     norms = {name for name, module in learner.named_modules() if isinstance(module, _NORMS)}
 
     def role(name: str) -> Role:
@@ -39,6 +42,8 @@ def roles_of(learner: nn.Module, head: frozenset[str]) -> dict[str, Role]:
             return "norm_stats"
         if name in head:
             return "head"
+        if is_of_adapter(name, adapters):
+            return "adapter"
         if owner in factors and leaf in ("u", "v", "mu"):
             return leaf  # type: ignore[return-value]
         return "norm" if owner in norms else "body"

@@ -433,6 +433,7 @@ def test_variants_of_fedslr_differ_from_it_as_their_names_say(made):
         assert settings(f"table6/epochs_{epochs}") == (1e-4, 1e-3, 10, epochs)
     for penalty in ("1e-3", "1e-4", "1e-5"):
         assert settings(f"table7/mu_{penalty}") == (10, float(penalty), 10, 2)
+        assert made(f"fedslr/table7/mu_{penalty}").model.p_init == "copy"
         assert settings(f"table8/lambda_{penalty}") == (float(penalty), 1e3, 10, 2)
     assert made("fedslr/rows/fedslr_released_code").model.p_init == "copy"
     solvers = {name: made(f"fedslr/rows/{name}").model.solver for name in ("fedslr", "lpgd", "gpgd")}

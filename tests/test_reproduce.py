@@ -41,7 +41,7 @@ TABLES = [
 @pytest.fixture(scope="module")
 def reproduce():
     """The modules beside the script."""
-    names = ("tables", "results", "page", "run")
+    names = ("tables", "results", "judge", "page", "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPT.parent))
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -263,16 +263,25 @@ def test_the_page_has_both_numbers_and_says_which_orderings_hold(reproduce, tiny
         for seed, mean in enumerate(means, 1):
             results.add(result(table.cell(row, column).run, seed, [mean - 0.1, mean + 0.1]))
     text = reproduce.page.page(table, results)
-    assert "```\npython examples/reproduce/run.py tiny table1 --seeds 1 2 --root FOLDER\n```" in text
+    assert "- All, 1 printed orderings of two rows: too few seeds: 1.\n" in text
+    assert "  - As trained, too few seeds: FedAvg above Stand-Alone, -10.50.\n" in text
+    for (row, column), means in measured.items():
+        results.add(result(table.cell(row, column).run, 3, [sum(means) / 2 - 0.1, sum(means) / 2 + 0.1]))
+    text = reproduce.page.page(table, results)
+    assert "```\npython examples/reproduce/run.py tiny table1 --seeds 1 2 3 --root FOLDER\n```" in text
     assert "of cells that ran 2 at a time on cpu." in text
-    assert "| Stand-Alone | 90.00 ± 0.10 | 91.00 ± 1.41 | +1.00 | 81.0 |  | 1 | 15 | 2 |" in text
-    assert "| FedAvg | 91.5 ± 1.4 | 80.50 ± 0.71 | -11.00 | 70.5 | 20.39 | 1 | 15 | 2 |" in text
-    assert "| Stand-Alone | ~50 | 50.50 ± 0.71 | " in text  # client 0 alone
-    assert "- All: 0 of 1 printed orderings of two rows hold, 0 of them by more than the deviations." in text
-    assert "Not: FedAvg above Stand-Alone, -10.50." in text
-    assert "- Few: 1 of 1 printed orderings of two rows hold, 1 of them by more than the deviations." in text
-    assert "- All: 0 of 1 printed orderings of two rows of FedAvg, again hold" in text
-    assert "- First: " not in text  # nothing there to compare with
+    assert "| Stand-Alone | 90.00 ± 0.10 | 91.00 ± 1.00 | +1.00 | 81.0 |  | 1 | 20 | 3 |" in text
+    assert "| FedAvg | 91.5 ± 1.4 | 80.50 ± 0.50 | -11.00 | 70.5 | 20.39 | 1 | 20 | 3 |" in text
+    assert "| Stand-Alone | ~50 | 50.50 ± 0.50 | " in text  # client 0 alone
+    assert (
+        "Scored: personalized models as trained, before aggregation; on all test data for every client, under its own "
+        "labels; after the last of 25 rounds x 1 local epochs; mean over clients, each counting once. "
+    ) in text
+    assert "- All, 1 printed orderings of two rows: open: 1.\n  - As trained, reversed: FedAvg above Stand" in text
+    assert "-10.50, p < 0.001.\n  - As aggregated, not measured.\n" in text
+    assert "- Few, 1 printed orderings of two rows: holds as trained: 1.\n  - As aggregated, not measured.\n" in text
+    assert "- All, 1 printed orderings of two rows of FedAvg, again: open: 1.\n" in text
+    assert "- First, " not in text  # nothing there to compare with
 
 
 def test_costs_parameters_and_other_models_are_shown(reproduce, tiny):
@@ -297,7 +306,84 @@ printed: {FedAvg: [893.92, 11.17, 50], GKR: [1, 2, 3], None: [1, 2, 3]}
     assert "| Acc | 3 | 50.00 | +47.00 |" in text
     assert "## None" not in text
     assert "| 4 | 0.8000 / 0.4000 |" in text
-    assert "- Acc: 1 of 1 printed orderings of two rows hold.\n" in text  # a single seed has no deviation
+    assert "- Acc, 1 printed orderings of two rows: too few seeds: 1.\n" in text
+    assert "rows: too few seeds: 1.\n  - Too few seeds: FedAvg above GKR, +0.00" in text  # of the costs
+
+
+BEFORE, AFTER = "as trained", "as aggregated"
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "outcome", "p"),
+    [
+        ([60, 61, 62], [50, 51.5, 51.5], "holds", 0.00083),
+        ([50, 51.5, 51.5], [60, 61, 62], "reversed", 0.00083),
+        ([60, 50, 61], [55, 54, 56], "undecided", 0.57),
+        ([60, 61, 62, 63], [59, 60, 61, 62], "holds", None),  # the same in every seed, as of costs
+        ([59, 60, 61], [60, 61, 62], "reversed", None),
+        ([60, 60, 60], [60, 60, 60], "level", None),
+        ([60, 61], [50, 50], "too few seeds", None),
+        ([60], [50], "too few seeds", None),
+        ([], [50], "not measured", None),
+    ],
+)
+def test_an_ordering_is_judged_by_a_paired_test_over_seeds(reproduce, above, below, outcome, p):
+    judgement = reproduce.judge.judge(dict(enumerate(above)), dict(enumerate(below)))
+    assert judgement.outcome == outcome
+    assert judgement.p == (p if p is None else pytest.approx(p, rel=0.02))
+
+
+def test_only_seeds_that_both_rows_have_are_compared(reproduce):
+    judgement = reproduce.judge.judge({1: 60, 2: 61, 3: 63, 9: 0}, {3: 50, 2: 50, 1: 50, 8: 99})
+    assert (judgement.outcome, judgement.gap) == ("holds", pytest.approx(34 / 3))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        (("holds", "holds"), "holds as trained and as aggregated"),
+        (("holds", "reversed"), "holds as trained"),
+        (("not measured", "holds"), "holds as aggregated"),
+        (("reversed", "reversed"), "neither"),
+        (("level", "reversed"), "neither"),
+        (("reversed", "not measured"), "open"),
+        (("reversed", "undecided"), "open"),
+        (("not measured", "undecided"), "open"),
+        (("too few seeds", "not measured"), "too few seeds"),
+        (("too few seeds", "holds"), "holds as aggregated"),
+        (("too few seeds", "reversed"), "open"),
+        (("holds",), "holds"),
+        (("reversed",), "reversed"),
+        (("level",), "level"),
+        (("undecided",), "open"),
+    ],
+)
+def test_a_verdict_is_of_all_readings(reproduce, outcomes, expected):
+    names = (BEFORE, AFTER) if len(outcomes) > 1 else ("",)
+    judgements = {name: reproduce.judge.Judgement(o) for name, o in zip(names, outcomes, strict=True)}
+    assert reproduce.judge.verdict(judgements) == expected
+
+
+@pytest.mark.parametrize(("evaluate", "other"), [("before", "after"), ("after", "before")])
+def test_results_of_both_states_are_judged_under_both(reproduce, tiny, evaluate, other):
+    """FedAvg is above Stand-Alone as trained only; Stand-Alone, which sends nothing, has one state."""
+    column = tiny / "papers" / "tiny" / "columns" / "digits.yaml"
+    column.write_text(column.read_text().replace("local_epochs: 1", f"local_epochs: 1\n  evaluate: {evaluate}"))
+    table = reproduce.tables.Table(tiny / "papers" / "tiny", "table1")
+    averaged, alone = (table.cell(row, "All").run for row in ("FedAvg", "Stand-Alone"))
+    results = reproduce.results.Results(tiny / "tiny.jsonl")
+    for seed in (1, 2, 3):
+        acc = {"before": 0.9 + seed / 1000, "after": 0.7 + seed / 500}
+        both = result(averaged, seed, [acc[evaluate]])
+        both["scores"][f"test/acc_{other}"] = acc[other]
+        both["clients"][f"personalized_{other}"] = [acc[other]]
+        results.add(both)
+        results.add(result(alone, seed, [0.8 - seed / 1000], elements=0))
+    text = reproduce.page.page(table, results)
+    assert "- All, 1 printed orderings of two rows: holds as trained: 1.\n  - As aggregated, reversed: FedAvg" in text
+    assert "not measured" not in text
+    of_client_0 = reproduce.tables.Cell("", "", "", averaged, clients=(0,))
+    assert reproduce.page._value(of_client_0, results.of(averaged, 3), f"_{other}") == pytest.approx(100 * acc[other])
 
 
 @pytest.mark.parametrize(

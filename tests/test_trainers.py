@@ -36,9 +36,13 @@ class Ends(L.Callback):
         trainer.should_stop = True
 
 
-def test_a_fit_that_something_ends_is_said_in_one_line():
-    with pytest.raises(ConfigError, match=r"^Client 0: its fit ended before round 2 did\."):
-        run(client(FedAvg), client_trainer={"callbacks": [Ends()]})
+def test_a_client_whose_callback_ends_its_training_takes_no_further_part():
+    """Not before its round is over, and its model is scored as ever; without any client left the federation ends."""
+    federation = run(client(FedAvg), rounds=3, local_epochs=2, client_trainer={"callbacks": [Ends()]})
+    assert federation.engine.left == {0, 1, 2, 3}
+    assert federation.coordinator.round == federation.trainer.current_epoch == 1
+    assert all(member.trainer.current_epoch == 2 for member in federation.clients.values())
+    assert {row.client for row in federation.rows} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

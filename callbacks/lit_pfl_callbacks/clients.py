@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
-from lit_pfl_callbacks.baseline import Baseline, of_own_models
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.protocols import HasScores, HasTraffic, Row
 from lit_pfl_callbacks.rounds import keeps, writes
@@ -25,25 +24,20 @@ class ClientsTable(L.Callback):
 
     The module tells the scores of its latest evaluation (:class:`~lit_pfl_callbacks.protocols.HasScores`). A ``model``
     that ends in ``:joining`` is that of a client that has never trained, as it would join now. Below the clients stands
-    what says how fair the result is: the deviation over clients, the worst tenth and, beside a ``baseline``, every
-    client's gain and how many have lost by taking part. Loggers get the scores' distribution in every round, and the
-    table at the end.
+    what says how fair the result is: the deviation over clients, and the worst tenth. Loggers get the scores'
+    distribution in every round, and the table at the end. ``lit-pfl report`` holds runs against each other.
 
     Args:
         show: whether to print the table.
         most: the largest number of clients to print one by one; of more, the worst and the best are shown.
-        baseline: the folder of a run to compare with, such as one of ``StandAlone`` on the same split. What a client
-            has gained over the last scores there is added to the file, as ``acc_gain``.
 
     Raises:
-        MisconfigurationException: when there are no scores in that folder; as a run begins, when the ``clients.csv`` of
-            its own folder is not one to go on with.
+        MisconfigurationException: as a run begins, when the ``clients.csv`` of its folder is not one to go on with.
     """
 
-    def __init__(self, show: bool = True, most: int = 40, baseline: str | Path | None = None) -> None:
+    def __init__(self, show: bool = True, most: int = 40) -> None:
         self.show = show
         self.most = most
-        self.baseline = None if baseline is None else Baseline(Path(baseline))
         self._dashboard = Dashboard()
         self._file: tuple[Path, list[str]] | None = None  # that was begun, and its columns
         self._validated = False  # in the round that is going on
@@ -131,62 +125,43 @@ class ClientsTable(L.Callback):
         table = Table(title=title, title_justify="left", title_style="bold")
         names = list(dict.fromkeys(name for row in rows for name in row.scores))
         directions = pl_module.higher_is_better if isinstance(pl_module, HasScores) else {}
-        gains = {} if self.baseline is None else self.baseline.gains(rows, directions)
-        titles = [*(TITLES.get(name, name) for name in names), *(f"gain in {TITLES.get(n, n)}" for n in gains)]
-        for column in ("client", "samples", *titles, "sent", "received"):
+        for column in ("client", "samples", *(TITLES.get(name, name) for name in names), "sent", "received"):
             table.add_column(column, justify="right")
         shown = self._shown(rows, names, directions)
         traffic = pl_module.traffic.clients if isinstance(pl_module, HasTraffic) else {}
         for row in shown:
             if row is None:
-                table.add_row(*["..."] * (4 + len(titles)))
+                table.add_row(*["..."] * (4 + len(names)))
                 continue
             sent = map(human_bytes, traffic.get(row.client, (0, 0)))
-            own = [_number(row.scores.get(name)) for name in names]
-            gain = [_signed(by_client.get(row.client)) for by_client in gains.values()]
-            table.add_row(str(row.client), str(row.n), *own, *gain, *sent)
+            table.add_row(str(row.client), str(row.n), *(_number(row.scores.get(name)) for name in names), *sent)
         table.add_section()
         total = [human_bytes(sum(sizes[way] for sizes in traffic.values())) for way in (0, 1)]
         columns = {name: [row.scores[name] for row in rows if name in row.scores] for name in names}
-        gained = [list(by_client.values()) for by_client in gains.values()]
-        means = [_number(mean(values)) for values in columns.values()]
-        table.add_row("mean", "", *means, *(_signed(mean(values)) for values in gained), *total)
+        table.add_row("mean", "", *(_number(mean(values)) for values in columns.values()), *total)
         spread = (name for name in names if not name.endswith("loss"))
         std = {name: _number(deviation(columns[name])) for name in spread}
-        deviations = [*(std.get(name, "") for name in names), *(_number(deviation(values)) for values in gained)]
-        table.add_row("std", "", *deviations, "(all)", "(all)")
+        table.add_row("std", "", *(std.get(name, "") for name in names), "(all)", "(all)")
         worst = {
             name: _number(mean(worst_tenth(columns[name], directions[name]))) for name in names if name in directions
         }
         if worst:
-            least = [_signed(mean(worst_tenth(values, True))) for values in gained]
-            table.add_row("worst 10%", "", *(worst.get(name, "") for name in names), *least, "", "")
+            table.add_row("worst 10%", "", *(worst.get(name, "") for name in names), "", "")
         console = Console(width=max(80, Console().width))
         console.print(table)
         if joining and first.round:
             console.print(f"Clients that have never trained, scored as they would join now: {joining}.")
-        for name, by_client in gains.items():
-            lost = sum(gain < 0 for gain in by_client.values())
-            console.print(f"Worse off in {TITLES.get(name, name)} than in the baseline: {lost} of {len(by_client)}.")
         self._say_what_next(console, trainer)
 
     def _records(self, pl_module: L.LightningModule) -> list[dict[str, Any]]:
         """Return the scores as lines of the file."""
         rows = _rows(pl_module)
         names = dict.fromkeys(name for row in rows for name in row.scores)
-        records = [
+        return [
             {column: getattr(row, column) for column in COLUMNS}
             | {name + "_score" * (name in COLUMNS): row.scores.get(name, "") for name in names}
             for row in rows
         ]
-        if self.baseline is not None and isinstance(pl_module, HasScores):
-            own = of_own_models(rows)
-            gains, known = self.baseline.gains(own, pl_module.higher_is_better), {id(row) for row in own}
-            for name in (name for name in names if name in pl_module.higher_is_better):
-                for row, record in zip(rows, records, strict=True):
-                    gain = gains.get(name, {}).get(row.client, "")
-                    record[f"{name}_gain"] = gain if id(row) in known else ""
-        return records
 
     def _shown(self, rows: list[Any], names: list[str], directions: Mapping[str, bool]) -> list[Any]:
         """Return the rows to print: all, or the worst and the best, with None in between."""
@@ -214,6 +189,12 @@ class ClientsTable(L.Callback):
             console.print(f"  {command} --trainer.max_epochs {rounds}", highlight=False, soft_wrap=True)
 
 
+def of_own_models(rows: Sequence[Any]) -> list[Any]:
+    """Return the scores of every client's own model, the first kind that there is; methods may have further ones."""
+    kinds = [row.model.partition(":")[0] for row in rows]
+    return [row for row, kind in zip(rows, kinds, strict=True) if kind == kinds[0]]
+
+
 def _rows(pl_module: L.LightningModule) -> Sequence[Row]:
     return pl_module.rows if isinstance(pl_module, HasScores) else ()
 
@@ -224,10 +205,6 @@ def _which(row: Row) -> tuple[str, int]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.4f}"
 
 
 def human_bytes(size: float) -> str:

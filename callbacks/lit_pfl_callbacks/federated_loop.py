@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lit_pfl_callbacks.frozen import FROZEN, frozen_weights, table_of
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
 from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
@@ -83,8 +84,8 @@ class FederatedLoop(L.Callback):
 
     Every ``every_n_epochs`` epochs the callback hands over what the module shares, waits for the server, and loads the
     reply. The module need not know: by default its ``state_dict()`` is shared, less the running statistics of
-    normalisation layers. A module with the methods of :class:`Shares`, such as a ``lit_pfl`` method around a
-    learner, decides for itself.
+    normalisation layers, and less what never trains (``requires_grad=False``). A module with the methods of
+    :class:`Shares`, such as a ``lit_pfl`` method around a learner, decides for itself.
 
     A Trainer of several processes (``strategy="ddp"``) is one client: its processes load what the first one is sent.
 
@@ -124,6 +125,7 @@ class FederatedLoop(L.Callback):
         self.share = re.compile(share).search if isinstance(share, str) else share
         self.num_samples = num_samples
         self.watchers: list[Watcher] = []
+        self._frozen: set[str] = set()  # names of what never trains, and so is not sent
         self.seconds = {"link": 0.0}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -151,7 +153,14 @@ class FederatedLoop(L.Callback):
                 "ended, and the server's reply would undo what was trained in it. Resume from one that was saved at an "
                 "epoch's end: ModelCheckpoint(save_on_train_epoch_end=True)."
             )
-        shared = pl_module.initial() if _decides(pl_module) else self._shared(pl_module)
+        if not _decides(pl_module):
+            frozen = {name: weight for name, weight in frozen_weights(pl_module).items() if self.share(name)}
+            self._frozen = set(frozen)
+            shared = self._shared(pl_module)
+            if frozen:
+                shared = {**shared, FROZEN: table_of(frozen)}
+        else:
+            shared = getattr(pl_module, "joining", pl_module.initial)()
         info = JoinInfo(self._count_samples(trainer), shared)
         with self._waiting():
             reply = self._answer(trainer, lambda: self.link.join(info))
@@ -204,7 +213,15 @@ class FederatedLoop(L.Callback):
         self.seconds["link"] += time.perf_counter() - began
 
     def _shared(self, pl_module: L.LightningModule) -> Mapping[str, Tensor]:
-        tensors = {name: tensor for name, tensor in tensors_of(pl_module).items() if self.share(name)}
+        # what has been unfrozen meanwhile travels from now on, also if it is frozen again
+        self._frozen = {name for name in self._frozen if not pl_module.get_parameter(name).requires_grad}
+        found = {name: tensor for name, tensor in tensors_of(pl_module).items() if self.share(name)}
+        tensors = {name: tensor for name, tensor in found.items() if name not in self._frozen}
+        if found and not tensors:
+            raise MisconfigurationException(
+                f"FederatedLoop: all weights of {type(pl_module).__name__} that would be sent are frozen "
+                "(requires_grad=False); unfreeze some."
+            )
         if not tensors:
             raise MisconfigurationException(
                 f"FederatedLoop(share=...) picks no tensor of {type(pl_module).__name__}; its state_dict has "
@@ -230,6 +247,7 @@ class FederatedLoop(L.Callback):
             pl_module.download(reply)
         else:
             load_tensors(pl_module, reply)
+            self._frozen -= reply.keys()  # somebody has unfrozen these elsewhere
 
     def _count_samples(self, trainer: L.Trainer) -> int:
         if self.num_samples is not None:

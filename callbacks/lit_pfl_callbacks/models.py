@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save
 from torch import nn
 
-from lit_pfl_callbacks.baseline import of_own_models
+from lit_pfl_callbacks.clients import of_own_models
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.files import write_whole
 from lit_pfl_callbacks.protocols import HasModels, HasRanks, HasScores

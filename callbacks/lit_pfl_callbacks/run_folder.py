@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_pfl_callbacks.files import write_whole
 
 _REMEDY = "mend it, or move it away"
+#: the folder of all runs, where none is given
+RUNS = "runs"
 
 
 def run_folder(trainer: L.Trainer) -> Path:
@@ -51,7 +53,7 @@ class RunLogger(CSVLogger):
     never been interrupted. Where there is no metric called ``round``, the logged step takes its place.
 
     Args:
-        save_dir: folder of all runs.
+        save_dir: folder of all runs; by default ``runs``, on the command line ``trainer.default_root_dir`` if given.
         name: folder of the runs of one kind.
         version: the run's own folder; by default ``version_`` and the next free number.
         add_only: whether all that is there stays as it is, rows of later rounds too: for scoring a finished run.
@@ -59,12 +61,12 @@ class RunLogger(CSVLogger):
 
     def __init__(
         self,
-        save_dir: str = "runs",
+        save_dir: str | None = None,
         name: str | None = None,
         version: int | str | None = None,
         add_only: bool = False,
     ) -> None:
-        super().__init__(save_dir, name=name, version=version, flush_logs_every_n_steps=1)
+        super().__init__(save_dir or RUNS, name=name, version=version, flush_logs_every_n_steps=1)
         self.add_only = add_only
         self._numbers_itself = version is None
         self._rows: list[dict[str, Any]] | None = None

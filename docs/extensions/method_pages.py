@@ -3,14 +3,17 @@
 The picture is measured, not drawn: a few rounds on the bundled digits, and the payloads of the last one.
 """
 
+import json
 import logging
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import matplotlib
 import torch
+import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lit_pfl.methods
@@ -47,6 +50,10 @@ PAGE = """\
 
 {caption}
 
+## Where the defaults come from
+
+{defaults}
+
 ## Paper
 
 ```{{eval-rst}}
@@ -58,6 +65,13 @@ PAGE = """\
 On the command line: `lit-pfl fit --model {name}`, or its configuration, `lit-pfl fit --config configs/{config}.yaml`.
 Options that every method has are those of {{py:class}}`lit_pfl.Client`.
 """
+NO_OPTIONS = "It has no options of its own."
+DEFAULTS = """\
+| option | default | from | place |
+|---|---|---|---|
+"""
+#: what the kinds of sources in ``paper_defaults.yaml`` are called
+KINDS = {"paper": "its paper", "code": "the authors' code", "comparison": "another paper or code", "choice": "no paper"}
 CAPTION = (
     "Bytes that one client sends and receives in round {round}, encoded as the library counts them, beside its whole "
     "network; a {network} among four clients with the ten digits."
@@ -145,17 +159,32 @@ def draw(method: type[Client], folder: Path) -> str:
     return CAPTION.format(round=ROUNDS, network=type(learner).__name__)
 
 
+def defaults(options: dict[str, list[Any]]) -> str:
+    """Return the table of a method's defaults."""
+    rows = [f"| `{option}` | {_shown(v)} | {KINDS[kind]} | {place} |\n" for option, (v, kind, place) in options.items()]
+    return DEFAULTS + "".join(rows) if rows else NO_OPTIONS
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {part:g}" for key, part in value.items())
+    return f"{value:g}" if isinstance(value, float) else f"`{json.dumps(value)}`".replace('"', "")
+
+
 @rank_zero_only
 def write_pages(app: object) -> None:
     """Write all pages, where they are not there yet."""
     folder = Path(app.srcdir) / "methods"  # type: ignore[attr-defined]
     folder.mkdir(exist_ok=True)
     torch.set_num_threads(1)
+    sources = yaml.safe_load((Path(app.srcdir) / "paper_defaults.yaml").read_text())  # type: ignore[attr-defined]
     for name in lit_pfl.methods.__all__:
         page = folder / f"{name}.md"
         if not page.exists() or not page.with_suffix(".svg").exists():
             caption = draw(getattr(lit_pfl.methods, name), folder)
-            page.write_text(PAGE.format(name=name, config=name.lower(), caption=caption))
+            page.write_text(
+                PAGE.format(name=name, config=name.lower(), caption=caption, defaults=defaults(sources[name]))
+            )
 
 
 def setup(app: object) -> dict[str, bool]:

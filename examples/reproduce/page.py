@@ -1,18 +1,36 @@
 """The page of a table: what the paper prints beside what was measured."""
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from judge import LEVEL, READINGS, SEEDS, Reading, counts, judge, suffix_of, verdict
 from results import Results
-from tables import Cell, Table
+from tables import Cell, Run, Table
 
+from lit_pfl import Federation
+from lit_pfl.data import PartitionedDataModule
 from lit_pfl_callbacks.averages import deviation
 
 #: bytes of an element, as the papers count
 ELEMENT = 4
+#: the state of the models that are scored, by ``federation.evaluate``
+STATES = {
+    "before": "personalized models as trained, before aggregation",
+    "after": "personalized models as aggregated",
+    "global": "the global model",
+}
+#: the test data of a client, by ``data.evaluate_on``
+TEST_DATA = {
+    "own": "on a part of the test data with each client's own shares of classes",
+    "all": "on all test data for every client, under its own labels",
+    "alike": "on {eval_samples} test samples a client at most, drawn with its own shares of classes",
+}
+#: a global model has one state to score; costs and numbers of parameters are of no state
+ONE_READING = (Reading("", frozenset(STATES), ""),)
 
 
 @dataclass(frozen=True)
@@ -40,27 +58,76 @@ def measured(cell: Cell, results: Results) -> Measured | None:
     if not found:
         return None
     seconds = fmean(result["seconds"] for result in found)
-    costs = [ELEMENT * result["elements"] / 1e9 for result in found]
+    values = tuple(_value(cell, result) for result in found)
+    if cell.show != "accuracy":
+        return Measured(values, seconds=seconds)
+    worst = [result["scores"].get(f"{_metric(cell)}_worst10") for result in found if cell.clients is None]
+    cost = fmean(_cost(result) for result in found)
+    return Measured(values, tuple(100 * w for w in worst if w is not None), cost, seconds)
+
+
+def _metric(cell: Cell) -> str:
+    return f"test/{cell.model}/acc" if cell.model else "test/acc"
+
+
+def _cost(result: dict[str, Any]) -> float:
+    return float(ELEMENT * result["elements"] / 1e9)
+
+
+def _value(cell: Cell, result: dict[str, Any], suffix: str = "") -> float:
+    """Return a cell's number in a result; ``suffix``: what follows the names of its accuracies there."""
     if cell.show == "cost":
-        return Measured(tuple(costs), seconds=seconds)
-    prefix = f"test/{cell.model}/" if cell.model else "test/"
+        return _cost(result)
     if cell.show == "parameters":
-        counts = (result["scores"].get(f"{prefix}parameters", result["parameters"]) for result in found)
-        return Measured(tuple(count / 1e6 for count in counts), seconds=seconds)
+        # results of before have them among the scores
+        names = ("model/" + ("" if cell.model is None else f"{cell.model}/"), _metric(cell).removesuffix("acc"))
+        counts = (result["scores"].get(f"{name}parameters") for name in names)
+        return float(next((n for n in counts if n is not None), result["parameters"]) / 1e6)
     if cell.clients is None:
-        values = [result["scores"][f"{prefix}acc"] for result in found]
-        worst = [result["scores"].get(f"{prefix}acc_worst10") for result in found]
-    else:
-        values = [fmean(_of(result, cell.model)[client] for client in cell.clients) for result in found]
-        worst = []
-    return Measured(
-        tuple(100 * value for value in values), tuple(100 * w for w in worst if w is not None), fmean(costs), seconds
+        return float(100 * result["scores"][f"{_metric(cell)}{suffix}"])
+    of_clients = result["clients"][f"{cell.model or next(iter(result['clients']))}{suffix}"]
+    return 100 * fmean(of_clients[client] for client in cell.clients)
+
+
+def _by_seed(cell: Cell, results: Results, reading: Reading) -> dict[int, float]:
+    """Return a cell's number for every seed that has been scored in this state."""
+    found = {}
+    for result in results.of_all_seeds(cell.run) if cell.run is not None else []:
+        suffix = suffix_of(reading, result, evaluate(cell.run), _metric(cell)) if cell.show == "accuracy" else ""
+        if suffix is not None:
+            found[result["seed"]] = _value(cell, result, suffix)
+    return found
+
+
+def _option(run: Run, part: str, name: str, of: type) -> Any:
+    """Return an option of a run: what its configuration says, or the default of its class."""
+    section = run.configuration.get(part, {})
+    return section.get("init_args", section).get(name, inspect.signature(of).parameters[name].default)
+
+
+def evaluate(run: Run) -> str:
+    """Return ``federation.evaluate`` of a run."""
+    return str(_option(run, "federation", "evaluate", Federation))
+
+
+def scored(runs: Sequence[Run]) -> str:
+    """Return the sentence on what the scores of some runs are of, from their configurations."""
+
+    def test_data(run: Run) -> str:
+        if evaluate(run) == "global":
+            return "on all test data"
+        options = {name: _option(run, "data", name, PartitionedDataModule) for name in ("evaluate_on", "eval_samples")}
+        return TEST_DATA[options["evaluate_on"]].format(**options)
+
+    def either(values: Iterable[str | int]) -> str:
+        return " or ".join(map(str, sorted(set(values))))
+
+    epochs = either(_option(run, "federation", "local_epochs", Federation) for run in runs)
+    means = ("one score" if evaluate(run) == "global" else "mean over clients, each counting once" for run in runs)
+    return (
+        f"Scored: {either(STATES[evaluate(run)] for run in runs)}; {either(test_data(run) for run in runs)}; after the "
+        f"last of {either(run.rounds for run in runs)} rounds x {epochs} local epochs; {either(means)}."
     )
-
-
-def _of(result: dict[str, Any], model: str | None) -> list[float]:
-    """Return the accuracy of every client, of one of a method's models."""
-    return result["clients"][model or next(iter(result["clients"]))]
 
 
 def page(table: Table, results: Results) -> str:
@@ -87,6 +154,9 @@ def page(table: Table, results: Results) -> str:
     if table.scale != "paper":
         lines += [f"{_header(table)} So the numbers are not meant to be the same; what may be is their order.", ""]
     lines += [
+        f"{scored([run for place in found if (run := table.cell(*place).run) is not None])}"
+        " [What a score is of](../what_a_score_is_of.md) says what else it could be.",
+        "",
         "Ours is the mean and the standard deviation (of n - 1) over the seeds, after the last round; beside an"
         " accuracy its mean over the worst tenth of clients. The cost is of all clients and rounds both ways, 4 bytes"
         " an element, as the papers count. Seconds are those of training, the mean over the seeds, of cells "
@@ -108,9 +178,19 @@ def page(table: Table, results: Results) -> str:
     missing = [column for column in table.columns if column not in columns]
     if missing:
         lines += [f"Not measured: {'; '.join(missing)}.", ""]
-    orders = [line for column in columns for line in orderings(table, column, found)]
+    orders = [line for column in columns for line in orderings(table, column, results)]
     if orders:
-        lines += ["## Which orderings hold", "", *orders, ""]
+        lines += [
+            "## Which orderings hold",
+            "",
+            "Each pair of rows is judged by a paired t-test over the seeds that both have: two-sided, p below "
+            f"{LEVEL}, not corrected for the number of orderings; fewer than {SEEDS} seeds are too few. An ordering is "
+            "open where the seeds do not decide it, or where it holds in no state that was scored and another one was "
+            "not scored.",
+            "",
+            *orders,
+            "",
+        ]
     return "\n".join([*lines, *_similarities(table, results)]).rstrip() + "\n"
 
 
@@ -147,46 +227,55 @@ def _lines(table: Table, pairs: Sequence[tuple[str, str]], found: dict[tuple[str
     return lines
 
 
-def orderings(table: Table, column: str, found: dict[tuple[str, str], Measured]) -> list[str]:
-    """Return the sentences on which of a column's orderings of two rows hold.
+def orderings(table: Table, column: str, results: Results) -> list[str]:
+    """Return what the seeds say of a column's orderings of two rows.
 
-    Of rows of our own, a sentence each: on the orderings of the printed row that they are beside.
+    Of rows of our own, a part each: on the orderings of the printed row that they are beside.
     """
-    own = [row for row in table.rows if (row, column) in found and table.cell(row, column).number is not None]
+    own = [
+        row
+        for row in table.rows
+        if (cell := table.cell(row, column)).number is not None and measured(cell, results) is not None
+    ]
     printed = [row for row in own if table.stands_for(row) == row]
-    sentences = [_sentence(table, column, found, [(a, b) for i, a in enumerate(printed) for b in printed[i + 1 :]], "")]
+    lines = _judged(table, column, results, [(a, b) for i, a in enumerate(printed) for b in printed[i + 1 :]], "")
     for row in own:
         if row not in printed:
             pairs = [(row, other) for other in printed if other != table.stands_for(row)]
-            sentences.append(_sentence(table, column, found, pairs, f" of {row}"))
-    return [f"- {column}: {sentence}" for sentence in sentences if sentence]
+            lines += _judged(table, column, results, pairs, f" of {row}")
+    return lines
 
 
-def _sentence(
-    table: Table, column: str, found: dict[tuple[str, str], Measured], pairs: list[tuple[str, str]], whose: str
-) -> str:
-    holding, clearly, known, not_holding = 0, 0, False, []
-    for one, other in pairs:
-        printed = {row: table.cell(row, column).number or 0.0 for row in (one, other)}
-        if printed[one] == printed[other]:
-            continue
-        above, below = sorted((one, other), key=lambda row: -printed[row])
-        a, b = found[above, column], found[below, column]
-        gap = a.mean - b.mean
-        spread = math.hypot(a.deviation, b.deviation) if a.deviation is not None and b.deviation is not None else None
-        known |= spread is not None
-        if gap > 0:
-            holding += 1
-            clearly += spread is not None and gap > spread
-        else:
-            within = " (within the deviations)" if spread is not None and -gap <= spread else ""
-            not_holding.append(f"{above} above {below}, {gap:+.2f}{within}")
-    total = holding + len(not_holding)
-    if not total:
-        return ""
-    beyond = f", {clearly} of them by more than the deviations" if known else ""
-    text = f"{holding} of {total} printed orderings of two rows{whose} hold{beyond}."
-    return text + (f" Not: {'; '.join(not_holding)}." if not_holding else "")
+def _judged(table: Table, column: str, results: Results, pairs: list[tuple[str, str]], whose: str) -> list[str]:
+    cells = {row: table.cell(row, column) for pair in pairs for row in pair}
+    numbers = {row: cell.number or 0.0 for row, cell in cells.items()}
+    ordered = [sorted(pair, key=lambda row: -numbers[row]) for pair in pairs if len({numbers[r] for r in pair}) == 2]
+    if not ordered:
+        return []
+    of_states = (cell.run for cell in cells.values() if cell.show == "accuracy" and cell.run is not None)
+    readings = ONE_READING if {evaluate(run) for run in of_states} <= {"global"} else READINGS
+    seeds = {(row, reading): _by_seed(cell, results, reading) for row, cell in cells.items() for reading in readings}
+    found = {
+        (above, below): {reading.name: judge(seeds[above, reading], seeds[below, reading]) for reading in readings}
+        for above, below in ordered
+    }
+    summary = counts([verdict(judgements) for judgements in found.values()])
+    lines = [f"- {column}, {len(found)} printed orderings of two rows{whose}: {summary}."]
+    for reading in readings:
+        judged = {f"{a} above {b}": judgements[reading.name] for (a, b), judgements in found.items()}
+        by_outcome = {
+            outcome: [f"{pair}, {judgement}" for pair, judgement in judged.items() if judgement.outcome == outcome]
+            for outcome in ("reversed", "level", "undecided", "too few seeds")
+        }
+        if {judgement.outcome for judgement in judged.values()} == {"not measured"}:
+            lines.append(f"  - {_sentence(reading.name, 'not measured')}.")
+        lines += [f"  - {_sentence(reading.name, o)}: {'; '.join(such)}." for o, such in by_outcome.items() if such]
+    return lines
+
+
+def _sentence(*words: str) -> str:
+    text = ", ".join(word for word in words if word)
+    return text[:1].upper() + text[1:]
 
 
 def _similarities(table: Table, results: Results) -> list[str]:

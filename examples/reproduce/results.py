@@ -83,7 +83,9 @@ def collect(folder: Path, run: Run, seed: int, clients_a_domain: int | None) -> 
         "configuration": run.fingerprint,
         "seed": seed,
         "rounds": int(float(last["round"])),
-        "scores": {name: _rounded(value) for name, value in last.items() if name.startswith("test/") and value},
+        "scores": {
+            name: _rounded(value) for name, value in last.items() if name.startswith(("test/", "model/")) and value
+        },
         "clients": models,
         "elements": checkpoint["federation"]["coordinator"]["ledger"]["elements"],
         "parameters": _parameters(checkpoint["federation"]["clients"], _threshold(folder / "config.yaml")),

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 import lit_pfl.methods  # noqa: F401 - imported, like data and models, so that classes go by their short names
-from lit_pfl.cli.folders import check_root, taken_folder
+from lit_pfl.cli.folders import check_root, root_of_runs, taken_folder
 from lit_pfl.cli.loggers import begins_anew, go_on, is_run_logger, name_of, place, refuse_missing
 from lit_pfl.cli.messages import refuse_abstract, say
 from lit_pfl.cli.options import by_name, of_a_run
@@ -80,7 +80,9 @@ class FederatedCLI(LightningCLI):
         """Add the options of the federation, and the key by which configuration files build on others."""
         parser.add_argument("--fragments", type=list[str] | None, help="In a configuration file: files to read before.")
         parser.add_argument(
-            "--folder", type=str | None, help="The folder of a new run; by default one of its own in runs/."
+            "--folder",
+            type=str | None,
+            help="The folder of a new run; by default one of its own in trainer.default_root_dir, or runs/.",
         )
         parser.add_class_arguments(Federation, "federation", skip={"client"}, instantiate=False)
         parser.set_defaults({"data": {"class_path": "lit_pfl.data.Digits"}})
@@ -171,6 +173,8 @@ class FederatedCLI(LightningCLI):
             place(loggers, folder)
         for options in (one.init_args for one in loggers if is_run_logger(one)):
             options.add_only = self.scoring
+            if options.save_dir is None:
+                options.save_dir = root_of_runs(trainer.default_root_dir)
             if options.name is None:
                 method, data = (self.own[key].class_path.rpartition(".")[2] for key in ("model", "data"))
                 options.name = f"{method}-{data}"

@@ -7,10 +7,12 @@ give the same command. A method is a name, or a configuration file with options 
 import argparse
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from lit_pfl.cli.config_files import with_fragments
+from lit_pfl.cli.folders import root_of_runs
 from lit_pfl.cli.overview import methods as names_of_methods
 from lit_pfl.cli.report import read, require_charts, write_report
 from lit_pfl.cli.runner import OUTPUT, Job, Outcome, run_jobs
@@ -38,7 +40,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "'{trainer: {max_epochs: 5}}'. May be given several times; it goes before a method's own file.",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/compare"), metavar="FOLDER", help="By default runs/compare."
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="By default runs/compare, or compare in the trainer.default_root_dir that all have in common.",
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="Runs at once; by default one a core.")
 
@@ -48,6 +53,8 @@ def run(options: argparse.Namespace) -> None:
     require_charts()
     if options.jobs is not None and options.jobs < 1:
         raise ConfigError(f"--jobs={options.jobs}: give 1 or more.")
+    if options.output is None:
+        options.output = Path(root_of_runs(_root(options.config))) / "compare"
     jobs = make_jobs(options.methods, options.seeds, options.config, options.output)
     told = 0
 
@@ -128,10 +135,24 @@ QUIET = ("--trainer.enable_progress_bar=false",)
 
 
 def _chooses_method(config: str) -> bool:
+    models = [content.get("model") for content in _contents(config)]
+    return any(isinstance(model, str) or (isinstance(model, dict) and "class_path" in model) for model in models)
+
+
+def _root(configs: list[str]) -> str | None:
+    """Return the ``trainer.default_root_dir`` that all have in common: the last that a configuration gives."""
+    trainers = [content.get("trainer") for config in configs for content in _contents(config)]
+    roots = [
+        one["default_root_dir"] for one in trainers if isinstance(one, dict) and one.get("default_root_dir") is not None
+    ]
+    return roots[-1] if roots else None
+
+
+def _contents(config: str) -> list[dict[str, Any]]:
+    """Return the options of a configuration file and of its fragments, or of YAML."""
     files = with_fragments(config) if Path(config).is_file() else []
     texts = [Path(file).read_text() for file in files] or [config]
     try:
-        models = [content.get("model") for text in texts if isinstance(content := yaml.safe_load(text), dict)]
+        return [content for text in texts if isinstance(content := yaml.safe_load(text), dict)]
     except yaml.YAMLError as error:
         raise ConfigError(" ".join(f"--config: {config} is not YAML: {error}".split())) from None
-    return any(isinstance(model, str) or (isinstance(model, dict) and "class_path" in model) for model in models)

@@ -12,10 +12,24 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl_callbacks import RunLogger, run_folder
-from lit_pfl_callbacks.run_folder import checked_rows
+from lit_pfl_callbacks.run_folder import RUNS, checked_rows
 
 #: how a configuration begins that a run has written
 OF_A_RUN = "# lit-pfl "
+
+
+def root_of_runs(root: str | os.PathLike[str] | None) -> str:
+    """Return the folder of all runs.
+
+    Args:
+        root: ``trainer.default_root_dir``.
+
+    Raises:
+        ConfigError: when it is on another machine.
+    """
+    if "://" in str(root):
+        raise ConfigError(f"trainer.default_root_dir={root}: run folders are files of this machine; give a path.")
+    return str(Path(root).expanduser()) if root else RUNS
 
 
 @contextmanager

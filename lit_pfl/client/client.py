@@ -1,13 +1,15 @@
 """The client's side of a method: a learner under a method."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 
 from lit_pfl.client.exchange import Exchange
 from lit_pfl.client.spec import ClientSpec
@@ -25,13 +27,22 @@ from lit_pfl.learners import (
     check_learner,
     check_shapes,
     hand_on,
+    place_checkpoints,
     single_optimizer,
 )
-from lit_pfl.lightning_internals import hand_down_trainer, hand_up_hparams, name_metrics, own_copy
+from lit_pfl.lightning_internals import (
+    hand_down_trainer,
+    hand_up_hparams,
+    lend_data,
+    name_metrics,
+    optimizers_in,
+    own_copy,
+)
 from lit_pfl.models import ResNet9
 from lit_pfl.payload import Payload
 from lit_pfl.server import Server
-from lit_pfl.sharing import Role, names_found, owners
+from lit_pfl.sharing import Role, owners
+from lit_pfl_callbacks.frozen import FROZEN, hold_apart, table_of
 
 
 class Client(Training, Exchange, Telling):
@@ -64,6 +75,9 @@ class Client(Training, Exchange, Telling):
             its attribute ``head``.
         encoder: which part of the learner embeds its input (``net.encoder``). By default its attribute ``body`` or
             ``encoder``.
+        shares: which tensors travel at most, of those that the method shares: a regular expression searched in the
+            names of parameters and buffers, or a role. ``FedAvg(shares="adapter")`` averages the adapters of a network
+            that ``peft`` has given some.
 
     Raises:
         ConfigError: when the learner is none, the head is to be shared although labels differ, or nothing is left to
@@ -74,6 +88,11 @@ class Client(Training, Exchange, Telling):
     resizes = False
     #: names of the models that are scored, see :meth:`shown`; the first is the client's own
     evaluated: ClassVar[tuple[str, ...]] = ("personalized",)
+
+    #: why a learner that steps its optimizers itself (manual optimization) cannot be trained so; empty: it can
+    needs_automatic: ClassVar[str] = ""
+    #: whether weights that are unfrozen during a fit may begin to travel then
+    may_unfreeze: ClassVar[bool] = True
 
     learner: L.LightningModule
     data: ClientData | None
@@ -93,6 +112,7 @@ class Client(Training, Exchange, Telling):
         learner: L.LightningModule | None = None,
         head: str | None = None,
         encoder: str | None = None,
+        shares: str | None = None,
     ) -> None:
         super().__init__()
         self.make_backbone = backbone
@@ -108,7 +128,9 @@ class Client(Training, Exchange, Telling):
         self.learner = learner  # type: ignore[assignment]  # configure() makes one where there is none
         self.head = head
         self.encoder = encoder
+        self.only = shares
         self.data = None
+        self.checkpoint_folder: Callable[[], Path] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -161,7 +183,8 @@ class Client(Training, Exchange, Telling):
                 f"model.learner: {type(self.learner).__name__} is a method itself; give the LightningModule that it "
                 "should train."
             )
-        check_learner(self.learner)
+        check_learner(self.learner, self.why_automatic())
+        self.automatic_optimization = self.learner.automatic_optimization
         self.configure_learner()
         if self.shares and not spec.labels_agree and not self.head_names:
             raise ConfigError(
@@ -169,12 +192,7 @@ class Client(Training, Exchange, Telling):
                 f"{type(self.learner).__name__} are its head by a regular expression, such as --model.head '^out'."
             )
         self._known = frozenset(self.learner.state_dict())
-        roles = self.roles()
-        local = frozenset() if self.local is None else names_found(self.learner, self.local, "local", roles)
-        shared = [name for name, role in roles.items() if self.travels(name, role)]
-        self._shared = owners(self.learner, [name for name in shared if name not in local])
-        if shared and not self._shared:
-            raise ConfigError(f"model.local={self.local!r}: nothing is left that travels.")
+        self.settle_what_travels(self.local, self.only)
         self.configure_state()
         hand_down_trainer(self)
         for name, learner in self.learners.items():
@@ -185,6 +203,16 @@ class Client(Training, Exchange, Telling):
             for step in ("validation_step", "test_step", "predict_step"):
                 if is_overridden(step, self.scored):
                     self.__dict__[step] = self._evaluating_step(step)
+
+    def why_automatic(self) -> str:
+        """Return why a learner cannot step its optimizers itself under this method; nothing if it can."""
+        if self.needs_automatic:
+            return f"{type(self).__name__} {self.needs_automatic}"
+        if any(getattr(type(self), name) is not getattr(Training, name) for name in ("objective", "loss", "penalized")):
+            return f"{type(self).__name__} minimizes more than the learner's loss"
+        if self.factorization is not None and self.factorization.penalizes:
+            return "model.factorization adds the L1 norm of mu to the loss (model.factorization.l1_mode=subgradient)"
+        return ""
 
     def place_on(self, device: torch.device) -> None:
         """Move to a device, and take the memory lay-out that suits it."""
@@ -208,7 +236,25 @@ class Client(Training, Exchange, Telling):
     def configure_callbacks(self) -> Any:
         """Get ready for a Trainer, of all hooks in the one before Lightning looks which steps there are."""
         self.configure_model()
-        return self.learner.configure_callbacks()
+        callbacks = self.learner.configure_callbacks()
+        if self.checkpoint_folder is not None:
+            place_checkpoints(callbacks if isinstance(callbacks, Sequence) else [callbacks], self.checkpoint_folder)
+        return callbacks
+
+    def setup(self, stage: str) -> None:
+        """Let the learner find the client's own data module where it has one: ``self.trainer.datamodule``."""
+        # Not before: a Trainer that is given one prepares it and sets it up, as has been done.
+        if self.data is not None and self.data.module is not None:
+            lend_data(self.trainer, self.data.module)
+
+    def on_fit_end(self) -> None:
+        """Take the data module away from the Trainer, which would tear it down."""
+        if self.data is not None and self.data.module is not None:
+            lend_data(self.trainer, None)
+
+    def teardown(self, stage: str) -> None:
+        """Let the learner find the client's own data module again: it may be scored further."""
+        self.setup(stage)
 
     def configure_model(self) -> None:
         """Get ready for a Trainer that is given this client by itself."""
@@ -222,6 +268,44 @@ class Client(Training, Exchange, Telling):
         whole = {} if f is None else f.first(self.learner, upload)
         return Payload({**upload, **whole}, upload.sparse) if whole else upload
 
+    # -------------------------------------------------------------------------------------------------- frozen weights
+
+    def joining(self) -> Payload:
+        """Return what is sent once, on joining: the initial tensors, and what the frozen ones are, which stay here."""
+        initial = self.initial()
+        return Payload({**initial, FROZEN: self.frozen_table}, initial.sparse) if self.frozen else initial
+
+    @cached_property
+    def frozen_table(self) -> Tensor:
+        """Names, types, shapes and fingerprints of the weights that never train, as bytes."""
+        return table_of(self.frozen)
+
+    def thaw(self, names: Iterable[str]) -> None:
+        """Let frozen weights train and travel from now on.
+
+        Raises:
+            ConfigError: for a method that has something for every weight that travels.
+        """
+        for name in names:
+            if not self.may_unfreeze:
+                raise ConfigError(
+                    f"model.learner: {name!r} is unfrozen in training, and {type(self).__name__} keeps something for "
+                    "every weight that it sends; unfreeze it before the fit."
+                )
+            del self.frozen[name]
+            hold_apart(learner.get_parameter(name) for learner in self.learners.values())
+            if name in self._may_travel:
+                self._shared += owners(self.learner, [name])
+
+    def notice_unfrozen(self) -> None:
+        """Let those frozen weights travel from now on that somebody has unfrozen."""
+        if unfrozen := [name for name, weight in self.frozen.items() if weight.requires_grad]:
+            self.thaw(unfrozen)
+
+    def constant(self) -> frozenset[str]:
+        """Return the names in ``state_dict()`` of tensors that stay as they are: frozen in all learners."""
+        return frozenset(f"{part}.{name}" for part in self.learners for name in self.frozen)
+
     @property
     def is_configured(self) -> bool:
         """Whether :meth:`configure` has been called."""
@@ -230,9 +314,10 @@ class Client(Training, Exchange, Telling):
     def configure_optimizers(self) -> Any:
         """Return what the learner's own returns."""
         configured = self.learner.configure_optimizers()
-        optimizer = single_optimizer(configured)
-        if self.factorization is not None:
-            self.factorization.shrink_after_steps(optimizer, self)
+        optimizers = optimizers_in(configured) if self.learner.automatic_optimization is False else []
+        for optimizer in optimizers or [single_optimizer(configured)]:
+            if self.factorization is not None:
+                self.factorization.shrink_after_steps(optimizer, self)
         return configured
 
     @property

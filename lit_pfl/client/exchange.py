@@ -1,16 +1,18 @@
 """What a client sends, and what it does with a reply."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
 from lit_pfl.client.spec import ClientSpec
+from lit_pfl.errors import ConfigError
 from lit_pfl.factorization import Factorization
 from lit_pfl.payload import Payload
-from lit_pfl.sharing import Role, encoder_of, names_of_head, roles_of
+from lit_pfl.sharing import Role, encoder_of, names_found, names_of_head, owners, roles_of
+from lit_pfl_callbacks.frozen import frozen_weights
 from lit_pfl_callbacks.tensors import load_tensors
 
 
@@ -24,7 +26,10 @@ class Exchange(ABC):
     share_head: bool | None
     head: str | None
     encoder: str | None
+    thaw: Callable[[Iterable[str]], None]
+    frozen: dict[str, nn.Parameter]
     _shared: list[tuple[str, nn.Module, str]]
+    _may_travel: frozenset[str]
 
     # Abstract also because the command line takes a base class that can be made itself for the default, and then does
     # not see what a method puts in place of a default of None.
@@ -55,6 +60,33 @@ class Exchange(ABC):
             return "head" in self.shares and (self.spec.labels_agree if self.share_head is None else self.share_head)
         return role in self.shares
 
+    def settle_what_travels(self, local: str | None, only: str | None) -> None:
+        """Settle which tensors are sent and received, and which never train and so are not.
+
+        Args:
+            local: which never travel, see :class:`~lit_pfl.Client`.
+            only: which travel at most.
+
+        Raises:
+            ConfigError: when nothing is left of what a method shares.
+        """
+        roles = self.roles()
+        self.frozen = {name: weight for name, weight in frozen_weights(self.learner).items() if name in roles}
+        shared = [name for name, role in roles.items() if self.travels(name, role)]
+        kept = frozenset() if local is None else names_found(self.learner, local, "local", roles)
+        if only is not None:
+            kept = kept | (roles.keys() - names_found(self.learner, only, "shares", roles))
+        self._may_travel = frozenset(shared) - kept
+        self._shared = owners(self.learner, [n for n in shared if n in self._may_travel and n not in self.frozen])
+        if shared and not self._shared:
+            if self._may_travel:
+                raise ConfigError(
+                    "model.learner: nothing is left that travels, since all weights that would be sent are frozen "
+                    "(requires_grad=False); unfreeze some."
+                )
+            option = f"model.local={local!r}" if only is None else f"model.shares={only!r}"
+            raise ConfigError(f"{option}: nothing is left that travels.")
+
     def shared_parameters(self) -> dict[str, Tensor]:
         """Return what travels, by name in the learner: the client's own memory, not copies."""
         return {name: getattr(owner, leaf).detach() for name, owner, leaf in self._shared}
@@ -80,6 +112,7 @@ class Exchange(ABC):
     def download(self, reply: Mapping[str, Tensor]) -> None:
         """Load a reply of the server, and add to it what this client has of every mu in it and did not send."""
         f = self.factorization
+        self.thaw([name for name in self.frozen if name in reply])  # somebody has unfrozen it elsewhere
         unsent = {} if f is None else f.unsent(self.learner, reply)
         load_tensors(self.learner, reply)
         for name, rest in unsent.items():

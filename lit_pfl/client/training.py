@@ -1,6 +1,7 @@
 """What a client minimises, and when its rounds begin and end."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import mean_loss
 from lit_pfl.factorization import Factorization
-from lit_pfl.learners import SkipBatch, set_schedules_to, size_of, training_outputs
+from lit_pfl.learners import SkipBatch, call_step, set_schedules_to, size_of, training_outputs
 from lit_pfl.lightning_internals import QuickModule
 
 
@@ -22,6 +23,8 @@ class Training(QuickModule):
     factorization: Factorization | None
     reset_optimizer: bool
     scheduler_counts: str
+    frozen: dict[str, nn.Parameter]
+    notice_unfrozen: Callable[[], None]
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,8 +77,8 @@ class Training(QuickModule):
     def end_epoch(self, epoch: int, local_epochs: int) -> None:
         """Call the learner's ``on_train_epoch_end``, and :meth:`end_round` at the last of a round's local epochs.
 
-        A Trainer calls that hook after those of its callbacks, and so after the upload. But what is uploaded, and what
-        is scored and saved while the client sleeps, has to be of an epoch that is over.
+        A Trainer of one's own calls that hook after those of its callbacks, and so after the upload. But what is
+        uploaded, and what is scored and saved while the client sleeps, has to be of an epoch that is over.
         """
         self.on_train_epoch_end()
         self.epoch_ended = True
@@ -113,6 +116,10 @@ class Training(QuickModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | dict[str, Any] | None:
         """Return the objective of a batch, beside what else the learner returns, or None where it skips the batch."""
+        if self.frozen:
+            self.notice_unfrozen()
+        if not self.automatic_optimization:
+            return self._manual_step(batch, batch_idx)
         try:
             loss = self.objective(batch, batch_idx)
         except SkipBatch:
@@ -124,6 +131,14 @@ class Training(QuickModule):
             return loss
         outputs, self._outputs = self._outputs, {}
         return {**outputs, "loss": loss}
+
+    def _manual_step(self, batch: Any, batch_idx: int) -> Any:
+        """Let the learner take its steps itself, and take note of the loss that it returns, if it does."""
+        outputs = call_step(self.learner, "training_step", batch, batch_idx)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not self.alone and isinstance(loss, Tensor) and loss.numel() == 1:
+            self.note_loss(loss.detach().reshape(()), size_of(batch))
+        return outputs
 
     def note_loss(self, loss: Tensor, size: int) -> None:
         """Take note of the loss of a batch of so many samples."""
@@ -144,6 +159,19 @@ class Training(QuickModule):
         sizes = [size for _, size in self._losses]
         self._losses.clear()
         return sum(loss * size for loss, size in zip(losses, sizes, strict=True)), sum(sizes)
+
+    def require_loss(self) -> None:
+        """See that a learner with manual optimization returns a loss, for a method that compares losses.
+
+        Raises:
+            ConfigError: when it returns none.
+        """
+        if self.automatic_optimization or mean_loss(self.learner, islice(self.training_data(), 1))[0]:
+            return
+        raise ConfigError(
+            f"model.learner: training_step of {type(self.learner).__name__} returns no loss, and "
+            f"{type(self).__name__} compares losses; let it return one."
+        )
 
     def mean_loss(self, batches: Any) -> float:
         """Return the learner's mean training loss on batches, in evaluation mode, as it is now."""

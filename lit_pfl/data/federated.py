@@ -26,6 +26,7 @@ class ClientData:
             what they will see.
         num_classes: number of classes this client tells apart; None where its task is not to tell classes apart.
         labels_agree: whether label c means the same at every client, so that heads may be shared.
+        module: the client's own data module, where it has one: its Trainer's ``datamodule``.
     """
 
     train: Any
@@ -34,6 +35,7 @@ class ClientData:
     example: Any
     num_classes: int | None = None
     labels_agree: bool = True
+    module: L.LightningDataModule | None = None
 
     @property
     def num_samples(self) -> int:

@@ -117,7 +117,7 @@ class PerClient(FederatedDataModule):
                     "epoch where a resumed run does not know them; leave it out."
                 )
             classes = self.num_classes or getattr(module, "num_classes", None)
-            return ClientData(train, val, test, example_of(train), classes, self.labels_agree)
+            return ClientData(train, val, test, example_of(train), classes, self.labels_agree, module)
         except ConfigError as error:
             raise ConfigError(f"data.modules[{client}], {type(module).__name__}: {error}") from None
 

@@ -1,7 +1,7 @@
 """Back to the last good state, for a client whose training ran away."""
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,13 +27,21 @@ class LastGoodState:
         module: the client.
         optimizers: its optimizers.
         reply: what it is about to load, by name in its ``state_dict()``, of what is then the same whatever it was.
+        constant: names in its ``state_dict()`` of what nobody changes in place, and so needs no copy.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], reply: Mapping[str, Tensor]) -> None:
-        self.module, self.optimizers, self._reply = module, optimizers, reply
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        reply: Mapping[str, Tensor],
+        constant: Collection[str] = (),
+    ) -> None:
+        self.module, self.optimizers, self._reply, self._constant = module, optimizers, reply, constant
         everything = _most_entries(module) <= len(reply)
         kept = {} if everything else {k: value for k, value in module.state_dict().items() if k not in reply}
-        self._module = copied(kept)
+        self._module = copied({name: value for name, value in kept.items() if name not in constant})
+        self._module |= {name: value for name, value in kept.items() if name in constant}
         self._optimizers = [
             {parameter: copied(state) for parameter, state in optimizer.state.items()} for optimizer in optimizers
         ]
@@ -65,7 +73,8 @@ class LastGoodState:
         if not self._module and len(upload) == len(self._reply):
             return []  # all of it travels
         sent = {_place(tensor) for tensor in upload.values()}  # mostly the module's own memory
-        return [tensor for tensor in tensors_of(self.module).values() if _place(tensor) not in sent]
+        own = tensors_of(self.module).items()
+        return [tensor for name, tensor in own if name not in self._constant and _place(tensor) not in sent]
 
     def _momenta(self) -> Iterator[Tensor]:
         for optimizer in self.optimizers:

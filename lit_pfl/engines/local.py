@@ -6,16 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lit_pfl.client import Client
 from lit_pfl.data import LateLoader
+from lit_pfl.engines.client_logger import visit
+from lit_pfl.engines.frozen import FrozenWeights
 from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.engines.streams import random_state_kept, scoring_draws
+from lit_pfl.engines.validation import check_monitored
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.evaluation import Score, Split, predictions, score
 from lit_pfl.identity import refuse_another_network
-from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean
+from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean, show_scores
 from lit_pfl.links import LocalHub
 from lit_pfl.payload import Payload, as_payload
 from lit_pfl_callbacks import FederatedLoop
@@ -23,7 +27,7 @@ from lit_pfl_callbacks.tensors import copied
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
-MakeTrainer = Callable[[FederatedLoop, MemoryCheckpointIO], L.Trainer]
+MakeTrainer = Callable[[Client, FederatedLoop, MemoryCheckpointIO], L.Trainer]
 
 
 class LocalEngine:
@@ -40,6 +44,7 @@ class LocalEngine:
 
     Attributes:
         clients: the clients by id.
+        left: ids of clients whose training has been ended by a callback of theirs (``EarlyStopping``).
         losses: sum of the training loss over samples, and number of samples, of every client since it was last emptied.
     """
 
@@ -49,6 +54,9 @@ class LocalEngine:
         self.local_epochs = local_epochs
         self.make_trainer = make_trainer
         self.losses: dict[int, tuple[float, int]] = {}
+        self.left: set[int] = set()
+        self._frozen: FrozenWeights | None = None
+        self._for_visitors: L.Trainer | None = None  # a Trainer for those that have none yet, one after another
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -66,10 +74,14 @@ class LocalEngine:
         """Start a client's fit, if it has not been; return how the client is before it loads a reply."""
         module = self.clients[client]
         if client not in self.hub:
+            self._for_visitors = None  # it may say that it checks sanity
             self._add_fit(client)
             self.hub.start(client)
+            check_monitored(module)
         module.completed_rounds = completed
-        return LastGoodState(module, module.trainer.optimizers, module.overwritten(reply))
+        if self._frozen is None:
+            self._frozen = FrozenWeights(self.clients, client)
+        return LastGoodState(module, module.trainer.optimizers, module.overwritten(reply), module.constant())
 
     def _conclude(
         self, client: int, before: LastGoodState, sent: Mapping[str, Tensor] | None, completed: int
@@ -81,6 +93,10 @@ class LocalEngine:
                 f"Client {client}: its fit ended before round {completed + 1} did. Nothing may end it, neither the "
                 "method nor a callback of federation.client_trainer."
             )
+        if module.trainer.should_stop:
+            self.left.add(client)
+        assert self._frozen is not None
+        self._frozen.look_at(client)
         loss, n = module.fall_asleep()
         upload = as_payload(sent)
         if trouble := before.trouble(client, upload):
@@ -92,15 +108,20 @@ class LocalEngine:
     def _add_fit(self, client: int) -> None:
         module = self.clients[client]
         assert module.data is not None
-        loop = FederatedLoop(self.hub.link, every_n_epochs=self.local_epochs, num_samples=module.data.num_samples)
         memory = MemoryCheckpointIO()
-        trainer = self.make_trainer(loop, memory)
+        trainer, loop = self._trainer(module, memory)
         self._make_lean(trainer, module, loop)
         restored = self._restored.pop(client, None)
         if restored is not None:
             memory.checkpoint = restored
-        path, batches = None if restored is None else "memory", LateLoader(module.training_data())
+        path = None if restored is None else MemoryCheckpointIO.MEMORY
+        batches = LateLoader(module.training_data())
         self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
+
+    def _trainer(self, module: Client, memory: MemoryCheckpointIO) -> tuple[L.Trainer, FederatedLoop]:
+        assert module.data is not None
+        loop = FederatedLoop(self.hub.link, every_n_epochs=self.local_epochs, num_samples=module.data.num_samples)
+        return self.make_trainer(module, loop, memory), loop
 
     def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:
         make_lean(trainer, module, loop)
@@ -120,7 +141,7 @@ class LocalEngine:
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
-    def evaluate(self, client: int, model: str, split: Split, reply: Payload | None, trainer: L.Trainer) -> Score:
+    def evaluate(self, client: int, model: str, split: Split, reply: Payload | None) -> Score:
         """Score one of a client's models on its own data.
 
         Args:
@@ -128,59 +149,77 @@ class LocalEngine:
             model: which of ``Client.evaluated``.
             split: which data.
             reply: what to load first; the client is put back afterwards.
-            trainer: whom a learner that has never trained may ask how things are.
         """
         module = self.clients[client]
-        with self._shown(client, model, reply, trainer) as learner:
+        with self._shown(client, model, reply) as learner:
             scored = score(learner, getattr(module.data, split), split)
-            return replace(scored, values={**scored.values, **module.sizes(model)}) if scored.n else scored
+            show_scores(module.trainer, scored.logged)
+            return replace(scored, sizes=module.sizes(model)) if scored.n else scored
 
-    def predict(self, client: int, reply: Payload | None, trainer: L.Trainer) -> list[Any]:
+    def predict(self, client: int, reply: Payload | None) -> list[Any]:
         """Return what a client's personalized model predicts on its test data, batch by batch; see :meth:`evaluate`."""
         module = self.clients[client]
         assert module.data is not None
-        with self._shown(client, module.evaluated[0], reply, trainer) as learner:
+        with self._shown(client, module.evaluated[0], reply) as learner:
             return predictions(learner, module.data.test)
 
-    def standalone(self, client: int, reply: Payload | None, trainer: L.Trainer) -> nn.Module:
+    def standalone(self, client: int, reply: Payload | None) -> nn.Module:
         """Return a copy of a client's personalized model as a network by itself; see :meth:`evaluate`."""
-        with scoring_draws(self.hub.seed, client), self._holding(client, reply, trainer) as module:
+        with scoring_draws(self.hub.seed, client), self._holding(client, reply) as module:
             return module.standalone()
 
     @contextmanager
-    def _shown(self, client: int, model: str, reply: Payload | None, trainer: L.Trainer) -> Iterator[L.LightningModule]:
+    def _shown(self, client: int, model: str, reply: Payload | None) -> Iterator[L.LightningModule]:
         draws = scoring_draws(self.hub.seed, client)
-        with draws, self._holding(client, reply, trainer) as module, module.shown(model) as learner:
+        with draws, self._holding(client, reply) as module, module.shown(model) as learner:
             yield learner
 
     @contextmanager
-    def _holding(self, client: int, reply: Payload | None, trainer: L.Trainer) -> Iterator[Client]:
+    def _holding(self, client: int, reply: Payload | None) -> Iterator[Client]:
         """Let a client hold a reply, if there is one; put it back afterwards."""
         module = self.clients[client]
-        with lent_trainer(module, trainer):
+        with self._with_trainer(module):
             if reply is None:
                 yield module
                 return
-            before = copied(module.state_dict())
+            constant = module.constant()
+            before = copied({name: value for name, value in module.state_dict().items() if name not in constant})
             module.download(reply)
             try:
                 yield module
             finally:
-                module.load_state_dict(before)
+                module.load_state_dict(before, strict=False)
+
+    @contextmanager
+    def _with_trainer(self, module: Client) -> Iterator[None]:
+        """Lend a Trainer like its own to a client that has not trained: its learner may ask how things are."""
+        if module._trainer is not None:
+            yield
+            return
+        if self._for_visitors is None:
+            with random_state_kept():
+                self._for_visitors, _ = self._trainer(module, MemoryCheckpointIO())
+            self._for_visitors.state.fn = TrainerFn.VALIDATING
+        assert module.data is not None
+        visit(self._for_visitors, module, module.data.module)
+        with lent_trainer(module, self._for_visitors):
+            yield
 
     # ----------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return clients with optimizers and schedulers, and their random streams."""
+        left = {"left": dict.fromkeys(sorted(self.left))} if self.left else {}
         return {
             "clients": {client: self._state(client) for client in self.clients},
             "streams": {client: stream.state_dict() for client, stream in self.hub.streams.items()},
+            **left,
         }
 
     def _state(self, client: int) -> dict[str, Any]:
         module = self.clients[client]
         if client in self.hub:
-            module.trainer.save_checkpoint("memory", weights_only=False)
+            module.trainer.save_checkpoint(MemoryCheckpointIO.MEMORY, weights_only=False)
             memory = module.trainer.strategy.checkpoint_io
             assert isinstance(memory, MemoryCheckpointIO)
             return memory.checkpoint
@@ -195,6 +234,7 @@ class LocalEngine:
         # of what these clients did before nothing is left, nor of those that have not trained yet in that state
         self._restored.clear()
         self.hub.streams.clear()
+        self.left = set(state.get("left", ()))
         for client, module in self.clients.items():
             own = state["clients"][client]
             if len(own) > 1:  # it has trained

@@ -10,9 +10,13 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
+from lit_pfl.client import Client
+from lit_pfl.engines.client_logger import client_loggers
+from lit_pfl.engines.validation import OwnValidation, has_checkpoints
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import NoProfiler, make_endless, undisturbed
-from lit_pfl_callbacks import FederatedLoop
+from lit_pfl.learners import place_checkpoints
+from lit_pfl.lightning_internals import NoProfiler, log_nothing, make_endless, undisturbed
+from lit_pfl_callbacks import FederatedLoop, run_folder
 
 #: what clients' weights may be trained in: they stay in 32 bits, as they are averaged and sent
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
@@ -116,30 +120,25 @@ def check_precision(option: str, trainer: L.Trainer) -> None:
         )
 
 
-def refuse_scaled_gradients(trainer: L.Trainer, what: str) -> None:
-    """Refuse half precision with scaled losses, for a method that takes gradients without the Trainer.
-
-    Raises:
-        ConfigError: when the Trainer has it.
-    """
-    if trainer.precision == "16-mixed":
-        raise ConfigError(
-            f"trainer.precision=16-mixed: {what} takes gradients of its own, which are not scaled and would vanish in "
-            "16 bits; choose bf16-mixed or 32-true."
-        )
-
-
 def client_trainer(
-    outer: L.Trainer, options: Mapping[str, Any], loop: FederatedLoop, memory: CheckpointIO, rounds: int
+    client: Client,
+    outer: L.Trainer,
+    options: Mapping[str, Any],
+    loop: FederatedLoop,
+    memory: CheckpointIO,
+    rounds: int,
+    seed: int,
 ) -> L.Trainer:
     """Return the Trainer of one client. Its ``max_epochs`` is a plan: the epochs of a client that is in every round.
 
     Args:
-        outer: the Trainer whose device and precision it takes.
+        client: the client.
+        outer: the Trainer whose device, precision and loggers it takes.
         options: ``federation.client_trainer``; callbacks are copied, so that every client has its own.
         loop: the callback that joins the client to the federation.
         memory: where its checkpoints go.
         rounds: number of rounds that are planned, or -1.
+        seed: the federation's seed.
 
     Raises:
         ConfigError: for options that a Trainer does not have, and callbacks that cannot be copied.
@@ -152,13 +151,16 @@ def client_trainer(
         "deterministic": torch.are_deterministic_algorithms_enabled() or None,
         "max_epochs": -1 if rounds == -1 else rounds * loop.every_n_epochs,
         "profiler": NoProfiler(),
-        "logger": False,
-        "enable_checkpointing": False,
+        "logger": client_loggers(outer.loggers, client) or False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         **options,
     }
-    arguments["callbacks"] = [*_own(arguments.get("callbacks")), loop]
+    own = _own(arguments.get("callbacks"))
+    client.checkpoint_folder = lambda: run_folder(outer) / "checkpoints" / f"client_{client.spec.client_id}"
+    place_checkpoints(own, client.checkpoint_folder)
+    arguments["callbacks"] = [*own, loop]
+    arguments["enable_checkpointing"] = has_checkpoints(own)
     # Whatever started this process, a client's Trainer is none of several.
     arguments["plugins"] = [*arguments.get("plugins", []), memory, LightningEnvironment()]
     try:
@@ -172,7 +174,11 @@ def client_trainer(
             "federation.client_trainer.overfit_batches: clients' batches come in their own order; for fewer of them "
             "give federation.client_trainer.limit_train_batches."
         )
-    make_endless(trainer)
+    log_nothing(trainer)
+    if outer.sanity_checking:
+        trainer.state.stage = outer.state.stage
+    epochs = loop.every_n_epochs
+    make_endless(trainer, loop, OwnValidation(client, seed), lambda: (trainer.current_epoch + 1) % epochs == 0)
     return trainer
 
 

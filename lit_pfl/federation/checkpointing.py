@@ -93,4 +93,5 @@ class Checkpointing(Parts):
 
 def _together(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one state of the engines of all processes: clients by id, in the order of ids, and so on."""
-    return {key: dict(sorted(pair for state in states for pair in state[key].items())) for key in states[0]}
+    keys = dict.fromkeys(key for state in states for key in state)
+    return {key: dict(sorted(pair for state in states for pair in state.get(key, {}).items())) for key in keys}

@@ -8,11 +8,13 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lit_pfl.client import Client, ClientSpec
 from lit_pfl.coordinator import Coordinator
 from lit_pfl.draws import Draws, check_share
+from lit_pfl.engines.frozen import share_frozen
 from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.memory import keep_freed_memory
 from lit_pfl.engines.ranks import Ranks
@@ -27,7 +29,7 @@ from lit_pfl.federation.server_step import ServerStep
 from lit_pfl.federation.summary import summarize
 from lit_pfl.global_model import GlobalModel
 from lit_pfl.ledger import Ledger
-from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO
+from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, lent_trainer
 from lit_pfl.round_log import mean_over_samples
 from lit_pfl.server import ClientInfo
 from lit_pfl_callbacks import FederatedLoop
@@ -176,12 +178,13 @@ class Federation(Scoring, Checkpointing):
             self.draws = Draws(self.seed)
             self._start_alike()
             own = self.ranks.dealt({client: data.client(client).num_samples for client in data.clients})
-            self.clients, self._made_with = {client: self._build(client) for client in own}, data
-            self._place_on(device)  # before the server takes its first tensors from them
+            self._made_with = data
+            for id in own:
+                self.clients[id] = self._build(id)
+                self._place_on(device, id)  # before the server takes its first tensors from them
             self.engine = self._make_engine()
             self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks)
-            joined = {k: ClientInfo(self.data.client(k).num_samples, c.initial()) for k, c in self.clients.items()}
-            self.coordinator.start(joined)
+            self.coordinator.start({k: self._joined(k) for k in self.clients})
             self.ranks.settle([tensor for client in self.clients.values() for tensor in client.travellers()])
             if self.evaluate == "global":
                 self.__dict__["global_model"] = GlobalModel(self._fresh(data.clients[0]), self.coordinator)
@@ -191,7 +194,9 @@ class Federation(Scoring, Checkpointing):
             # whatever is given, since this is the first look whether the learner can do with the data
             threads = choose_threads(client.learner, client.spec.example, batch_size, stacked)
             self.threads = self.threads or self.ranks.of_first(threads)  # others may add up in another order
-        self._place_on(device)
+        self._place_on(device, *self.clients)
+        if hasattr(self, "global_model"):
+            self.global_model.client.place_on(device)
         summarize(self.trainer, self.clients, len(data.clients))
 
     def _meet(self, ranks: Ranks) -> None:
@@ -209,9 +214,15 @@ class Federation(Scoring, Checkpointing):
         arguments: Any = self.clients, self.seed, self.local_epochs, self._make_trainer
         return StackedEngine(*arguments, size=self.stack_size) if self.stacked else LocalEngine(*arguments)
 
-    def _place_on(self, device: torch.device) -> None:
-        for client in [*self.clients.values(), *([self.global_model.client] if hasattr(self, "global_model") else [])]:
-            client.place_on(device)
+    def _place_on(self, device: torch.device, *clients: int) -> None:
+        first = next(iter(self.clients.values()))
+        for client in clients:
+            self.clients[client].place_on(device)
+            share_frozen(self.clients[client], first)
+
+    def _joined(self, client: int) -> ClientInfo:
+        with lent_trainer(self.clients[client], self.trainer):  # a learner may ask for one in its steps
+            return ClientInfo(self.data.client(client).num_samples, self.clients[client].joining())
 
     def _build(self, client: int) -> Client:
         module = self._fresh(client)
@@ -267,7 +278,7 @@ class Federation(Scoring, Checkpointing):
         # Clients choose their own precision. The cache would survive their optimizer steps, so it is off.
         with computing(self.threads), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
             try:
-                self.coordinator.train(self.engine, [client for client in batch if client in self.clients])
+                self.coordinator.train(self.engine, [client for client in batch if self._trains(client)])
                 if self.trainer.is_last_batch:
                     optimizer = self.optimizers()
                     assert not isinstance(optimizer, list)
@@ -276,8 +287,13 @@ class Federation(Scoring, Checkpointing):
                 self.engine.abort()
                 raise
 
-    def _make_trainer(self, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
-        return client_trainer(self.trainer, self.client_trainer, loop, memory, planned_rounds(self.trainer))
+    def _trains(self, client: int) -> bool:
+        return client in self.clients and client not in self.engine.left
+
+    def _make_trainer(self, client: Client, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
+        assert self.seed is not None
+        planned = planned_rounds(self.trainer)
+        return client_trainer(client, self.trainer, self.client_trainer, loop, memory, planned, self.seed)
 
     def on_train_batch_end(self, outputs: Any, batch: list[int], batch_idx: int) -> None:
         """Put a stop off until the round is over: half a round is nothing that could be kept, scored or resumed."""
@@ -288,6 +304,9 @@ class Federation(Scoring, Checkpointing):
         """Log the round."""
         if self._asked_to_stop:
             self.trainer.should_stop, self._asked_to_stop = True, False
+        if self.clients.keys() == self.engine.left:
+            rank_zero_info("All clients have ended their training; the federation ends.")
+            self.trainer.should_stop = True
         # A callback may have stopped one of several processes only; they end together.
         self.trainer.should_stop = any(told.words for told in self.ranks.exchange(self.trainer.should_stop))
         losses = self.ranks.merged(self.engine.losses).values()
@@ -319,5 +338,4 @@ class Federation(Scoring, Checkpointing):
         if not self.trainer.fast_dev_run and self.trainer.limit_test_batches:  # type: ignore[attr-defined]
             self._test_last_round()
         self.engine.stop()
-        for client in self.clients.values():
-            client.to(self.device)
+        self._place_on(self.device, *self.clients)

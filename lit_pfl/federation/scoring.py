@@ -64,7 +64,7 @@ class Scoring(Parts):
         Predictions that are no tensors come as a list of batches.
         """
         own = [client for client in batch if client in self.clients]
-        predicted = {client: self.engine.predict(client, self._shown_with(client), self.trainer) for client in own}
+        predicted = {client: self.engine.predict(client, self._shown_with(client)) for client in own}
         joined = {
             client: torch.cat(batches) if all(isinstance(x, torch.Tensor) for x in batches) else batches
             for client, batches in predicted.items()
@@ -93,7 +93,7 @@ class Scoring(Parts):
         """Return a copy of a client's personalized model as a network by itself, in the state in which it is scored."""
         if client not in self.clients:
             raise ConfigError(f"There is no client {client}; there are {_some(list(self.clients))}.")
-        return self.engine.standalone(client, self._shown_with(client), self.trainer)
+        return self.engine.standalone(client, self._shown_with(client))
 
     @cached_property
     def _validated_on(self) -> Split:
@@ -113,10 +113,12 @@ class Scoring(Parts):
                 return
             for client in [client for client in clients if client in self.clients]:
                 for model in self.clients[client].evaluated:
-                    score = self.engine.evaluate(client, model, split, self._shown_with(client), self.trainer)
+                    score = self.engine.evaluate(client, model, split, self._shown_with(client))
                     self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
                     kind = f"{model}:{self._when(client)}"
-                    self.rows.append(Row(client, self.coordinator.round, split, kind, score.n, score.values))
+                    self.rows.append(
+                        Row(client, self.coordinator.round, split, kind, score.n, score.values, score.sizes)
+                    )
 
     def _gather_rows(self) -> None:
         """Take in the scores of all processes, in the order of clients."""

@@ -2,10 +2,10 @@
 
 from lit_pfl.learners.checks import check_learner, check_shapes
 from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, OptimizerCallable, SchedulerCallable
-from lit_pfl.learners.hooks import call_hook, hand_on
-from lit_pfl.learners.logs import recorded, silenced
+from lit_pfl.learners.hooks import call_hook, hand_on, place_checkpoints
+from lit_pfl.learners.logs import STAGE, Recorder, recorded, silenced
 from lit_pfl.learners.networks import Mixture, network_of
-from lit_pfl.learners.optimizers import extend, set_schedules_to, single_optimizer
+from lit_pfl.learners.optimizers import extend, refuse_scaled_gradients, set_schedules_to, single_optimizer
 from lit_pfl.learners.steps import (
     SkipBatch,
     Step,
@@ -21,10 +21,12 @@ from lit_pfl.learners.steps import (
 )
 
 __all__ = [
+    "STAGE",
     "BackboneCallable",
     "ImageClassifier",
     "Mixture",
     "OptimizerCallable",
+    "Recorder",
     "SchedulerCallable",
     "SkipBatch",
     "Step",
@@ -37,7 +39,9 @@ __all__ = [
     "hand_on",
     "holding",
     "network_of",
+    "place_checkpoints",
     "recorded",
+    "refuse_scaled_gradients",
     "set_schedules_to",
     "silenced",
     "single_optimizer",

@@ -11,8 +11,12 @@ from torch.nn.parameter import is_lazy
 from lit_pfl.errors import ConfigError
 
 
-def check_learner(learner: Any) -> None:
+def check_learner(learner: Any, why_automatic: str = "") -> None:
     """See that a module can be trained under a method, and let it make its layers.
+
+    Args:
+        learner: the module.
+        why_automatic: why the method cannot train a module that steps its optimizers itself; empty if it can.
 
     Raises:
         ConfigError: when it cannot.
@@ -20,8 +24,11 @@ def check_learner(learner: Any) -> None:
     name = type(learner).__name__
     if not isinstance(learner, L.LightningModule):
         raise ConfigError(f"model.learner: {name} is no LightningModule; give one.")
-    if not learner.automatic_optimization:
-        raise ConfigError(f"model.learner: {name} has automatic_optimization=False; a method needs it to be True.")
+    if not learner.automatic_optimization and why_automatic:
+        raise ConfigError(
+            f"model.learner: {name} steps its optimizers itself (automatic_optimization=False), but {why_automatic}; "
+            "train it by FedAvg, StandAlone, FedPer or another method that only changes what is averaged."
+        )
     if not is_overridden("training_step", learner):
         raise ConfigError(f"model.learner: {name} has no training_step.")
     if is_overridden("configure_model", learner):

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.learners.logs import silenced
-from lit_pfl.lightning_internals import in_hook
+from lit_pfl.lightning_internals import in_hook, saved_hparams
 
 STAGES = ("validation", "test", "predict")
 #: hooks that tell something; where a client has one too, both are called, the client's first
@@ -60,15 +62,17 @@ def hand_on(
         else:
             evaluation = any(hook.startswith(f"on_{stage}_") for stage in STAGES)
             client.__dict__[hook] = _handing_on(hook, own, [scored] if evaluation else every)
-    for hook in KEPT:
-        if is_overridden(hook, first) and not is_overridden(hook, client, base):
-            client.__dict__[hook] = _keeping(hook, learners)
+    if any(is_overridden(hook, first) for hook in KEPT):
+        for hook in KEPT:
+            if not is_overridden(hook, client, base):
+                client.__dict__[hook] = _keeping(hook, learners)
     client.__dict__["on_train_epoch_end"] = _once_an_epoch(client, client.on_train_epoch_end)
 
 
 def _once_an_epoch(client: Any, hook: Callable[[], None]) -> Callable[[], None]:
     def on_train_epoch_end() -> None:
         if not client.epoch_ended:
+            client.epoch_ended = not client.alone  # by itself it has nobody who would begin the next one
             hook()
 
     return on_train_epoch_end
@@ -85,17 +89,29 @@ def _handing_on(hook: str, own: Callable[..., Any] | None, learners: Iterable[L.
 
 
 def _keeping(hook: str, learners: Mapping[str, L.LightningModule]) -> Callable[[dict[str, Any]], None]:
+    """Return a hook that hands every learner the whole checkpoint of its Trainer, as if it were the only one in it.
+
+    Tensors have the learner's own names, and hyperparameters are the learner's. What a further learner puts into the
+    checkpoint has a place of its own there.
+    """
+
     def keeping(checkpoint: dict[str, Any]) -> None:
-        tensors = checkpoint["state_dict"]
+        tensors = checkpoint.pop("state_dict")
+        common = dict(checkpoint)
         for number, (name, learner) in enumerate(learners.items()):
-            # the first finds what it keeps where a Trainer would put it
-            place = checkpoint if number == 0 else checkpoint.setdefault(f"kept_by_learner_{number}", {})
+            place = checkpoint if number == 0 else {**common, **checkpoint.get(f"kept_by_learner_{number}", {})}
+            if hook == "on_save_checkpoint":
+                place.update(saved_hparams(learner))
             prefix = f"{name}."
             own = [key for key in tensors if key.startswith(prefix)]
             # Under the learner's own names, and in the client's dict again: that one knows versions of its entries.
             place["state_dict"] = {key.removeprefix(prefix): tensors.pop(key) for key in own}
             call_hook(learner, hook, place)
             tensors.update({prefix + key: value for key, value in place.pop("state_dict").items()})
+            if number:
+                checkpoint[f"kept_by_learner_{number}"] = {
+                    key: value for key, value in place.items() if key not in common or value is not common[key]
+                }
         checkpoint["state_dict"] = tensors
 
     return keeping
@@ -113,3 +129,17 @@ def call_hook(learner: L.LightningModule, hook: str, *args: Any, muted: bool = F
     """
     with in_hook(learner, hook), silenced(learner) if muted else nullcontext():
         return getattr(learner, hook)(*args, **kwargs)
+
+
+def place_checkpoints(callbacks: Iterable[L.Callback], folder: Callable[[], Path]) -> None:
+    """Let those callbacks of one client that write checkpoints have a folder of their own.
+
+    Args:
+        callbacks: the client's callbacks.
+        folder: returns its folder; the last part of it is added to a folder that a callback has been given.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            own, given = folder(), callback.dirpath
+            if given is None or Path(given).name != own.name:
+                callback.dirpath = str(own if given is None else Path(given) / own.name)

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,11 +30,21 @@ class Recorder:
         self._values: dict[str, list[tuple[Tensor, int]]] = {}
         self._reductions: dict[str, Any] = {}
         self._metrics: dict[str, Metric] = {}
+        self._per_step: set[str] = set()  # names that a Trainer also knows with "_epoch" behind them
 
     def log(
-        self, name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any
+        self,
+        name: str,
+        value: Any,
+        *_: Any,
+        on_step: bool | None = None,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        **__: Any,
     ) -> None:
         """Keep a value."""
+        if on_step:
+            self._per_step.add(name)
         if isinstance(value, Metric):
             self._metrics[name] = value
             return
@@ -43,12 +53,18 @@ class Recorder:
         self._reductions[name] = reduce_fx
 
     def compute(self) -> dict[str, float]:
-        """Return one number for each name, and reset the metrics."""
+        """Return one number for each name that was logged."""
+        scores = {name: self._reduced(name) for name in self._values}
+        return scores | {name: float(metric.compute()) for name, metric in self._metrics.items()}
+
+    def as_scores(self, logged: Mapping[str, float]) -> dict[str, float]:
+        """Return what :meth:`compute` has returned, under the names of scores."""
         names = self._names()
-        scores = {names[name]: self._reduced(name) for name in self._values}
-        scores |= {names[name]: float(metric.compute()) for name, metric in self._metrics.items()}
-        self.reset()
-        return scores
+        return {names[name]: value for name, value in logged.items()}
+
+    def as_in_a_trainer(self, logged: Mapping[str, float]) -> dict[str, float]:
+        """Return what :meth:`compute` has returned, under all names that ``trainer.callback_metrics`` would have."""
+        return {**logged, **{f"{name}_epoch": value for name, value in logged.items() if name in self._per_step}}
 
     def _names(self) -> dict[str, str]:
         """Return under which name each is a score: without the stage, where that leaves no two of one name."""

@@ -38,7 +38,7 @@ def set_schedules_to(rounds: int, local_epochs: int, trainer: L.Trainer) -> None
     with warnings.catch_warnings():  # PyTorch's, that a newcomer's optimizer has not stepped
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step")
         for config in trainer.lr_scheduler_configs:
-            if config.interval == "epoch":
+            if config.interval == "epoch" and not config.reduce_on_plateau:
                 config.frequency = local_epochs
                 while config.scheduler.last_epoch < rounds:
                     config.scheduler.step()  # type: ignore[call-arg]
@@ -63,3 +63,16 @@ def extend(optimizer: torch.optim.Optimizer, twin: Callable[[nn.Parameter], nn.P
         )
     for group in optimizer.param_groups:
         group["params"] = [*group["params"], *map(twin, group["params"])]
+
+
+def refuse_scaled_gradients(trainer: L.Trainer, what: str) -> None:
+    """Refuse half precision with scaled losses, for a method that takes gradients without the Trainer.
+
+    Raises:
+        ConfigError: when the Trainer has it.
+    """
+    if trainer.precision == "16-mixed":
+        raise ConfigError(
+            f"trainer.precision=16-mixed: {what} takes gradients of its own, which are not scaled and would vanish in "
+            "16 bits; choose bf16-mixed or 32-true."
+        )

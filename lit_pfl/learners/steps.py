@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from lit_pfl.data.loaders import parts_of, tensors_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.logs import recorded
-from lit_pfl.lightning_internals import in_hook
+from lit_pfl.lightning_internals import in_hook, optimizers_and_schedules
 from lit_pfl_callbacks.tensors import load_tensors
 
 
@@ -58,7 +58,13 @@ def training_outputs(learner: L.LightningModule, batch: Any, batch_idx: int) -> 
         SkipBatch: when it returns None.
         ConfigError: when it returns something else that is no loss.
     """
-    outputs = call_step(learner, "training_step", batch, batch_idx)
+    if learner.automatic_optimization:
+        outputs = call_step(learner, "training_step", batch, batch_idx)
+    else:
+        with _without_steps(learner):
+            outputs = call_step(learner, "training_step", batch, batch_idx)
+        if isinstance(outputs, Mapping) and "loss" not in outputs:
+            outputs = None
     if outputs is None:
         raise SkipBatch
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -71,6 +77,63 @@ def training_outputs(learner: L.LightningModule, batch: Any, batch_idx: int) -> 
             "dict with that as its 'loss', or None to skip the batch."
         )
     return loss, outputs if isinstance(outputs, Mapping) else {}
+
+
+class _NoOptimizer:
+    """What a learner with manual optimization gets for an optimizer where its loss is only looked at."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        return None if closure is None else closure()
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @contextmanager
+    def toggle_model(self, *_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+
+class _NoSchedule:
+    """What such a learner gets for a schedule."""
+
+    def __init__(self, schedule: Any) -> None:
+        self.last_epoch, self._rates = schedule.last_epoch, schedule.get_last_lr()
+
+    def step(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def get_last_lr(self) -> Any:
+        return self._rates
+
+
+@contextmanager
+def _without_steps(learner: L.LightningModule) -> Iterator[None]:
+    """Let a learner with manual optimization compute its losses without any step."""
+    optimizers, schedules = optimizers_and_schedules(learner)
+    given = [_NoOptimizer(one) for one in optimizers], [_NoSchedule(one) for one in schedules]
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def as_lightning_does(several: Sequence[Any]) -> Callable[..., Any]:
+        return lambda *_, **__: several[0] if len(several) == 1 else list(several) or None
+
+    instead = {
+        "optimizers": as_lightning_does(given[0]),
+        "lr_schedulers": as_lightning_does(given[1]),
+        **dict.fromkeys(("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"), nothing),
+    }
+    before = {name: learner.__dict__[name] for name in instead if name in learner.__dict__}
+    learner.__dict__.update(instead)
+    try:
+        yield
+    finally:
+        for name in instead:
+            del learner.__dict__[name]
+        learner.__dict__.update(before)
 
 
 class Step(nn.Module):

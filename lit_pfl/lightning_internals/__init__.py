@@ -10,12 +10,18 @@ from lit_pfl.lightning_internals.checkpoint_io import (
 )
 from lit_pfl.lightning_internals.endless import make_endless
 from lit_pfl.lightning_internals.hooks import (
+    forget_scores,
     hand_down_trainer,
     hand_up_hparams,
     in_hook,
+    lend_data,
     lent_trainer,
+    log_nothing,
     name_metrics,
+    optimizers_and_schedules,
     optimizers_in,
+    saved_hparams,
+    show_scores,
     told_evaluating,
 )
 from lit_pfl.lightning_internals.launcher import ScriptLauncher
@@ -29,17 +35,23 @@ __all__ = [
     "NoProfiler",
     "QuickModule",
     "ScriptLauncher",
+    "forget_scores",
     "hand_down_trainer",
     "hand_up_hparams",
     "in_hook",
+    "lend_data",
     "lent_trainer",
+    "log_nothing",
     "make_endless",
     "make_lean",
     "name_metrics",
+    "optimizers_and_schedules",
     "optimizers_in",
     "own_copy",
     "read_checkpoint",
     "read_whole",
+    "saved_hparams",
+    "show_scores",
     "told_evaluating",
     "undisturbed",
 ]

@@ -43,7 +43,6 @@ def make_lean(
         and type(trainer.strategy) is SingleDeviceStrategy
         and trainer.callbacks == [own]  # type: ignore[attr-defined]
         and isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
-        and not trainer.loggers
         and trainer.gradient_clip_val is None
         and trainer.accumulate_grad_batches == 1
         and trainer.barebones is False

@@ -10,7 +10,6 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.errors import ConfigError, SaveError
@@ -179,19 +178,20 @@ def _set_back(path: Path, steps: int) -> None:
     new.replace(before)
 
 
-class MemoryCheckpointIO(CheckpointIO):
-    """Keeps the latest checkpoint of a client's Trainer in memory, under whatever name it is saved."""
+class MemoryCheckpointIO(AtomicCheckpointIO):
+    """Keeps a checkpoint of a client's Trainer in memory, under the path ``memory``; others go to files."""
+
+    MEMORY = "memory"
 
     checkpoint: dict[str, Any]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save: keep references, copy nothing."""
-        self.checkpoint = checkpoint
+        """Save. What is kept in memory is kept by reference, without a copy."""
+        if path == self.MEMORY:
+            self.checkpoint = checkpoint
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load."""
+        """Load what is kept in memory."""
         return self.checkpoint
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Forget."""
-        self.checkpoint = {}

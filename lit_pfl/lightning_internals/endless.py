@@ -1,17 +1,36 @@
-"""A Trainer that knows how long it is planned to train, and goes on until it is told to stop."""
+"""A client's loop over epochs: no end of its own, and every epoch is over before the client exchanges."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import lightning as L
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class EndlessFitLoop(_FitLoop):
-    """The Trainer's loop over epochs, for which ``max_epochs`` is a plan and no end.
+    """The Trainer's loop over epochs of a client.
 
-    A learner may ask its Trainer for the number of epochs or of steps, as for a schedule that ends with them. But a
-    federation may go on for longer: it is the federation that ends a client's training.
+    ``max_epochs`` is a plan and no end: a learner may ask its Trainer for the number of epochs or of steps, as for a
+    schedule that ends with them, but a federation may go on for longer. It is the federation that ends a client's
+    training.
+
+    A client waits for the server inside the callback ``last``, and is saved there. So that callback comes after all
+    else that an epoch's end brings: validation, other callbacks, the module's hook, schedules that monitor a score.
+
+    Attributes:
+        endless: whether ``max_epochs`` ends nothing.
+        last: the callback in which the client waits; None: Lightning's own order.
+        validate: called at the end of every epoch before all callbacks.
+        round_ends: says whether the present epoch is the last of a round. A stop is put off until then.
     """
 
     endless = True
+    last: L.Callback | None = None
+    validate: Callable[[], None] | None = None
+    round_ends: Callable[[], bool] | None = None
+    _asked_to_stop = False
 
     @property
     def done(self) -> bool:
@@ -24,9 +43,59 @@ class EndlessFitLoop(_FitLoop):
         finally:
             self.max_epochs = planned
 
+    def on_advance_end(self) -> None:
+        """End an epoch: as Lightning does, but for the one callback that comes last."""
+        if self.last is None:
+            super().on_advance_end()
+            return
+        trainer = self.trainer
+        connector = trainer._logger_connector
+        connector.epoch_end_reached()
+        self.epoch_progress.increment_processed()
+        with _without(trainer, self.last):
+            if self.validate is not None:
+                self.validate()
+            call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
+            call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+            call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
+            connector.on_epoch_end()
+            if not self.restarting and self.epoch_loop._num_ready_batches_reached():
+                self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        self._put_off_a_stop()
+        module = trainer.lightning_module
+        module._current_fx_name = "on_train_epoch_end"
+        self.last.on_train_epoch_end(trainer, module)
+        module._current_fx_name = None
+        connector.reset_results()
+        self.epoch_progress.increment_completed()
+        if trainer.received_sigterm:
+            raise SIGTERMException
 
-def make_endless(trainer: L.Trainer) -> None:
-    """Let a Trainer's ``max_epochs`` end nothing, before its fit."""
+    def take_over(self, former: "EndlessFitLoop") -> None:
+        """Do at the end of an epoch what another loop was to do."""
+        self.last, self.validate, self.round_ends = former.last, former.validate, former.round_ends
+
+    def _put_off_a_stop(self) -> None:
+        """Let a client whose callbacks have ended its training finish the round: half a round is nothing to upload."""
+        self._asked_to_stop |= self.trainer.should_stop
+        self.trainer.should_stop = self._asked_to_stop and (self.round_ends is None or self.round_ends())
+
+
+@contextmanager
+def _without(trainer: L.Trainer, callback: L.Callback) -> Iterator[None]:
+    every: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = [one for one in every if one is not callback]  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        trainer.callbacks = every  # type: ignore[attr-defined]
+
+
+def make_endless(
+    trainer: L.Trainer, last: L.Callback, validate: Callable[[], None], round_ends: Callable[[], bool]
+) -> None:
+    """Give a client's Trainer this loop, before its fit; see :class:`EndlessFitLoop`."""
     former = trainer.fit_loop
-    trainer.fit_loop = EndlessFitLoop(trainer, former.min_epochs, former.max_epochs)
-    trainer.fit_loop.epoch_loop = former.epoch_loop
+    trainer.fit_loop = loop = EndlessFitLoop(trainer, former.min_epochs, former.max_epochs)
+    loop.epoch_loop = former.epoch_loop
+    loop.last, loop.validate, loop.round_ends = last, validate, round_ends

@@ -1,6 +1,6 @@
 """A module inside another one, in the hook of a Trainer that knows only the outer one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,9 +51,51 @@ def hand_up_hparams(inner: L.LightningModule, outer: L.LightningModule) -> None:
         outer.__dict__.update({name: vars(inner)[name] for name in HPARAMS if name in vars(inner)})
 
 
+def saved_hparams(module: L.LightningModule) -> dict[str, Any]:
+    """Return what a Trainer puts into a checkpoint of a module's hyperparameters."""
+    if not module.hparams:
+        return {}
+    saved: dict[str, Any] = {module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams)}
+    if hasattr(module, "_hparams_name"):
+        saved[module.CHECKPOINT_HYPER_PARAMS_NAME] = module._hparams_name
+    return saved
+
+
+def show_scores(trainer: L.Trainer, scores: Mapping[str, float]) -> None:
+    """Put scores among those that a module and callbacks find in ``trainer.callback_metrics``."""
+    trainer._logger_connector._callback_metrics.update({name: torch.tensor(value) for name, value in scores.items()})
+
+
+def forget_scores(trainer: L.Trainer) -> None:
+    """Let a Trainer know no scores."""
+    trainer._logger_connector.reset_metrics()
+
+
+def lend_data(trainer: L.Trainer, data: L.LightningDataModule | None) -> None:
+    """Let a module find a data module in its Trainer, which does not load from it."""
+    trainer.datamodule = data  # type: ignore[attr-defined]
+    if data is not None:
+        data.trainer = trainer
+
+
+def log_nothing(trainer: L.Trainer) -> None:
+    """Let a Trainer write no metrics to its loggers by itself; what a module writes to them is written."""
+    trainer._logger_connector.log_metrics = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+
 def optimizers_in(configured: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers in what ``configure_optimizers`` returned."""
     return [] if configured is None else _configure_optimizers(configured)[0]
+
+
+def optimizers_and_schedules(module: L.LightningModule) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+    """Return a module's optimizers and schedules: those of its Trainer, or without one fresh ones."""
+    trainer = module._trainer
+    if trainer is not None and trainer.optimizers:
+        return trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
+    configured: Any = module.configure_optimizers()
+    optimizers, schedules, _ = _configure_optimizers(configured)
+    return optimizers, [one["scheduler"] if isinstance(one, dict) else one for one in schedules]
 
 
 def hand_down_trainer(module: L.LightningModule) -> None:

@@ -175,5 +175,7 @@ def replace_loops(trainer: L.Trainer, elsewhere: Elsewhere | None) -> None:
     former = trainer.fit_loop
     trainer.fit_loop = LeanFitLoop(trainer, former.min_epochs, former.max_epochs)
     trainer.fit_loop.endless = isinstance(former, EndlessFitLoop)
+    if isinstance(former, EndlessFitLoop):
+        trainer.fit_loop.take_over(former)
     trainer.fit_loop.epoch_loop = LeanEpochLoop(trainer, former.min_steps, former.max_steps)
     trainer.fit_loop.epoch_loop.elsewhere = elsewhere

@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,9 @@ def undisturbed() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():  # it is about metrics, which clients' Trainers do not write
+            warnings.filterwarnings("ignore", message=r"The number of training batches .* logging interval")
+            yield
     finally:
         logger.setLevel(level)
         if handler is not None and threading.current_thread() is threading.main_thread():

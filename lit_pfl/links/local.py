@@ -71,7 +71,7 @@ class LocalHub:
         for client, (trainer, module, loader) in enumerate(my_runs):
             trainer.callbacks.append(FederatedLoop(hub.link))
             hub.add(client, lambda t=trainer, m=module, x=loader: t.fit(m, x))
-        hub.run(Server())
+        hub.run()  # averages; for modules under a method, hub.run(module.configure_server())
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -144,7 +144,7 @@ class LocalHub:
 
     def run(
         self,
-        server: Server,
+        server: Server | None = None,
         quorum: float = 0.5,
         state: Mapping[str, Any] | None = None,
         after_round: Callable[[Coordinator], object] | None = None,
@@ -152,7 +152,8 @@ class LocalHub:
         """Run a whole federation, round by round, until every fit has ended by itself.
 
         Args:
-            server: the method's server; a plain ``Server()`` averages.
+            server: the method's server, from ``module.configure_server()``; by default, for modules as they are, one
+                that averages.
             quorum: the share of a round's uploads that must be usable.
             state: the ``state_dict()`` of a coordinator, to go on from: where every fit resumes from a checkpoint too.
             after_round: called after every round, for example to save the coordinator's ``state_dict()``.
@@ -162,12 +163,15 @@ class LocalHub:
 
         Raises:
             ConfigError: when a fit ends before it has joined, or resumes from another round than the last that it took
-                part in, as ``state`` has it.
+                part in, as ``state`` has it; when modules are under a method and no server is given.
             UploadError: when fewer uploads of a round are usable than the quorum asks for.
         """
-        coordinator = _Coordinator(server, quorum)
+        coordinator = _Coordinator(server or Server(), quorum)
         try:
             infos = {client: self.start(client) for client in sorted(self._fits)}
+            # what a method sends is a payload already, and the server belongs to it
+            if server is None:
+                _refuse_methods(infos)
             coordinator.start({c: ClientInfo(i.num_samples, as_payload(i.tensors)) for c, i in infos.items()})
             if state is not None:
                 coordinator.load_state_dict(state)
@@ -213,6 +217,16 @@ class LocalHub:
             except Exception as error:
                 error.add_note(f"(in the fit of client {client})")
                 raise
+
+
+def _refuse_methods(infos: Mapping[int, JoinInfo]) -> None:
+    """See that no client is under a method, which has a server of its own: what such a client sends is a payload."""
+    for client, info in infos.items():
+        if isinstance(info.tensors, Payload):
+            raise ConfigError(
+                f"LocalHub.run(): the module of client {client} is under a method, which has a server of its own; give "
+                "run(module.configure_server())."
+            )
 
 
 class _Coordinator(Coordinator):

@@ -47,6 +47,7 @@ class AgnosticFL(Client):
         return AgnosticFLServer(self.step, self.decay)
 
     def begin_round(self) -> None:  # noqa: D102
+        self.require_loss()
         # neither shuffled nor augmented: it draws no random numbers
         self._loss = self.mean_loss(in_order(self.training_data()))
 

@@ -8,9 +8,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Mixture, Step, call_with, holding, network_of, silenced
+from lit_pfl.learners import Mixture, Step, call_with, holding, network_of, refuse_scaled_gradients, silenced
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl_callbacks.tensors import evaluating
 
@@ -42,6 +41,8 @@ class APFL(TwoModels):
     Source:
         Deng et al. 2020, Algorithm 1 and its adaptive alpha.
     """
+
+    needs_automatic = "steps two models on one loss"
 
     alpha: Tensor
 

@@ -41,6 +41,8 @@ class ClusteredFL(Client):
         Sattler et al. 2020, Algorithms 1 to 3; the thresholds are those of their released code.
     """
 
+    may_unfreeze = False
+
     shares = EVERYTHING
 
     def __init__(

@@ -36,6 +36,8 @@ class Ditto(TwoModels):
         Li et al. 2021, Algorithm 1.
     """
 
+    needs_automatic = "steps two models on one loss"
+
     def __init__(
         self,
         lam: NonNegativeFloat = 1.0,

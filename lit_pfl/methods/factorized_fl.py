@@ -64,7 +64,7 @@ class FactorizedFL(Client):
         permuted labels 0, 1, 10, standard labels 0, 1, 20 (released code).
     """
 
-    shares: frozenset[Role] = MIXES["u"] | {"body", "norm", "head"}
+    shares: frozenset[Role] = MIXES["u"] | {"body", "norm", "head", "adapter"}
 
     def __init__(
         self,
@@ -88,16 +88,20 @@ class FactorizedFL(Client):
             raise ConfigError(
                 f"model.mixes={mixes} shares mu, which model.factorization.mask=false leaves out; use u or uv."
             )
-        self.shares = MIXES[mixes] | {"body", "norm", "head"}
+        self.shares = MIXES[mixes] | {"body", "norm", "head", "adapter"}
         self.rule = MatchingRule(tau, epsilon, min_matches, below_tau, match, mixing)
 
     @property
     def criterion(self) -> str:
         """Name of the v that clients are compared by, that of the layer before the classifier."""
         head = self.head_names
-        names = [name for name, _ in factorized_layers(self.learner) if f"{name}.v" not in head]
+        layers = factorized_layers(self.learner)
+        names = [name for name, layer in layers if f"{name}.v" not in head and not layer.is_copy]
         if not names:
-            raise ConfigError("model.backbone: FactorizedFL needs a convolution or a linear layer in the body.")
+            raise ConfigError(
+                f"model.learner: FactorizedFL needs a convolution or a linear layer in the body, and "
+                f"{type(self.learner).__name__} has none that is trained."
+            )
         return f"{names[-1]}.v"
 
     def travels(self, name: str, role: Role) -> bool:  # noqa: D102

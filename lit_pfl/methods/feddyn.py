@@ -45,6 +45,9 @@ class FedDyn(Client):
         Acar et al. 2021, Algorithm 1, where the gradient of L_i that a client keeps is ``-alpha h_i``.
     """
 
+    needs_automatic = "adds a penalty to the loss"
+    may_unfreeze = False
+
     shares = EVERYTHING
 
     deviation: Memory

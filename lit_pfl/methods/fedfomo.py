@@ -49,6 +49,8 @@ class FedFOMO(Client):
         code.
     """
 
+    may_unfreeze = False
+
     shares = EVERYTHING
 
     affinity: Tensor
@@ -100,6 +102,7 @@ class FedFOMO(Client):
         return in_order(part_of(super().training_data(), self._parts()[1]))
 
     def begin_round(self) -> None:  # noqa: D102
+        self.require_loss()
         self.base.copy_(self._network())
 
     def upload(self) -> Payload:

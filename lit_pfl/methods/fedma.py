@@ -53,6 +53,9 @@ class FedMA(Client):
         Wang et al. 2020, Algorithm 1 and Section 3, "FedMA with communication".
     """
 
+    needs_automatic = "freezes and grows layers between rounds of training"
+    may_unfreeze = False
+
     shares = frozenset({"body", "head"})
     resizes = True
 

@@ -24,6 +24,8 @@ class FedProx(Client):
         Li et al. 2020 (Federated Optimization in Heterogeneous Networks), Eq. 2 and Algorithm 2.
     """
 
+    needs_automatic = "adds a proximal term to the loss"
+
     shares = EVERYTHING
 
     def __init__(self, mu: NonNegativeFloat = 0.01, **kwargs: Any) -> None:

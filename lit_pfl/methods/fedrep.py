@@ -31,6 +31,8 @@ class FedRep(Client):
         Collins et al. 2021, Algorithm 1.
     """
 
+    needs_automatic = "freezes head and body in turn, which a learner that chooses its weights itself would undo"
+
     shares = BODY
 
     _trained: dict[str, list[nn.Parameter]]  # by the part that they belong to

@@ -81,6 +81,9 @@ class FedSLR(TwoModels):
         Huang et al. 2023, Algorithms 1 to 3, Appendices A.1 to A.3.
     """
 
+    needs_automatic = "takes proximal steps on two models and one loss"
+    may_unfreeze = False
+
     evaluated = (MIXED, GKR)
 
     dual: Memory

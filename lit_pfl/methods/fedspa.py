@@ -48,7 +48,10 @@ class FedSpa(Client):
         Huang et al. 2022 (FedSpa), with masks as in Dai et al. 2022 (DisPFL) of the same group.
     """
 
-    shares = frozenset({"body", "norm", "head"})
+    needs_automatic = "regrows weights by gradients of the loss"
+    may_unfreeze = False
+
+    shares = frozenset({"body", "norm", "head", "adapter"})
 
     masks: Memory
     anchor: Memory

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lit_pfl.client import Client
 from lit_pfl.data.loaders import in_batches_of, in_order, num_samples
-from lit_pfl.engines.trainers import refuse_scaled_gradients
 from lit_pfl.evaluation import transferred
 from lit_pfl.learners import (
     SkipBatch,
@@ -19,6 +18,7 @@ from lit_pfl.learners import (
     call_with,
     holding,
     recorded,
+    refuse_scaled_gradients,
     size_of,
     split_batch,
     unchanged,
@@ -69,6 +69,8 @@ class PerFedAvg(Client):
         Fallah et al. 2020, Algorithm 1 with its approximations FO and HF; their experiments have alpha = 0.01,
         beta = 0.001.
     """
+
+    needs_automatic = "takes the gradient of the loss after an inner step"
 
     shares = EVERYTHING
 

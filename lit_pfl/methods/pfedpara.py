@@ -35,7 +35,7 @@ class PFedPara(Client):
         Nam et al. 2022, Propositions 1 and 2, and pFedPara.
     """
 
-    shares: frozenset[Role] = frozenset({"body", "norm", "head"})
+    shares: frozenset[Role] = frozenset({"body", "norm", "head", "adapter"})
 
     private: frozenset[str]
 

@@ -15,7 +15,7 @@ from lit_pfl.models import VGG9, Backbone, Boundary, GroupedNorms, Structure, ps
 from lit_pfl.nn import class_groups, row_groups, trim
 from lit_pfl.ops import mean_of_rows
 from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server
+from lit_pfl.server import ClientInfo, Server, Weighting, averaging
 
 OWN = "groups"
 
@@ -24,10 +24,10 @@ class PsiNet(Client):
     """The deep layers are divided into groups that see nothing of each other, and the classes among the groups.
 
     So a group's neurons learn the same classes at every client, and averaging them coordinate by coordinate is right.
-    Shared layers are averaged over all clients, a group over the clients that have training samples of its classes,
-    each weighted by its number of samples; a group that nobody has in a round keeps its value. A client without any of
-    a group's classes has no such group: it neither trains, sends nor receives it, and those classes are not in its
-    softmax. With one group this is FedAvg.
+    Shared layers are averaged over all clients, a group over the clients that have training samples of its classes; a
+    group that nobody has in a round keeps its value. A client without any of a group's classes has no such group: it
+    neither trains, sends nor receives it, and those classes are not in its softmax. With one group and
+    ``weighting="samples"`` this is FedAvg.
 
     Args:
         groups: number of groups G; by default every class has one.
@@ -36,9 +36,11 @@ class PsiNet(Client):
             every class.
         boundary: what groups see of the last shared layer.
         norm: the norms of grouped layers.
-        structure: ``grouped``, or ``dense``: FedAvg on a network of the same widths.
+        structure: ``grouped``, or ``dense``: plain averaging on a network of the same widths.
         trim: whether clients leave out the groups that they have no classes of. If not, every client trains and
             exchanges the whole network, and averages are over the same clients nevertheless.
+        weighting: how clients count in averages: ``uniform``, all the same, as in the paper (Eq. 7 and 8), or by
+            numbers of ``samples``, as in FedAvg.
         backbone: see :class:`~lit_pfl.Client`; the paper's VGG-9 by default, with batch norm in what stays shared.
         optimizer: see :class:`~lit_pfl.Client`; FedMA's by default, since the paper does not say.
         norm_stats: see :class:`~lit_pfl.Client`; the paper averages running statistics of shared layers.
@@ -51,6 +53,9 @@ class PsiNet(Client):
         Yu et al. 2020 (Heterogeneous Federated Learning), Sections 3 and 4.
     """
 
+    needs_automatic = "trains parts of a network that it builds itself"
+    may_unfreeze = False
+
     shares = frozenset({"body", "norm", "head"})
 
     def __init__(
@@ -62,6 +67,7 @@ class PsiNet(Client):
         norm: GroupedNorms = "group",
         structure: Structure = "grouped",
         trim: bool = True,
+        weighting: Weighting = "uniform",
         backbone: BackboneCallable = lambda channels, classes: VGG9(channels, classes, norm="batch"),
         optimizer: OptimizerCallable = lambda parameters: torch.optim.SGD(
             parameters, lr=0.01, momentum=0.9, weight_decay=1e-4
@@ -73,7 +79,7 @@ class PsiNet(Client):
         if self.factorization is not None:
             raise ConfigError("model.factorization: PsiNet divides dense layers into groups; leave it out.")
         self.groups, self.depth, self.mapping, self.trim = groups, depth, mapping, trim
-        self.boundary, self.norm, self.structure = boundary, norm, structure
+        self.boundary, self.norm, self.structure, self.weighting = boundary, norm, structure, weighting
 
     def configure_learner(self) -> None:  # noqa: D102
         network = getattr(self.learner, "backbone", None)
@@ -112,7 +118,9 @@ class PsiNet(Client):
         super().load_global({name: tensor for name, tensor in model.items() if name != OWN})
 
     def configure_server(self) -> "PsiNetServer | Server":  # noqa: D102
-        return PsiNetServer(self.row_groups, self.trim) if self.row_groups else Server()
+        if not self.row_groups:
+            return averaging(self.weighting)
+        return PsiNetServer(self.row_groups, self.trim, self.weighting)
 
 
 class PsiNetServer(Server):
@@ -121,19 +129,23 @@ class PsiNetServer(Server):
     Args:
         row_groups: of every tensor that is divided among groups, the group of every row.
         trim: whether clients have no rows but their own.
+        weighting: how clients count in averages.
 
     Attributes:
         own: the groups of every client.
+        counts: how much every client counts in an average, relative to the others in it.
     """
 
     own: dict[int, list[int]]
+    counts: dict[int, int]
 
-    def __init__(self, row_groups: Mapping[str, Tensor], trim: bool) -> None:
-        self.row_groups, self.trim = row_groups, trim
+    def __init__(self, row_groups: Mapping[str, Tensor], trim: bool, weighting: Weighting = "uniform") -> None:
+        self.row_groups, self.trim, self.weighting = row_groups, trim, weighting
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
         """Put the whole model together: no client need have all of it."""
         super().start(clients)
+        self.counts = self.num_samples if self.weighting == "samples" else dict.fromkeys(self.num_samples, 1)
         self.own = {client: info.initial[OWN].tolist() for client, info in sorted(clients.items())}
         for client, info in sorted(clients.items()):
             for name in self.row_groups.keys() & info.initial.keys():
@@ -159,13 +171,15 @@ class PsiNetServer(Server):
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         common = [name for name in self.model if name not in self.row_groups]
-        means = dict(self.mean(list(uploads.values()), self.shares(round, uploads), common))
+        total = sum(self.counts[client] for client in uploads)
+        shares = [self.counts[client] / total for client in uploads]
+        means = dict(self.mean(list(uploads.values()), shares, common))
         for name in self.model.keys() - means.keys():
             parts = []
             for client, upload in uploads.items():
                 rows = self.rows(client, name)
                 own = upload[name] if self.trim else upload[name][rows]
-                parts.append((own, rows, self.num_samples[client]))
+                parts.append((own, rows, self.counts[client]))
             means[name] = mean_of_rows(parts, self.model[name])
         self.model = Payload({name: means[name] for name in self.model})
 

@@ -41,6 +41,9 @@ class Scaffold(Client):
         Karimireddy et al. 2020, Algorithm 1, option II.
     """
 
+    needs_automatic = "adds control variates to the gradients of one loss"
+    may_unfreeze = False
+
     shares = EVERYTHING
 
     control: Memory

@@ -30,11 +30,13 @@ class _Factorized(nn.Module):
         bias: (out,) or None.
         threshold: entries of mu below it in size count as zero wherever the model is used or sent, but not while it is
             trained.
+        is_copy: whether it is a frozen copy of another layer, such as a momentum encoder's. It has no penalty.
     """
 
     bias: nn.Parameter | None
     mu: nn.Parameter | None
     threshold: float = 0.0
+    is_copy: bool = False
 
     def __init__(
         self, rows: int, columns: int, rank: int, weight_shape: tuple[int, ...], bias: bool, mask: bool
@@ -260,7 +262,9 @@ def factorize(
 ) -> nn.Module:
     """Replace every ``Conv2d`` and ``Linear`` inside a module by its factorized kind, in place.
 
-    Frozen layers and those without any weights stay as they are.
+    Frozen layers and those without any weights stay as they are. A frozen copy of a trained part (a momentum encoder)
+    is factorized as its original is. If their values were equal, they stay so; a copy with other values keeps these,
+    as by ``start="dense"``, which takes a mask: without one, it stays dense, and so does its original.
 
     Args:
         module: any network.
@@ -298,7 +302,16 @@ def factorize(
         new.threshold = threshold
         return new
 
-    return replace_layers(module, make)
+    return replace_layers(module, make, load=_keep_values if mask else None)
+
+
+@torch.no_grad()
+def _keep_values(new: nn.Module, old: nn.Module) -> None:
+    """Let a frozen copy go on computing what it did: nothing of it is below a threshold."""
+    assert isinstance(new, _Factorized)
+    assert isinstance(old.weight, Tensor)
+    new.threshold = 0.0
+    new.load_dense(old.weight, old.bias)  # type: ignore[arg-type]
 
 
 def factorized_layers(module: nn.Module) -> Iterator[tuple[str, _Factorized]]:
@@ -307,6 +320,10 @@ def factorized_layers(module: nn.Module) -> Iterator[tuple[str, _Factorized]]:
 
 
 def l1_norm_of_masks(module: nn.Module) -> Tensor:
-    """Return the sum of ``|mu|`` over all factorized layers, a scalar with a gradient (SimFed, Eq. 7)."""
-    norms = [layer.mu.abs().sum() for _, layer in factorized_layers(module) if layer.mu is not None]
+    """Return the sum of ``|mu|`` over all factorized layers, a scalar with a gradient (SimFed, Eq. 7).
+
+    Frozen copies of layers, which nothing minimizes, are left out.
+    """
+    layers = [layer for _, layer in factorized_layers(module) if not layer.is_copy]
+    norms = [layer.mu.abs().sum() for layer in layers if layer.mu is not None]
     return torch.stack(norms).sum() if norms else torch.zeros(())

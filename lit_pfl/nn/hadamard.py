@@ -127,9 +127,11 @@ class _Hadamard(nn.Module):
         w1: makes W1; its parameters are the shared factors.
         w2: makes W2; its parameters are the private factors of a personalized layer.
         bias: (out,), zero at first, or None.
+        is_copy: whether it is a frozen copy of another layer, such as a momentum encoder's.
     """
 
     bias: nn.Parameter | None
+    is_copy: bool = False
 
     def __init__(self, make: Callable[[], nn.Module], out: int, bias: bool, rank: int, personal: bool) -> None:
         super().__init__()
@@ -237,7 +239,8 @@ def hadamard(
 ) -> nn.Module:
     """Replace every ``Conv2d`` and ``Linear`` inside a module by its Hadamard kind, freshly drawn, in place.
 
-    Frozen layers and those without any weights stay as they are.
+    Frozen layers and those without any weights stay as they are. A frozen copy of a trained part (a momentum encoder)
+    is replaced as its original is, and starts with the same factors. If its values differed, both stay dense.
 
     Args:
         module: any network.

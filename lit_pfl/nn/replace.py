@@ -2,25 +2,34 @@
 
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lit_pfl.errors import ConfigError
+from lit_pfl.nn.copies import Copy, frozen_copies
 
 
 def replace_layers(
     module: nn.Module,
     make: Callable[[nn.Conv2d | nn.Linear], nn.Module],
     keep: Callable[[str], bool] = lambda path: False,
+    load: Callable[[nn.Module, nn.Module], None] | None = None,
 ) -> nn.Module:
     """Replace every ``Conv2d`` and ``Linear`` inside a module, in place; frozen and empty ones stay as they are.
+
+    A frozen copy of a trained part, such as a momentum encoder, is replaced as its original is, so that the two go on
+    having the same parameters in the same order. It stays frozen.
 
     Args:
         module: any network.
         make: returns the new layer for an old one; type, device and training mode are then made alike.
         keep: says of a layer's path whether it stays as it is.
+        load: gives a new layer the weight and the bias of an old one, for frozen copies that have other values than
+            their originals. Without it these stay as they are, and so do their originals.
 
     Returns:
         The same network; or the new layer, if ``module`` is such a layer itself. A layer in two places stays one.
@@ -31,8 +40,10 @@ def replace_layers(
     """
     made: dict[nn.Module, nn.Module] = {}
     places = places_of_weights(module)
+    copies = frozen_copies(module)
+    stay = _left_alone(copies, load is not None)
     for path, layer in list(module.named_modules(remove_duplicate=False)):
-        if not isinstance(layer, nn.Conv2d | nn.Linear) or keep(path):
+        if not isinstance(layer, nn.Conv2d | nn.Linear) or keep(path) or layer in stay:
             continue
         if is_lazy(layer.weight):
             raise ConfigError(f"Layer {path!r} does not know its shape yet: run a batch through the network first.")
@@ -46,7 +57,34 @@ def replace_layers(
         if not path:
             return made[layer]
         module.set_submodule(path, made[layer])
+    for copy in copies:
+        for path, (layer, original) in copy.layers.items():
+            if original in made:
+                check_plain(layer, path, places)  # type: ignore[arg-type]
+                made[layer] = _frozen_copy(made[original], layer, None if copy.equal else load)
+    for path, layer in list(module.named_modules(remove_duplicate=False)):
+        if layer in made:
+            module.set_submodule(path, made[layer])
     return module
+
+
+def _left_alone(copies: list[Copy], loads: bool) -> set[nn.Module]:
+    """Return the layers that stay as they are because a copy cannot keep its values, and say so."""
+    different = [copy for copy in copies if not copy.equal and not loads]
+    for copy in different:
+        rank_zero_warn(
+            f"{copy.path!r} is built like {copy.original!r} and frozen, but has other values, which factors cannot "
+            "hold, so both stay dense. If it is a moving average, start it as a copy to have both factorized."
+        )
+    return {layer for copy in different for pair in copy.layers.values() for layer in pair}
+
+
+def _frozen_copy(new: nn.Module, old: nn.Module, load: Callable[[nn.Module, nn.Module], None] | None) -> nn.Module:
+    copy = deepcopy(new).requires_grad_(False).train(old.training)
+    copy.is_copy = True  # type: ignore[assignment]
+    if load is not None:
+        load(copy, old)
+    return copy
 
 
 def places_of_weights(module: nn.Module) -> Counter[int]:

@@ -17,7 +17,8 @@ def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: 
     altogether, and a single weight of 1 returns that payload's values unchanged.
 
     Args:
-        payloads: J payloads with the same names and shapes.
+        payloads: J payloads with the same names and shapes. Of a tensor that only some of them have, as one that has
+            just been unfrozen somewhere, the mean is over these.
         weights: J numbers that sum to 1.
         names: which tensors to average; by default all of the first payload's.
 
@@ -26,7 +27,16 @@ def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: 
     """
     terms = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight != 0]
     wanted = list(payloads[0]) if names is None else list(names)
-    return Payload({name: _weighted_sum([(p[name], w) for p, w in terms]) for name in wanted}, payloads[0].sparse)
+    return Payload({name: _weighted_sum(_terms_of(name, terms)) for name in wanted}, payloads[0].sparse)
+
+
+def _terms_of(name: str, terms: Sequence[tuple[Payload, float]]) -> list[tuple[Tensor, float]]:
+    """Return a tensor of every payload that has it, with weights that sum to what all weights sum to."""
+    own = [(payload[name], weight) for payload, weight in terms if name in payload]
+    if len(own) == len(terms) or not own:
+        return own
+    scale = sum(weight for _, weight in terms) / sum(weight for _, weight in own)
+    return [(tensor, weight * scale) for tensor, weight in own]
 
 
 def _weighted_sum(terms: list[tuple[Tensor, float]]) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks.plain import Line
-from lit_pfl import Server
 from lit_pfl.links import LocalHub
 from lit_pfl_callbacks import FederatedLoop
 
@@ -44,7 +43,7 @@ link, hub, fits = Doubles(), LocalHub(), []
 epochs, weight = fit(link, 6)
 for site in range(2):
     hub.add(site, lambda: fits.append(fit(hub.link, 2)))
-rounds = hub.run(Server()).round
+rounds = hub.run().round
 saw = {
     "epochs": epochs, "weight": weight, "samples": link.samples, "exchanged": link.exchanged, "rounds": rounds,
     "fits": fits,

@@ -1,7 +1,4 @@
-"""The table of clients beside another run."""
-
-import re
-from types import SimpleNamespace
+"""The table of clients, and its file."""
 
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -27,57 +24,6 @@ class Scored(Group):
             for client in range(3)
             for model, less in (("personalized", 0.0), ("other", 0.4))
         ]
-
-
-def baseline(folder, accuracies):
-    """Write what another run has left: its scores of two rounds."""
-    lines = ["client,round,split,model,n,acc,loss"]
-    for round in (1, 2):
-        for model, less in (("personalized", 0), ("other", 0.3)):
-            lines += [f"{k},{round},val,{model}:after,8,{a * round / 2 - less},1.0" for k, a in accuracies.items()]
-    folder.mkdir()
-    (folder / "clients.csv").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-def test_gains_over_the_last_scores_of_a_baseline(tmp_path, capsys):
-    table = ClientsTable(baseline=baseline(tmp_path / "alone", {0: 0.4, 1: 0.7, 5: 0.9}))
-    trainer(tmp_path, 3, [table]).fit(Scored(), batches(), batches())
-    lines = rows(tmp_path / "run" / "clients.csv")
-    assert list(lines[0]) == ["client", "round", "split", "model", "n", "acc", "loss", "acc_gain"]
-    assert len(lines) == 3 * 6
-    gains = {(line["client"], line["round"]): line["acc_gain"] for line in lines if "personalized" in line["model"]}
-    assert float(gains["0", "3"]) == pytest.approx(0.503 - 0.4)
-    assert float(gains["1", "1"]) == pytest.approx(0.601 - 0.7)
-    assert gains["2", "3"] == ""  # not in the baseline
-    assert {line["acc_gain"] for line in lines if "other" in line["model"]} == {""}
-    shown = capsys.readouterr().out
-    assert "gain in" in shown
-    assert re.search(r"mean .*\+0\.0030", shown)  # of 0.103 and -0.097
-    assert re.search(r"std .* 0\.1000", shown)
-    assert re.search(r"worst 10% .*-0\.0970", shown)
-    assert "Worse off in accuracy than in the baseline: 1 of 2." in shown
-
-
-def test_where_less_is_better_a_gain_is_what_is_less(tmp_path):
-    module = SimpleNamespace(higher_is_better={"loss": False})
-    table = ClientsTable(baseline=baseline(tmp_path / "alone", {0: 0.4}))
-    row = Score(0, 1, "val", "personalized:before", 8, {"loss": 0.75})
-    assert table.baseline.gains([row], module.higher_is_better) == {"loss": {0: 0.25}}
-    assert table.baseline.gains([row._replace(split="test")], module.higher_is_better) == {}
-
-
-def test_a_later_test_of_another_state_does_not_change_a_baseline(tmp_path):
-    folder = baseline(tmp_path / "alone", {0: 0.4})
-    with (folder / "clients.csv").open("a") as file:
-        file.write("0,2,val,personalized:before,8,0.1,1.0\n")
-    row = Score(0, 3, "val", "personalized:before", 8, {"acc": 0.5})
-    assert ClientsTable(baseline=folder).baseline.gains([row], {"acc": True})["acc"][0] == pytest.approx(0.1)
-
-
-def test_a_baseline_without_scores_is_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match="baseline='.*nowhere'.*clients.csv"):
-        ClientsTable(baseline=tmp_path / "nowhere")
 
 
 def test_a_module_that_tells_no_scores_has_no_table(tmp_path, capsys):

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
-from lit_pfl.server import Server
 from lit_pfl_callbacks import FederatedLoop
 
 SIZES, ROUNDS, EPOCHS, LR = (300, 200, 150, 100), 3, 2, 0.1
@@ -101,7 +100,7 @@ def test_four_trainers_of_plain_modules_compute_fedavg_exactly():
         loop = FederatedLoop(hub.link, every_n_epochs=EPOCHS)
         trainer = quiet_trainer(counters[client], loop, max_epochs=ROUNDS * EPOCHS)
         hub.add(client, lambda t=trainer, m=module, x=loader: t.fit(m, x))
-    coordinator = hub.run(Server())
+    coordinator = hub.run()
 
     for module, net in zip(federated, reference(), strict=True):
         for (name, ours), expected in zip(module.net.state_dict().items(), net.state_dict().values(), strict=True):
@@ -118,7 +117,7 @@ def test_modules_start_from_the_first_client_s_weights():
         trainer = quiet_trainer(FederatedLoop(hub.link), max_epochs=1, limit_train_batches=1)
         module.configure_optimizers = lambda m=module: torch.optim.SGD(m.parameters(), lr=0.0)
         hub.add(client, lambda t=trainer, m=module, x=loaders()[client]: t.fit(m, x))
-    hub.run(Server())
+    hub.run()
     for module in different:
         torch.testing.assert_close(module.net[0].weight, start)
 
@@ -128,7 +127,7 @@ def test_share_by_name_keeps_the_head_at_home():
     for client, module in enumerate(federated):
         trainer = quiet_trainer(FederatedLoop(hub.link, share=r"^net\.0\."), max_epochs=2)
         hub.add(client, lambda t=trainer, m=module, x=loaders()[client]: t.fit(m, x))
-    hub.run(Server())
+    hub.run()
     assert torch.equal(federated[0].net[0].weight, federated[3].net[0].weight)
     assert not torch.equal(federated[0].net[3].weight, federated[3].net[3].weight)
 
@@ -207,11 +206,11 @@ def test_a_lazy_layer_is_named_until_it_has_seen_a_batch():
     hub = LocalHub()
     hub.add(0, lambda: quiet_trainer(FederatedLoop(hub.link), max_epochs=1).fit(module, loaders()[3]))
     with pytest.raises(MisconfigurationException, match=r"'net.3.weight' of PlainModule .* run one through") as error:
-        hub.run(Server())
+        hub.run()
     assert "\n" not in str(error.value)
     module.net(torch.zeros(2, 64))
     hub.add(0, lambda: quiet_trainer(FederatedLoop(hub.link), max_epochs=1).fit(module, loaders()[3]))
-    assert hub.run(Server()).round == 1
+    assert hub.run().round == 1
 
 
 def test_an_unknown_number_of_samples_is_asked_for():
@@ -244,7 +243,7 @@ def test_a_checkpoint_of_the_middle_of_a_round_is_refused(tmp_path):
             max_epochs=epochs, callbacks=[loop, saves], accelerator="cpu", logger=False, enable_progress_bar=False
         )
         hub.add(0, lambda: trainer.fit(module, loaders()[0], **options))
-        hub.run(Server())
+        hub.run()
 
     fit(4)
     with pytest.raises(
@@ -300,7 +299,7 @@ def test_a_fit_that_never_joins_is_named(why):
     for client in range(2):
         hub.add(client, lambda client=client: fit(client))
     with pytest.raises(ConfigError, match="Client 1: its fit ended before it had joined. .*drop_last=True") as error:
-        hub.run(Server())
+        hub.run()
     assert "\n" not in str(error.value)
 
 

@@ -10,6 +10,7 @@ from callbacks.plain import Line, batches
 from lit_pfl import Payload, Server
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
+from lit_pfl.methods import Scaffold
 from lit_pfl_callbacks import FederatedLoop, JoinInfo
 from tiny import trainer
 
@@ -27,6 +28,27 @@ def test_what_clients_mark_as_sparse_on_joining_is_sent_back_as_sparse():
     assert ledger.total < 1000
 
 
+def test_without_a_server_modules_as_they_are_are_averaged():
+    def models(*server):
+        hub, modules = LocalHub(), [Line(), Line()]
+        for site, module in enumerate(modules):
+            module.net.weight.data += site
+            hub.add(site, lambda m=module: trainer(1, callbacks=[FederatedLoop(hub.link)]).fit(m, batches()))
+        assert hub.run(*server).round == 1
+        return [module.net.weight for module in modules]
+
+    default, given = models(), models(Server())
+    assert torch.equal(default[0], default[1])
+    assert torch.equal(default[0], given[0])
+
+
+def test_without_a_server_modules_under_a_method_are_refused():
+    hub = LocalHub()
+    hub.add(3, lambda: trainer(1, callbacks=[FederatedLoop(hub.link)]).fit(Scaffold(learner=Line()), batches()))
+    with pytest.raises(ConfigError, match=r"client 3 is under a method, .* run\(module.configure_server\(\)\)\.$"):
+        hub.run()
+
+
 def run(folder, rounds, paths=(None, None), state=None):
     """Run sites that keep a checkpoint of every round; return the server's states, and the coordinator."""
     hub, states = LocalHub(), {}
@@ -39,7 +61,7 @@ def run(folder, rounds, paths=(None, None), state=None):
     for site, last in enumerate(rounds):
         hub.add(site, lambda site=site, last=last: fit(site, last))
     after = lambda coordinator: states.update({coordinator.round: copy.deepcopy(coordinator.state_dict())})  # noqa: E731
-    return states, hub.run(Server(), state=state, after_round=after)
+    return states, hub.run(state=state, after_round=after)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from lit_pfl.factorization import Factorization
 from lit_pfl.low_rank import as_matrix
 from lit_pfl.methods import FedAvg, FedSLR
 from lit_pfl.methods.fedslr import GKR, MIXED
+from lit_pfl.models import Backbone
 from tiny import GroupNet, TinyNet, assert_equal, client, digits, run, spec, weights
 
 Weights = dict[str, np.ndarray]
@@ -252,6 +253,37 @@ def test_large_penalties_leave_one_component_alone():
     assert not any(p.any() for member in nothing_personal.clients.values() for p in member.personal.parameters())
 
 
+class WithoutBiases(Backbone):
+    """A network of matrices alone: where all are zero, nothing has a gradient."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        body = nn.Sequential(nn.Conv2d(channels, 16, 3, stride=2, bias=False), nn.ReLU(), nn.Flatten())
+        super().__init__(body, nn.Linear(144, classes, bias=False))
+
+
+@pytest.mark.parametrize("p_init", ["zero", "copy"])
+def test_with_nothing_common_a_client_learns_only_if_p_starts_as_a_copy(p_init):
+    """Table 7: after round 1 all matrices of w are zero, and if p is zero too, so is every gradient."""
+    method = client(FedSLR, backbone=WithoutBiases, lam=10.0, p_init=p_init, optimizer=sgd(0.1), scheduler=None)
+    data = digits(4, batch_size=16, evaluate_on="all")
+    federation = run(method, data, rounds=8, local_epochs=3, participation=0.25, evaluate="after")
+    [first], *later = chosen(federation, 8)
+    late = {client for [client] in later if client != first}
+    assert len(late) > 1
+    accuracies = {row.client: row.scores["acc"] for row in federation.rows if row.model.startswith(MIXED)}
+    for k in late:
+        member = federation.clients[k]
+        member.download(federation.coordinator.server.shown(k))
+        assert not any(w.any() for w in member.learner.parameters())
+        with member.personalized() as network, torch.enable_grad():
+            images, labels = next(iter(member.data.train))
+            nn.functional.cross_entropy(network(images), labels).backward()
+            learns = {bool(weight.grad.any()) for weight in network.parameters()}
+        assert learns == {p_init == "copy"}
+        assert (accuracies[k] > 0.5) == (p_init == "copy"), accuracies
+        assert {bool(p.any()) for p in member.personal.parameters()} == {p_init == "copy"}
+
+
 # ------------------------------------------------------------------------------------------------------------ payloads
 
 
@@ -342,16 +374,17 @@ def test_both_models_are_evaluated(evaluate, backbone):
         assert row.scores["acc"] == pytest.approx(correct / row.n, abs=1e-6)
         nonzero = sum(int((p != 0).sum()) for p in member.personal.parameters())
         common = member.common_parameters.item()
-        assert row.scores["parameters"] == common + nonzero * row.model.startswith(MIXED)
+        assert row.sizes["parameters"] == common + nonzero * row.model.startswith(MIXED)
     if evaluate == "after":
         assert common == federation.coordinator.server.reply(0).elements
         assert common < sum(p.numel() for p in member.backbone.parameters())
     metrics = summary(federation.rows, "test", {"acc": True})
     for prefix, model in (("test", MIXED), ("test/GKR", GKR)):
-        rows = [row.scores for row in federation.rows if row.model.startswith(model)]
-        for name in ("acc", "parameters"):
-            assert metrics[f"{prefix}/{name}"] == pytest.approx(np.mean([scores[name] for scores in rows]))
-            assert metrics[f"{prefix}/{name}_std"] == pytest.approx(np.std([scores[name] for scores in rows]))
+        rows = [row for row in federation.rows if row.model.startswith(model)]
+        assert metrics[f"{prefix}/acc"] == pytest.approx(np.mean([row.scores["acc"] for row in rows]))
+        assert metrics[f"{prefix}/acc_std"] == pytest.approx(np.std([row.scores["acc"] for row in rows]))
+        count = metrics[f"{prefix.replace('test', 'model')}/parameters"]  # no score, of no split
+        assert count == pytest.approx(np.mean([row.sizes["parameters"] for row in rows]))
 
 
 def test_the_personal_component_learns_what_the_common_model_lacks():

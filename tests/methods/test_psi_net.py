@@ -18,7 +18,7 @@ from lit_pfl.models import Backbone, psi
 from lit_pfl.nn import GroupedNorm
 from lit_pfl.ops import mean_of_rows, weighted_mean
 from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo
+from lit_pfl.server import ClientInfo, UniformServer, Weighting
 from tiny import Backwards, TinyNet, assert_equal, client, digits, run, spec, trainer, weights
 
 
@@ -72,7 +72,8 @@ class DensePlainAveraging(PlainAveraging):
 
 @pytest.mark.parametrize(("options", "same"), [({"groups": 1}, FedAvg), ({"structure": "dense"}, DensePlainAveraging)])
 def test_without_groups_it_is_fedavg_bit_for_bit(options, same):
-    ours = run(method(**options), few_classes(), participation=3)
+    ours = run(method(weighting="samples", **options), few_classes(), participation=3)
+    assert len(set(ours.coordinator.server.num_samples.values())) > 1
     theirs = run(client(same, backbone=Net, norm_stats="averaged"), few_classes(), participation=3)
     assert_equal(weights(ours), weights(theirs))
     assert ours.traffic.state_dict() == theirs.traffic.state_dict()
@@ -80,7 +81,7 @@ def test_without_groups_it_is_fedavg_bit_for_bit(options, same):
 
 
 def test_where_everybody_has_every_class_it_is_fedavg_of_the_same_network():
-    ours = run(method(), digits(3))
+    ours = run(method(weighting="samples"), digits(3))
     theirs = run(client(PlainAveraging, backbone=Net, norm_stats="averaged"), digits(3))
     assert_equal(weights(ours), weights(theirs))
 
@@ -172,11 +173,13 @@ OWN = {0: [0, 2], 1: [2], 2: [0], 4: [1, 2]}
 ROWS = {"grouped": [0, 0, 1, 1, 2, 2], "head": [2, 0, 1, 0]}
 
 
-def joined(trim: bool) -> tuple[PsiNetServer, dict[str, np.ndarray], dict[int, Payload]]:
+def joined(
+    trim: bool, weighting: Weighting = "uniform"
+) -> tuple[PsiNetServer, dict[str, np.ndarray], dict[int, Payload]]:
     """A server of four clients, what they started from, and an upload of each."""
     rng = np.random.default_rng(1)
     initial = {"shared": rng.normal(size=(3,)), "grouped": rng.normal(size=(6, 2)), "head": rng.normal(size=(4,))}
-    server = PsiNetServer({name: torch.tensor(rows) for name, rows in ROWS.items()}, trim)
+    server = PsiNetServer({name: torch.tensor(rows) for name, rows in ROWS.items()}, trim, weighting)
 
     def payload(k: int, noise: float, **more: Tensor) -> Payload:
         tensors = {
@@ -200,20 +203,36 @@ def test_the_model_is_put_together_from_all_clients():
         np.testing.assert_array_equal(server.model[name].numpy(), tensor)
 
 
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
 @pytest.mark.parametrize("trim", [True, False])
 @pytest.mark.parametrize("present", [[0, 1, 2, 4], [0, 1], [1, 2], [2]])
-def test_a_group_is_averaged_over_its_owners_and_keeps_its_value_without_any(trim, present):
-    server, initial, uploads = joined(trim)
+def test_a_group_is_averaged_over_its_owners_and_keeps_its_value_without_any(trim, present, weighting):
+    """Eq. 7 and 8: plain means over clients; or weighted by their 10, 11, 12 and 14 samples."""
+    server, initial, uploads = joined(trim, weighting)
     server.aggregate(1, {k: uploads[k] for k in present})
     for name, before in initial.items():
         parts = []
         for k in present:
             rows = rows_of(k, name)
             tensor = uploads[k][name].numpy()
-            parts.append((tensor if trim else tensor[rows], rows, 10 + k))
+            parts.append((tensor if trim else tensor[rows], rows, 10 + k if weighting == "samples" else 1))
         np.testing.assert_allclose(server.model[name].numpy(), reference(parts, before))
     if 4 not in present:
         np.testing.assert_array_equal(server.model["grouped"][2:4].numpy(), initial["grouped"][2:4])
+
+
+def test_the_papers_plain_mean_is_the_default():
+    """Eq. 7 and 8 have no numbers of samples; of a network that is not divided either."""
+    for options, kind in (({}, PsiNetServer), ({"structure": "dense"}, UniformServer)):
+        federation = run(method(**options), few_classes(), rounds=1)
+        server = federation.coordinator.server
+        assert isinstance(server, kind)
+        assert len(set(server.num_samples.values())) > 1
+        uploads = {k: own.upload() for k, own in federation.clients.items()}
+        server.aggregate(2, uploads)
+        name = "backbone.body.0.weight"
+        mean = torch.stack([upload[name] for upload in uploads.values()]).mean(0)
+        torch.testing.assert_close(server.model[name], mean)
 
 
 def test_replies_are_the_rows_of_the_client():

@@ -1,7 +1,6 @@
 """The clients of a SuperNode."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,12 @@ from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.threads import choose_threads, computing
 from lit_pfl.engines.trainers import check_client_options, client_trainer
 from lit_pfl.errors import UploadError
-from lit_pfl.links.flower.messages import clients_in, pack, unpack
+from lit_pfl.lightning_internals import MemoryCheckpointIO
+from lit_pfl.links.flower.messages import SIZE, clients_in, pack, unpack
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.links.flower.states import States
 from lit_pfl.payload import FROM_FACTORS, Payload
+from lit_pfl_callbacks import FederatedLoop
 
 MakeMethod = Callable[[UserConfig], Client]
 MakeData = Callable[[Context], Mapping[int, ClientData]]
@@ -116,7 +117,7 @@ class Node:
         self.folder = Path(str(context.node_config.get("folder", "lit-pfl-clients")))
         self.draws = Draws(plan.seed)
         self.local_epochs = plan.local_epochs or prototype.fewest_epochs
-        self._make_trainer = partial(client_trainer, trainer, options, rounds=plan.rounds)
+        self._options = options
 
     def _build(self, client: int) -> Client:
         data = self.data[client]
@@ -129,7 +130,7 @@ class Node:
 
     def join(self) -> RecordDict:
         """Return who lives here: numbers of samples, and what is shared before training."""
-        records = pack({client: self._build(client).initial() for client in self.data})
+        records = pack({client: self._build(client).joining() for client in self.data})
         records["samples"] = MetricRecord({str(client): data.num_samples for client, data in self.data.items()})
         return records
 
@@ -146,6 +147,9 @@ class Node:
             reply, states = self._reply(records, client, engine), States(self.folder, run, client)
             states.take_up(engine, answered)
             try:
+                if client in engine.left:
+                    troubles[str(client)] = [f"Client {client}: a callback has ended its training.", ""]
+                    continue
                 with self._computing(client, engine):
                     upload = engine.train({client: reply}, completed)[client]
                     if isinstance(upload, UploadError):
@@ -169,8 +173,10 @@ class Node:
             reply = None if round else self._reply(records, int(client), engine)
             with self._computing(int(client), engine):
                 for model in engine.clients[int(client)].evaluated:
-                    score = engine.evaluate(int(client), model, "test", reply, self.trainer)
-                    answer[f"{client}/{model}"] = MetricRecord({"n": score.n, **score.values})
+                    score = engine.evaluate(int(client), model, "test", reply)
+                    answer[f"{client}/{model}"] = MetricRecord(
+                        {"n": score.n, **score.values, **{SIZE + name: value for name, value in score.sizes.items()}}
+                    )
                     directions.update(score.higher_is_better)
         answer["higher_is_better"] = directions
         return answer
@@ -185,6 +191,9 @@ class Node:
         module = self._build(client)
         module.initial()  # as when it joined, which may change shapes
         return LocalEngine({client: module}, self.plan.seed, self.local_epochs, self._make_trainer)
+
+    def _make_trainer(self, client: Client, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
+        return client_trainer(client, self.trainer, self._options, loop, memory, self.plan.rounds, self.plan.seed)
 
     def _computing(self, client: int, engine: LocalEngine) -> Any:
         data, learner = self.data[client], engine.clients[client].learner

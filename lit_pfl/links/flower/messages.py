@@ -13,6 +13,8 @@ from lit_pfl.errors import PayloadError, UploadError
 from lit_pfl.payload import FROM_FACTORS, Payload
 
 PAYLOADS, LAYOUT = "payloads", "layout"
+#: what names begin with, among a model's scores, of what else is told of it
+SIZE = "size/"
 
 
 def pack(payloads: Mapping[int, Payload]) -> RecordDict:

@@ -17,6 +17,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import Row, summary
 from lit_pfl.lightning_internals import AtomicCheckpointIO, read_whole
 from lit_pfl.links.flower.clients import MakeMethod, same_everywhere
+from lit_pfl.links.flower.messages import SIZE
 from lit_pfl.links.flower.nodes import Nodes
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.payload import Payload
@@ -175,7 +176,9 @@ class FlowerServer:
         rows = []
         for client, model, n, values in scores:
             kind = f"{model}:{'before' if answered[client] else 'joining'}"
-            rows.append(Row(client, self.coordinator.round, "test", kind, n, values))
+            sizes = {name.removeprefix(SIZE): value for name, value in values.items() if name.startswith(SIZE)}
+            own = {name: value for name, value in values.items() if not name.startswith(SIZE)}
+            rows.append(Row(client, self.coordinator.round, "test", kind, n, own, sizes))
         records = [{**dict(zip(COLUMNS, row, strict=False)), **row.scores} for row in rows]  # scores have no one column
         write_rows(self.folder / "clients.csv", records)
         means = summary(rows, "test", {"acc": True, **higher_is_better})

@@ -1,0 +1,77 @@
+"""What a client's own Trainer monitors: schedules and callbacks that wait for a validation score."""
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer import call
+
+from lit_pfl.client import Client
+from lit_pfl.engines.streams import scoring_draws
+from lit_pfl.errors import ConfigError
+from lit_pfl.evaluation import RUNNING, score
+from lit_pfl.learners import STAGE
+from lit_pfl.lightning_internals import show_scores, told_evaluating
+
+
+def monitored(trainer: L.Trainer) -> dict[str, str]:
+    """Return the names of the scores that a Trainer's schedules and callbacks monitor, each with who does."""
+    schedules = {
+        str(config.monitor): type(config.scheduler).__name__
+        for config in trainer.lr_scheduler_configs
+        if config.reduce_on_plateau and config.strict
+    }
+    callbacks = {
+        monitor: type(callback).__name__
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(monitor := getattr(callback, "monitor", None), str)
+    }
+    return {**callbacks, **schedules}
+
+
+class OwnValidation:
+    """Validates a client on its own data at the end of a local epoch, if something in its Trainer waits for a score.
+
+    Training does not feel it: the client's random stream and the learner are put back afterwards.
+
+    Args:
+        client: the client.
+        seed: the federation's seed.
+    """
+
+    def __init__(self, client: Client, seed: int) -> None:
+        self.client, self.seed = client, seed
+        self._scored: set[str] = set()  # what only a validation has told so far
+
+    def __call__(self) -> None:
+        """Validate, unless all that is monitored has been logged in training."""
+        trainer = self.client.trainer
+        logged = trainer.callback_metrics.keys() - self._scored
+        if not monitored(trainer).keys() - logged:
+            return
+        data = self.client.data
+        assert data is not None
+        with scoring_draws(self.seed, self.client.spec.client_id), self.client.personalized() as learner:
+            logged_now = score(learner, data.val, "val").logged
+        show_scores(trainer, logged_now)
+        self._scored |= logged_now.keys()
+        with told_evaluating(self.client, RUNNING["val"]):
+            call._call_callback_hooks(trainer, "on_validation_end", monitoring_callbacks=True)
+
+
+def check_monitored(client: Client) -> None:
+    """See that a client whose Trainer monitors a validation score has data for it.
+
+    Raises:
+        ConfigError: when it has none.
+    """
+    assert client.data is not None
+    for name, who in monitored(client.trainer).items():
+        if STAGE.match(name) and not len(client.data.val):
+            raise ConfigError(
+                f"Client {client.spec.client_id}: {who} monitors {name!r}, and this client has no validation data; "
+                "give it some, or monitor a score of its training."
+            )
+
+
+def has_checkpoints(callbacks: list[L.Callback]) -> bool:
+    """Say whether one of some callbacks writes checkpoints."""
+    return any(isinstance(callback, Checkpoint) for callback in callbacks)

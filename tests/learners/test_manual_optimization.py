@@ -1,0 +1,156 @@
+"""Learners that step several optimizers themselves, under the methods that only change what is averaged."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lit_pfl.methods as methods
+from lit_pfl import Federation, Server
+from lit_pfl.data import PerClient
+from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import LastCheckpoint
+from lit_pfl.links import LocalHub
+from lit_pfl.methods import AgnosticFL, FedAvg, FedFOMO, SimFed, StandAlone
+from lit_pfl_callbacks import FederatedLoop
+from tiny import assert_equal, trainer, weights
+
+TAKE_IT = {
+    "StandAlone": {}, "FedAvg": {}, "FedPer": {"head": "^discriminator.2"}, "LGFedAvg": {"head": "^discriminator.2"},
+    "ClusteredFL": {}, "FedFOMO": {}, "SimFed": {"encoder": "discriminator.0", "factorization": None}, "AgnosticFL": {},
+    "PFedPara": {},
+}  # fmt: skip
+
+
+class GAN(L.LightningModule):
+    """As in Lightning's documentation: two optimizers in turn, one schedule, no validation."""
+
+    def __init__(self, returns_loss=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.discriminator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.returns_loss, self.steps = returns_loss, 0
+
+    def forward(self, z):
+        return self.generator(z)
+
+    def _loss(self, images, real):
+        wanted = torch.full((len(images), 1), float(real))
+        return nn.functional.binary_cross_entropy_with_logits(self.discriminator(images), wanted)
+
+    def training_step(self, batch, batch_idx):
+        (images,) = batch
+        first, second = self.optimizers()
+        z = torch.randn(len(images), 2)
+        self.toggle_optimizer(first)
+        g_loss = self._loss(self(z), True)
+        self.log("g_loss", g_loss, prog_bar=True)
+        self.manual_backward(g_loss)
+        self.clip_gradients(first, 1.0)
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+
+        with second.toggle_model():
+            d_loss = (self._loss(images, True) + self._loss(self(z).detach(), False)) / 2
+            self.manual_backward(d_loss)
+            second.step()
+            second.zero_grad()
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()
+        self.steps += 1
+        return {"loss": g_loss + d_loss} if self.returns_loss else None
+
+    def configure_optimizers(self):
+        one = torch.optim.Adam(self.generator.parameters(), lr=0.01)
+        other = torch.optim.Adam(self.discriminator.parameters(), lr=0.01)
+        return [one, other], [torch.optim.lr_scheduler.StepLR(one, 1, 0.5)]
+
+
+def loader(client):
+    samples = TensorDataset(torch.randn(12, 3, generator=torch.Generator().manual_seed(client)) + client)
+    return DataLoader(samples, 4, shuffle=True)
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, client):
+        super().__init__()
+        self.client = client
+
+    def train_dataloader(self):
+        return loader(self.client)
+
+    test_dataloader = train_dataloader
+
+
+def fit(method, rounds=2, ckpt_path=None, fitting=None, clients=3, **options):
+    federation = Federation(method, **{"seed": 1, "threads": 1, **options})
+    (fitting or trainer(rounds)).fit(
+        federation, datamodule=PerClient([Data(k) for k in range(clients)]), ckpt_path=ckpt_path
+    )
+    return federation
+
+
+@pytest.mark.parametrize("name", TAKE_IT)
+def test_a_gan_trains_and_a_resumed_run_is_the_same(name, tmp_path):
+    def run(folder, rounds, ckpt_path=None):
+        saving = trainer(rounds, callbacks=[LastCheckpoint(tmp_path / folder)], enable_checkpointing=True)
+        method = getattr(methods, name)(learner=GAN(), **TAKE_IT[name])
+        return fit(method, rounds, ckpt_path, saving)
+
+    whole = run("whole", 3)
+    assert not whole.coordinator.refused
+    assert [client.learner.steps for client in whole.clients.values()] == [9] * 3
+    run("cut", 1)
+    assert_equal(weights(whole), weights(run("cut", 3, tmp_path / "cut" / "last.ckpt")))
+    assert torch.isfinite(torch.tensor(whole.trainer.callback_metrics["train/loss"]))
+
+
+def test_alone_it_is_the_same_training():
+    federation, module = fit(StandAlone(learner=GAN()), clients=1), GAN()
+    assert not torch.equal(federation.clients[0].learner.generator[0].weight, module.generator[0].weight)
+    schedule = federation.clients[0].trainer.lr_scheduler_configs[0].scheduler
+    assert schedule.get_last_lr() == [0.01 * 0.25]
+
+
+def test_the_others_refuse_with_the_reason():
+    for name in methods.__all__:
+        if name in TAKE_IT:
+            continue
+        with pytest.raises(
+            ConfigError, match=r"^model\.learner: GAN steps its optimizers itself .*, but \S+ "
+        ) as error:
+            fit(getattr(methods, name)(learner=GAN(), head="^discriminator.2"))
+        assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"but model\.factorization adds the L1 norm of mu to the loss"):
+        fit(SimFed(learner=GAN(), encoder="discriminator.0"))
+
+
+class Other(FedAvg):
+    def objective(self, batch, batch_idx):
+        return 2 * super().objective(batch, batch_idx)
+
+
+def test_a_method_of_ones_own_that_changes_the_loss_refuses_too():
+    with pytest.raises(ConfigError, match=r"but Other minimizes more than the learner's loss"):
+        fit(Other(learner=GAN()))
+
+
+@pytest.mark.parametrize("method", [AgnosticFL, FedFOMO])
+def test_methods_that_compare_losses_need_one(method):
+    with pytest.raises(ConfigError, match=r"^model\.learner: training_step of GAN returns no loss, and .* compares"):
+        fit(method(learner=GAN(returns_loss=False)))
+    fit(FedAvg(learner=GAN(returns_loss=False)))
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, lambda module: FedAvg(learner=module)])
+def test_by_the_callback(wrap):
+    hub, modules = LocalHub(), [GAN() for _ in range(2)]
+    for client, module in enumerate(modules):
+        fitting = trainer(2, callbacks=[FederatedLoop(hub.link)])
+        hub.add(client, lambda t=fitting, m=wrap(module), c=client: t.fit(m, loader(c)))
+    hub.run(Server())
+    assert_equal({0: dict(modules[0].state_dict())}, {0: dict(modules[1].state_dict())})

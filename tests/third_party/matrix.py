@@ -1,0 +1,200 @@
+"""Every module under every method: whether it trains, is resumed and is scored as it is, or what is in the way.
+
+``python tests/third_party/matrix.py`` tries all of them and writes ``docs/third_party.md`` anew.
+"""
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import lit_pfl.methods
+from lit_pfl import Federation
+from lit_pfl.errors import ConfigError
+from lit_pfl.factorization import Factorization
+from lit_pfl.testing import assert_equal
+from modules import MODULES, Module
+
+PAGE = Path(__file__).parent.parent.parent / "docs/third_party.md"
+METHODS = lit_pfl.methods.__all__
+
+ROUNDS = 2
+TWO_EPOCHS = {"FedRep", "FedSLR"}  # which train two models in a round, one after the other
+
+#: why a module can be refused: what its line says, and what the page says of it
+REASONS = {
+    "chain": (
+        "FedMA matches the units of a plain chain of layers",
+        "needs a plain chain of layers of `lit_pfl.models`",
+    ),
+    "groups": ("PsiNet divides a `backbone`", "needs a `backbone` of `lit_pfl.models` with a linear head"),
+    "sgd": ("for plain SGD only", "needs plain SGD, and the module has another optimizer"),
+    "logits": ("use model.mixing=parameters", 'needs `mixing="parameters"`: `training_step` does not call `forward`'),
+    "density": ("give more", "needs `density=0.9`: frozen copies, which have no masks, are half of the network"),
+    "layers": (
+        "needs a convolution or a linear layer in the body",
+        "needs a convolution or a linear layer in the body",
+    ),
+    "body": ("trains a body, and this one has no weights", "needs a body with weights"),
+    "manual": ("steps its optimizers itself", "needs automatic optimization"),
+    "mu": (
+        "adds the L1 norm of mu to the loss",
+        "needs `factorization=Factorization(l1=0)`: the module makes its steps itself",
+    ),
+    "loss": ("compares losses", "needs a loss that `training_step` returns"),
+}
+#: options that are the answer to a reason
+ANSWERS: dict[str, dict[str, Any]] = {
+    "logits": {"mixing": "parameters"},
+    "density": {"density": 0.9},
+    "mu": {"factorization": Factorization(l1=0)},
+}
+BUILDS = {"FedMA": "chain", "PsiNet": "groups"}
+ADAM, SELF_SUPERVISED = {**BUILDS, "Scaffold": "sgd"}, {**BUILDS, "APFL": "logits"}
+STEPS = ("APFL", "Ditto", "FedDyn", "FedMA", "FedProx", "FedRep", "FedSLR", "FedSpa", "PerFedAvg", "PsiNet", "Scaffold")
+#: which methods refuse which module, and why; all others train it
+REFUSED: dict[str, dict[str, str]] = {
+    **{name: ADAM for name in ("ClassificationTask", "SemanticSegmentationTask", "RegressionTask", "NBeats",
+                               "TemporalFusionTransformer", "BertForSequenceClassification with LoRA", "BYOLTask")},
+    "MoCoTask": {**ADAM, "APFL": "logits"},
+    "DeepAR": {**ADAM, "FactorizedFL": "layers"},
+    "SimCLR": SELF_SUPERVISED,
+    "BYOL": {**SELF_SUPERVISED, "FedSpa": "density"},
+    "BoringModel": {**BUILDS, "FactorizedFL": "layers", "FedRep": "body"},
+    "LightningTransformer": BUILDS,
+    "GAN": {**dict.fromkeys(STEPS, "manual"), "FactorizedFL": "mu", "SimFed": "mu", "FedFOMO": "loss",
+            "AgnosticFL": "loss"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of a module under a method.
+
+    Attributes:
+        line: why it was refused before training; empty if it was trained, resumed and scored.
+        scores: metrics of clients that were told of, if it was.
+    """
+
+    line: str = ""
+    scores: frozenset[str] = frozenset()
+
+
+def quiet_trainer(folder: Path | None = None, **options: Any) -> L.Trainer:
+    callbacks = [] if folder is None else [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
+    return L.Trainer(
+        max_epochs=ROUNDS, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, enable_checkpointing=folder is not None, callbacks=callbacks, **options,
+    )  # fmt: skip
+
+
+def fit(module: Module, method: str, folder: Path | None = None, ckpt_path: Path | None = None, **options: Any) -> Any:
+    """Train two rounds of a federation, or go on from a checkpoint."""
+    kind = getattr(lit_pfl.methods, method)
+    epochs = {"local_epochs": 2} if method in TWO_EPOCHS else {}
+    torch.manual_seed(1)
+    federation = Federation(module.method(kind, **options), seed=3, threads=1, **epochs)
+    trainer = quiet_trainer(folder)
+    trainer.fit(federation, datamodule=module.per_client(), ckpt_path=ckpt_path, weights_only=module.weights_only)
+    return federation
+
+
+def outcome(name: str, method: str, **options: Any) -> Outcome:
+    """Try a module under a method.
+
+    Args:
+        name: of the module.
+        method: the method's name.
+        options: further ones of the method.
+
+    Raises:
+        AssertionError: when it is refused too late, or goes on in another way from a checkpoint.
+    """
+    module = MODULES[name]
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            whole = fit(module, method, Path(folder), **options)
+        except ConfigError as error:
+            assert not any(Path(folder).iterdir()), f"it is refused after a round: {error}"
+            return Outcome(str(error))
+        assert not whole.coordinator.refused, str(whole.coordinator.refused[0])
+        resumed = fit(module, method, ckpt_path=Path(folder) / "epoch=0.ckpt", **options)
+    states = [{k: c.state_dict() for k, c in run.clients.items()} for run in (whole, resumed)]
+    assert_equal(states[1], states[0], "resumed, the state of client")
+    assert resumed.rows == whole.rows, "resumed, the scores are others"
+    told = whole.trainer.callback_metrics
+    return Outcome(scores=frozenset(key.removeprefix("val/") for key in told if key.startswith("val/")))
+
+
+def reason_of(line: str) -> str:
+    """Return which reason a line gives."""
+    return next(reason for reason, (needle, _) in REASONS.items() if needle in line)
+
+
+def page(refused: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the page of the documentation, from the reasons for which modules were refused."""
+    used = {reason for reasons in refused.values() for reason in reasons.values()}
+    letters = {reason: chr(ord("a") + i) for i, reason in enumerate(reason for reason in REASONS if reason in used)}
+    rows = []
+    for method in METHODS:
+        reasons = [refused.get(name, {}).get(method) for name in MODULES]
+        cells = ["yes" if not r else f"{'yes ' * (r in ANSWERS)}({letters[r]})" for r in reasons]
+        rows.append(f"| `{method}` | {' | '.join(cells)} |")
+    modules = [
+        f"| {i} | {name} | `{module.library}` | {', '.join(sorted(f'`{score}`' for score in module.scores)) or '—'} |"
+        for i, (name, module) in enumerate(MODULES.items(), 1)
+    ]
+    footnotes = [f"- ({letters[reason]}) The method {REASONS[reason][1]}." for reason in letters]
+    numbers = " | ".join(map(str, range(1, len(MODULES) + 1)))
+    return TEMPLATE.format(
+        modules="\n".join(modules), numbers=numbers, rule="---|" * len(MODULES), rows="\n".join(rows),
+        footnotes="\n".join(footnotes),
+    )  # fmt: skip
+
+
+TEMPLATE = """# Modules of other libraries
+
+These modules train under the methods of lit-pfl as their libraries ship them: with their own optimizer, schedule, data module and
+logging. Each cell was tried by `tests/third_party`: two clients train two rounds, the run is saved after the first round and
+resumed, the resumed run has the same weights and scores bit for bit, and clients are scored by what the module logs itself. Where a
+method cannot train a module, it says so in one line before training.
+
+| | module | library | scores |
+|---|---|---|---|
+{modules}
+
+MoCoTask, BYOLTask and BoringModel log nothing in validation, so their clients have no scores.
+
+"yes" means that the module trains as it is. A letter is explained below the table; "yes" with a letter means that the method
+needs one option.
+
+| method | {numbers} |
+|---|{rule}
+{rows}
+
+{footnotes}
+
+Methods that treat heads or encoders apart are told where these are, for example `head=r"^model\\.fc\\."` and
+`encoder="model.layer4"` for a ResNet of ClassificationTask: see [Your module](your_module.md). Checkpoints of pytorch-forecasting
+hold classes of its own. To resume from one, call `trainer.fit(..., ckpt_path=..., weights_only=False)`, as without lit-pfl.
+
+A momentum encoder or another frozen copy of a trained part (MoCoTask, BYOL) is factorized like its original by `SimFed`,
+`FactorizedFL` and `PFedPara`, so its moving average goes on working. If the copy starts with other values, as in MoCoTask,
+`PFedPara` leaves both dense and says so.
+
+To try your own module under all methods, use `lit_pfl.testing.check_learner`.
+"""
+
+if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel("ERROR")
+    torch.set_num_threads(1)
+    seen = {name: {method: outcome(name, method).line for method in METHODS} for name in MODULES}
+    PAGE.write_text(page({name: {m: reason_of(line) for m, line in of.items() if line} for name, of in seen.items()}))
