@@ -121,7 +121,7 @@ class Coordinator:
         """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state."""
         self.under_way = True
         self.ledger.new_round(self.round + 1)
-        self._uploads, self._replies, self.refused = {}, {}, []
+        self._uploads, self._replies = {}, {}
 
     def train(self, engine: Trains, clients: Sequence[int]) -> None:
         """Let some of a round's participants train; all at once or one after another makes no difference.
@@ -228,7 +228,7 @@ class Coordinator:
     @property
     def refusals(self) -> list[Refusal]:
         """What :attr:`refused` says, as a table has it."""
-        return [Refusal(error.client, error.tensor, str(error)) for error in self.refused]
+        return [Refusal(self.round, error.client, error.tensor, str(error)) for error in self.refused]
 
     def expected(self, client: int) -> Expected:
         """Return names, shapes and types of the tensors that a client is to upload; none for one that never joined."""

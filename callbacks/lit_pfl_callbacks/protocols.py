@@ -166,11 +166,13 @@ class Refusal(NamedTuple):
     """An upload that was refused.
 
     Args:
+        round: the round that it is of, from 1.
         client: whose it was.
         tensor: name of the tensor that was wrong; empty where none was.
         reason: what was wrong, in one line.
     """
 
+    round: int
     client: int | None
     tensor: str
     reason: str

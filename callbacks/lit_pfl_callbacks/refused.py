@@ -1,13 +1,13 @@
 """Which uploads were refused, and why."""
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
 
-from lit_pfl_callbacks.protocols import HasRefusals
-from lit_pfl_callbacks.rounds import RoundTable, round_of
-
-COLUMNS = ["round", "client", "tensor", "reason"]
+from lit_pfl_callbacks.protocols import HasRefusals, Refusal
+from lit_pfl_callbacks.rounds import RoundTable
 
 
 class RefusedUploads(L.Callback):
@@ -18,27 +18,28 @@ class RefusedUploads(L.Callback):
     """
 
     def __init__(self) -> None:
-        self._table = RoundTable("refused.csv", COLUMNS)
-        self._written = 0
+        self._table = RoundTable("refused.csv", list(Refusal._fields))
+        self._written = 0  # the latest round that is written, or was there before
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """See that the file can be gone on with."""
         self._table.check(trainer)
-        self._written = 0
+        self._written = max((refusal.round for refusal in _refused(pl_module)), default=0)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write those of the round."""
-        self._write(trainer, pl_module)
+        self._table.add(trainer, self._new(pl_module))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Write those of the round that ends the run."""
-        if trainer.training and self._written != round_of(trainer):
-            self._write(trainer, pl_module)
+        if new := self._new(pl_module):
+            with suppress(OSError):  # which may be what ends it
+                self._table.add(trainer, new)
 
-    def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        refused = pl_module.refused if isinstance(pl_module, HasRefusals) else []
-        self._written = round_of(trainer)
-        self._table.add(trainer, [dict(zip(COLUMNS, (self._written, *one), strict=True)) for one in refused])
+    def _new(self, pl_module: L.LightningModule) -> list[dict[str, Any]]:
+        new = [refusal for refusal in _refused(pl_module) if refusal.round > self._written]
+        self._written = max((refusal.round for refusal in new), default=self._written)
+        return [refusal._asdict() for refusal in new]
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the file is."""
@@ -47,3 +48,7 @@ class RefusedUploads(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over where the file is."""
         self._table.load_state_dict(state_dict)
+
+
+def _refused(pl_module: L.LightningModule) -> Sequence[Refusal]:
+    return pl_module.refused if isinstance(pl_module, HasRefusals) else []

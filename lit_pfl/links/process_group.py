@@ -169,7 +169,7 @@ class ProcessGroupLink:
                 except UploadError as error:
                     uploads[client] = error
         self.coordinator.collect(uploads)
-        self._refused |= {client: reason for client, _, reason in self.coordinator.refusals if client is not None}
+        self._refused |= {client: reason for _, client, _, reason in self.coordinator.refusals if client is not None}
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 

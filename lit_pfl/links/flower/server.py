@@ -161,8 +161,8 @@ class FlowerServer:
         row |= {"uploads": len(clients) - len(self.coordinator.refused), **self.coordinator.ledger.of_round()}
         self.metrics.append(row)
         refusals = self.coordinator.refusals
-        self.nodes.refused |= {client: reason for client, _, reason in refusals if client is not None}
-        self.refused += [{"round": self.coordinator.round, **refusal._asdict()} for refusal in refusals]
+        self.nodes.refused |= {client: reason for _, client, _, reason in refusals if client is not None}
+        self.refused += [refusal._asdict() for refusal in refusals]
         self._save()
         write_rows(self.folder / "metrics.csv", self.metrics)
         if self.refused:
