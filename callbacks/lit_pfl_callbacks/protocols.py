@@ -114,8 +114,8 @@ class Traffic(Protocol):
 #: of what kind attributes are
 KINDS: dict[str, Any] = {
     "clients": Mapping, "rows": Sequence, "higher_is_better": Mapping, "traffic": Traffic, "seconds": Mapping,
-    "refused": Sequence, "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable, "test_samples": Callable,
-    "roles": Callable, "weight_parts": Callable,
+    "refused": Sequence, "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable,
+    "test_samples": Callable, "roles": Callable, "weight_parts": Callable,
 }  # fmt: skip
 
 

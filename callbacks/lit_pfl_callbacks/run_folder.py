@@ -54,7 +54,8 @@ class RunLogger(CSVLogger):
     never been interrupted. Where there is no metric called ``round``, the logged step takes its place.
 
     Args:
-        save_dir: folder of all runs; by default ``runs``, on the command line ``trainer.default_root_dir`` if given.
+        save_dir: folder of all runs. On the command line ``trainer.default_root_dir``, if given, takes the place of
+            ``runs``.
         name: folder of the runs of one kind.
         version: the run's own folder; by default ``version_`` and the next free number.
         add_only: whether all that is there stays as it is, rows of later rounds too: for scoring a finished run.
@@ -62,12 +63,12 @@ class RunLogger(CSVLogger):
 
     def __init__(
         self,
-        save_dir: str | None = None,
+        save_dir: str = RUNS,
         name: str | None = None,
         version: int | str | None = None,
         add_only: bool = False,
     ) -> None:
-        super().__init__(save_dir or RUNS, name=name, version=version, flush_logs_every_n_steps=1)
+        super().__init__(save_dir, name=name, version=version, flush_logs_every_n_steps=1)
         self.add_only = add_only
         self._numbers_itself = version is None
         self._rows: list[dict[str, Any]] | None = None

@@ -48,6 +48,7 @@ from lit_pfl_callbacks import (
     resume_command,
     run_folder,
 )
+from lit_pfl_callbacks.run_folder import RUNS
 
 #: what writes a run's tables and fills its loggers, as the defaults have it; a configuration may give its own in place
 WATCHING = (RefusedUploads, CommunicationLedger, RoundTimer, SparsityMonitor, Similarity, EmbeddingMap, ClientsTable)
@@ -171,10 +172,11 @@ class FederatedCLI(LightningCLI):
         folder = self.folder or (self.own.folder and Path(self.own.folder))
         if folder and loggers:
             place(loggers, folder)
+        for options in (one.init_args for one in loggers if hasattr(one, "init_args")):
+            if options.get("save_dir") == RUNS:
+                options.save_dir = root_of_runs(trainer.default_root_dir)
         for options in (one.init_args for one in loggers if is_run_logger(one)):
             options.add_only = self.scoring
-            if options.save_dir is None:
-                options.save_dir = root_of_runs(trainer.default_root_dir)
             if options.name is None:
                 method, data = (self.own[key].class_path.rpartition(".")[2] for key in ("model", "data"))
                 options.name = f"{method}-{data}"

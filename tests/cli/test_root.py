@@ -51,7 +51,7 @@ def test_a_test_of_a_checkpoint_writes_into_its_run(capsys):
     ("words", "folder"),
     [
         ([], "runs/FedAvg-Digits/version_0"),
-        (["--trainer.default_root_dir", "mine", "--trainer.logger.save_dir", "runs"], "runs/FedAvg-Digits/version_0"),
+        (["--trainer.default_root_dir", "mine", "--trainer.logger.save_dir", "own"], "own/FedAvg-Digits/version_0"),
         (["--trainer.default_root_dir", "mine", "--folder", "one"], "one"),
         (["--trainer.default_root_dir", "~/mine"], "home/mine/FedAvg-Digits/version_0"),
         (["--trainer.default_root_dir", "mine", "--trainer.logger", "true"], "mine/lightning_logs/version_0"),
