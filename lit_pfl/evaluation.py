@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lit_pfl.data.transfer import BATCH_HOOKS, batch_hook
 from lit_pfl.learners import (
     Recorder,
     SkipBatch,
@@ -23,7 +24,7 @@ from lit_pfl.learners import (
     training_loss,
     unchanged,
 )
-from lit_pfl.lightning_internals import show_scores, told_evaluating
+from lit_pfl.lightning_internals import in_hook, show_scores, told_evaluating
 from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
 from lit_pfl_callbacks.tensors import evaluating
 
@@ -137,10 +138,16 @@ def _tell(learner: L.LightningModule, hook: str, *args: Any) -> None:
 
 
 def transferred(learner: L.LightningModule, batch: Any) -> Any:
-    """Return a batch as a Trainer hands it to a learner: on its device, after the hooks that it meets on the way."""
-    batch = call_hook(learner, "on_before_batch_transfer", batch, 0)
-    batch = call_hook(learner, "transfer_batch_to_device", batch, learner.device, 0)
-    return call_hook(learner, "on_after_batch_transfer", batch, 0)
+    """Return a batch as a Trainer hands it to a learner: on its device, after the hooks that it meets on the way.
+
+    A hook of the client's own data module comes before the learner's, as in Lightning.
+    """
+    data = getattr(learner._trainer, "datamodule", None)
+    for name in BATCH_HOOKS:
+        device = [learner.device] if name == "transfer_batch_to_device" else []
+        with in_hook(learner, name):
+            batch = batch_hook(name, data, learner)(batch, *device, 0)
+    return batch
 
 
 def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, float]:

@@ -37,6 +37,17 @@ def test_texts(capsys):
     assert f"FedPer: {together:.3f}, gain {together - alone:+.3f}" in capsys.readouterr().out
 
 
+def test_adapters(capsys):
+    for library in ("peft", "transformers"):
+        pytest.importorskip(library)
+    results = run("adapters.py", rounds=1, shops=2)
+    sent = {name: kilobytes for name, (_, kilobytes) in results.items()}
+    assert sent["alone"] == 0
+    assert 0 < sent["personal adapters, common classifier"] < sent["common adapters"] < 10
+    assert all(0 < accuracy <= 1 for accuracy, _ in results.values())
+    assert f"{results['alone'][0]:.3f}" in capsys.readouterr().out
+
+
 def test_pictures_of_neurons(tmp_path):
     """Two nodes with two of three classes each; of the divided layer both have the group of the last class only."""
     pytest.importorskip("matplotlib")

@@ -14,6 +14,7 @@ protocol                 attribute                        who looks for it
 :class:`HasSeconds`      ``seconds``                      ``RoundTimer``
 :class:`HasMixing`       ``mixing()``                     ``Similarity``
 :class:`HasRanks`        ``from_all_ranks(tensors)``      ``Similarity``, ``PersonalizedModels``
+:class:`HasRefusals`     ``refused``                      ``RefusedUploads``
 :class:`HasModels`       ``standalone(client)``           ``PersonalizedModels``, ``FeatureMap``
 :class:`HasTestSamples`  ``test_samples(client)``         ``Predictions``
 :class:`HasRoles`        ``roles()``, of a client         ``CommunicationLedger``
@@ -113,7 +114,7 @@ class Traffic(Protocol):
 #: of what kind attributes are
 KINDS: dict[str, Any] = {
     "clients": Mapping, "rows": Sequence, "higher_is_better": Mapping, "traffic": Traffic, "seconds": Mapping,
-    "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable, "test_samples": Callable,
+    "refused": Sequence, "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable, "test_samples": Callable,
     "roles": Callable, "weight_parts": Callable,
 }  # fmt: skip
 
@@ -160,6 +161,30 @@ class HasSeconds(Protocol, metaclass=_OfKinds):
 
     @property
     def seconds(self) -> Mapping[str, float]: ...  # noqa: D102
+
+
+class Refusal(NamedTuple):
+    """An upload that was refused.
+
+    Args:
+        round: the round that it is of, from 1.
+        client: whose it was.
+        tensor: name of the tensor that was wrong; empty where none was.
+        reason: what was wrong, in one line.
+    """
+
+    round: int
+    client: int | None
+    tensor: str
+    reason: str
+
+
+@runtime_checkable
+class HasRefusals(Protocol, metaclass=_OfKinds):
+    """``refused``: the uploads of the latest round that were refused."""
+
+    @property
+    def refused(self) -> Sequence[Refusal]: ...  # noqa: D102
 
 
 @runtime_checkable

@@ -124,7 +124,8 @@ class LocalEngine:
         return self.make_trainer(module, loop, memory), loop
 
     def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:
-        make_lean(trainer, module, loop)
+        assert module.data is not None
+        make_lean(trainer, module, loop, data=module.data.module)
 
     def stop(self) -> None:
         """End all fits in good order; they can be taken up again."""

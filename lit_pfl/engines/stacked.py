@@ -63,7 +63,8 @@ class StackedEngine(LocalEngine):
         return {client: self._conclude(client, before[client], sent[client], completed) for client in replies}
 
     def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:
-        make_lean(trainer, module, loop, lambda *epoch: self.hub.link.lend(Epoch(module, *epoch)))
+        assert module.data is not None
+        make_lean(trainer, module, loop, lambda *epoch: self.hub.link.lend(Epoch(module, *epoch)), module.data.module)
         if isinstance(module.learner, ImageClassifier):
             module.learner.channels_last = False  # a lay-out of four dimensions; stacked images have five
 

@@ -28,7 +28,11 @@ HOOKS = (
 
 
 def make_lean(
-    trainer: L.Trainer, module: L.LightningModule, own: L.Callback, elsewhere: Elsewhere | None = None
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    own: L.Callback,
+    elsewhere: Elsewhere | None = None,
+    data: L.LightningDataModule | None = None,
 ) -> None:
     """Let a Trainer take the short way, if neither it nor the module has anything that would be left out.
 
@@ -37,6 +41,7 @@ def make_lean(
         module: what it will train.
         own: the one callback that may be there, since it does nothing during a batch.
         elsewhere: trains on an epoch's batches in place of the Trainer, given its optimizer and them.
+        data: a data module whose batch hooks are to be called, if there is one.
     """
     plain = (
         type(trainer.precision_plugin) is Precision
@@ -47,6 +52,7 @@ def make_lean(
         and trainer.accumulate_grad_batches == 1
         and trainer.barebones is False
         and not any(is_overridden(hook, module) for hook in HOOKS)
+        and not (data and any(is_overridden(hook, data, L.LightningDataModule) for hook in HOOKS[:3]))
     )
     shorten = _short_way() if plain else None
     if shorten is not None:

@@ -72,8 +72,10 @@ def forget_scores(trainer: L.Trainer) -> None:
 
 
 def lend_data(trainer: L.Trainer, data: L.LightningDataModule | None) -> None:
-    """Let a module find a data module in its Trainer, which does not load from it."""
+    """Let a module find a data module in its Trainer, which does not load from it, but calls its batch hooks."""
     trainer.datamodule = data  # type: ignore[attr-defined]
+    if (selector := trainer._data_connector._datahook_selector) is not None:
+        selector.datamodule = data
     if data is not None:
         data.trainer = trainer
 

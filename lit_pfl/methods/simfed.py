@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_pfl.client import Client
 from lit_pfl.data.loaders import tensors_in
@@ -93,25 +93,37 @@ class SimFed(Client):
         noise = dict(self.criteria_input.items())
         drawn = {id(x): noise[name] for name, x in self._inputs().items()}
         batch = apply_to_collection(self.spec.example, Tensor, lambda x: drawn.get(id(x), x).to(self.device))  # type: ignore[union-attr]
-        seen: list[Any] = []
         assert self.encoder_module is not None
-        handle = self.encoder_module.register_forward_hook(lambda module, args, output: seen.append(output))
+        handle = self.encoder_module.register_forward_hook(_look)
         try:
             mean_loss(self.learner, [batch])
+        except _Seen as seen:
+            return seen.embedding.flatten()
         finally:
             handle.remove()
-        first = next((x for x in tensors_in(seen) if x.is_floating_point()), None)
-        if first is None:
-            raise ConfigError(
-                f"model.encoder: training_step of {type(self.learner).__name__} does not call this part, or gets no "
-                "tensor from it; name another."
-            )
-        return first.flatten()
+        raise ConfigError(
+            f"model.encoder: training_step of {type(self.learner).__name__} does not call this part, or gets no "
+            "tensor from it; name another."
+        )
 
     def upload(self) -> Payload:
         """Return the factors and the embedding of the criteria input."""
         factors = super().upload()
         return Payload({**factors, EMBEDDING: self.embedding()}, factors.sparse)
+
+
+class _Seen(Exception):
+    """An encoder has embedded the criteria input: what a training step does with that is not looked at, nor its loss,
+    which noise need not have."""
+
+    def __init__(self, embedding: Tensor) -> None:
+        self.embedding = embedding
+
+
+def _look(module: nn.Module, args: Any, output: Any) -> None:
+    first = next((x for x in tensors_in(output) if x.is_floating_point()), None)
+    if first is not None:
+        raise _Seen(first)
 
 
 def noisy_tensors(example: Any) -> list[Tensor]:

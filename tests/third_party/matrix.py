@@ -14,13 +14,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from modules import MODULES, Module
 
 import lit_pfl.methods
 from lit_pfl import Federation
 from lit_pfl.errors import ConfigError
 from lit_pfl.factorization import Factorization
 from lit_pfl.testing import assert_equal
-from modules import MODULES, Module
 
 PAGE = Path(__file__).parent.parent.parent / "docs/third_party.md"
 METHODS = lit_pfl.methods.__all__
@@ -32,7 +32,7 @@ TWO_EPOCHS = {"FedRep", "FedSLR"}  # which train two models in a round, one afte
 REASONS = {
     "chain": (
         "FedMA matches the units of a plain chain of layers",
-        "needs a plain chain of layers of `lit_pfl.models`",
+        "needs a plain chain of `lit_pfl.models`",
     ),
     "groups": ("PsiNet divides a `backbone`", "needs a `backbone` of `lit_pfl.models` with a linear head"),
     "sgd": ("for plain SGD only", "needs plain SGD, and the module has another optimizer"),
@@ -46,7 +46,7 @@ REASONS = {
     "manual": ("steps its optimizers itself", "needs automatic optimization"),
     "mu": (
         "adds the L1 norm of mu to the loss",
-        "needs `factorization=Factorization(l1=0)`: the module makes its steps itself",
+        "needs `factorization=Factorization(l1=0)`: no penalty",
     ),
     "loss": ("compares losses", "needs a loss that `training_step` returns"),
 }
@@ -61,8 +61,13 @@ ADAM, SELF_SUPERVISED = {**BUILDS, "Scaffold": "sgd"}, {**BUILDS, "APFL": "logit
 STEPS = ("APFL", "Ditto", "FedDyn", "FedMA", "FedProx", "FedRep", "FedSLR", "FedSpa", "PerFedAvg", "PsiNet", "Scaffold")
 #: which methods refuse which module, and why; all others train it
 REFUSED: dict[str, dict[str, str]] = {
-    **{name: ADAM for name in ("ClassificationTask", "SemanticSegmentationTask", "RegressionTask", "NBeats",
-                               "TemporalFusionTransformer", "BertForSequenceClassification with LoRA", "BYOLTask")},
+    "ClassificationTask": ADAM,
+    "SemanticSegmentationTask": ADAM,
+    "RegressionTask": ADAM,
+    "BYOLTask": ADAM,
+    "NBeats": ADAM,
+    "TemporalFusionTransformer": ADAM,
+    "BertForSequenceClassification with LoRA": ADAM,
     "MoCoTask": {**ADAM, "APFL": "logits"},
     "DeepAR": {**ADAM, "FactorizedFL": "layers"},
     "SimCLR": SELF_SUPERVISED,
@@ -123,8 +128,9 @@ def outcome(name: str, method: str, **options: Any) -> Outcome:
         try:
             whole = fit(module, method, Path(folder), **options)
         except ConfigError as error:
-            assert not any(Path(folder).iterdir()), f"it is refused after a round: {error}"
-            return Outcome(str(error))
+            if not any(Path(folder).iterdir()):
+                return Outcome(str(error))
+            raise AssertionError("it is refused after a round") from error
         assert not whole.coordinator.refused, str(whole.coordinator.refused[0])
         resumed = fit(module, method, ckpt_path=Path(folder) / "epoch=0.ckpt", **options)
     states = [{k: c.state_dict() for k, c in run.clients.items()} for run in (whole, resumed)]
@@ -162,10 +168,10 @@ def page(refused: Mapping[str, Mapping[str, str]]) -> str:
 
 TEMPLATE = """# Modules of other libraries
 
-These modules train under the methods of lit-pfl as their libraries ship them: with their own optimizer, schedule, data module and
-logging. Each cell was tried by `tests/third_party`: two clients train two rounds, the run is saved after the first round and
-resumed, the resumed run has the same weights and scores bit for bit, and clients are scored by what the module logs itself. Where a
-method cannot train a module, it says so in one line before training.
+These modules train under the methods of lit-pfl as their libraries ship them: with their own optimizer, schedule, data
+module and logging. Each cell was tried by `tests/third_party`: two clients train two rounds, the run is saved after
+the first round and resumed, the resumed run has the same weights and scores bit for bit, and clients are scored by
+what the module logs itself. Where a method cannot train a module, it says so in one line before training.
 
 | | module | library | scores |
 |---|---|---|---|
@@ -173,8 +179,8 @@ method cannot train a module, it says so in one line before training.
 
 MoCoTask, BYOLTask and BoringModel log nothing in validation, so their clients have no scores.
 
-"yes" means that the module trains as it is. A letter is explained below the table; "yes" with a letter means that the method
-needs one option.
+"yes" means that the module trains as it is. A letter is explained below the table; "yes" with a letter means that the
+method needs one option.
 
 | method | {numbers} |
 |---|{rule}
@@ -183,12 +189,13 @@ needs one option.
 {footnotes}
 
 Methods that treat heads or encoders apart are told where these are, for example `head=r"^model\\.fc\\."` and
-`encoder="model.layer4"` for a ResNet of ClassificationTask: see [Your module](your_module.md). Checkpoints of pytorch-forecasting
-hold classes of its own. To resume from one, call `trainer.fit(..., ckpt_path=..., weights_only=False)`, as without lit-pfl.
+`encoder="model.layer4"` for a ResNet of ClassificationTask: see [Your module](your_module.md). Checkpoints of
+pytorch-forecasting hold classes of its own. To resume from one, call `trainer.fit(..., ckpt_path=...,
+weights_only=False)`, as without lit-pfl.
 
-A momentum encoder or another frozen copy of a trained part (MoCoTask, BYOL) is factorized like its original by `SimFed`,
-`FactorizedFL` and `PFedPara`, so its moving average goes on working. If the copy starts with other values, as in MoCoTask,
-`PFedPara` leaves both dense and says so.
+A momentum encoder or another frozen copy of a trained part (MoCoTask, BYOL) is factorized like its original by
+`SimFed`, `FactorizedFL` and `PFedPara`, so its moving average goes on working. If the copy starts with other values,
+as in MoCoTask, `PFedPara` leaves both dense and says so.
 
 To try your own module under all methods, use `lit_pfl.testing.check_learner`.
 """

@@ -493,7 +493,8 @@ LIGHTNING = {
         {"head": "^layer", "encoder": "layer"}, frozenset(),
     ),
     "LightningTransformer": Module(
-        "lightning", lightning_transformer, loaders(words), {"head": r"^model\.decoder", "encoder": "model.transformer"},
+        "lightning", lightning_transformer, loaders(words),
+        {"head": r"^model\.decoder", "encoder": "model.transformer"},
     ),
     "GAN": Module(
         "lightning", GAN, loaders(lambda split, client: TensorDataset(torch.randn(size_of(split), 2))),

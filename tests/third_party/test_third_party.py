@@ -1,7 +1,6 @@
 """Modules that nobody here wrote, as they are, under all methods."""
 
 import pytest
-
 from matrix import ANSWERS, METHODS, PAGE, REASONS, REFUSED, outcome, page
 from modules import MODULES
 
