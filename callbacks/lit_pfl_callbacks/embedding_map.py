@@ -47,11 +47,8 @@ class EmbeddingMap(Listening):
         """Listen."""
         self._table.check(trainer)
         if not isinstance(pl_module, HasTraffic):
-            name = type(pl_module).__name__
-            waits(
-                trainer, self,
-                f"uploads of several clients, under a method that sends an `embedding` (SimFed); {name} tells of none",
-            )  # fmt: skip
+            sender = f"a method that sends an `embedding` (SimFed); {type(pl_module).__name__} is one client at most"
+            waits(trainer, self, f"uploads of several clients under {sender}")
         super().on_fit_start(trainer, pl_module)
 
     def _note(self, sent: Transfer) -> None:

@@ -140,7 +140,7 @@ DOES = {
     ClientsTable: ("clients.csv", "logs none"),
     CommunicationLedger: ("CommunicationLedger: waits for a federation, or a FederatedLoop in this Trainer; ", None),
     EmbeddingMap: (
-        "EmbeddingMap: waits for uploads of several clients, under a method that sends an `embedding`",
+        "EmbeddingMap: waits for uploads of several clients under a method that sends an `embedding`",
         None,
     ),
     FeatureAlignment: ("features.csv", "batches of inputs and labels, not a Tensor"),
