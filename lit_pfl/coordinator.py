@@ -19,8 +19,9 @@ from lit_pfl.engines.shared_mean import shared_mean
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.ledger import Ledger, Size
 from lit_pfl.payload import TYPES, Payload, as_payload
-from lit_pfl.server import ClientInfo, Server
+from lit_pfl.server import ClientInfo, Server, check_samples
 from lit_pfl_callbacks.frozen import FROZEN, read_table, refuse_other_weights, table_of
+from lit_pfl_callbacks.protocols import Refusal
 
 
 class Coordinator:
@@ -71,8 +72,7 @@ class Coordinator:
             raise ConfigError("A federation needs at least one client.")
         clients = self._without_frozen(clients)
         for client, info in clients.items():
-            if info.num_samples < 1:
-                raise ConfigError(f"Client {client} has no training sample.")
+            check_samples(client, info.num_samples)
             for name, tensor in info.initial.items():
                 if tensor.dtype not in TYPES:
                     raise ConfigError(
@@ -199,6 +199,7 @@ class Coordinator:
         usable: dict[int, Payload] = {}
         for client, upload in sorted(uploads.items()):
             if isinstance(upload, UploadError):
+                upload.client = client
                 self.refused.append(upload)
                 rank_zero_warn(f"Round {self.round} goes on without one upload. {upload}")
                 continue
@@ -224,6 +225,11 @@ class Coordinator:
             return error
         return payload
 
+    @property
+    def refusals(self) -> list[Refusal]:
+        """What :attr:`refused` says, as a table has it."""
+        return [Refusal(self.round, error.client, error.tensor, str(error)) for error in self.refused]
+
     def expected(self, client: int) -> Expected:
         """Return names, shapes and types of the tensors that a client is to upload; none for one that never joined."""
         layout = self.server.layout(client) if client in self._layout else {}
@@ -233,9 +239,11 @@ class Coordinator:
         if client not in self._layout:
             raise UploadError(f"Client {client} has never joined.")
         if wrong := misfit(upload.layout, self.expected(client)):
-            raise UploadError(f"Client {client}: {wrong}")
+            raise UploadError(f"Client {client}: {wrong[0]}", wrong[1])
         if upload.not_finite is not None:
-            raise UploadError(f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.")
+            raise UploadError(
+                f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.", upload.not_finite
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed federation needs of the server's side."""

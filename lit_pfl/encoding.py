@@ -88,7 +88,7 @@ class Sparse:
     def check(self, name: str) -> None:
         """Refuse what no sender encodes so."""
         if not self.saves:
-            raise PayloadError(f"tensor {name!r} is sparse although that saves nothing.")
+            raise PayloadError(f"tensor {name!r} is sparse although that saves nothing.", name)
 
     @staticmethod
     def encode(tensor: Tensor) -> list[Tensor]:
@@ -101,7 +101,7 @@ class Sparse:
         """Return the tensor that its parts make."""
         places = np.unpackbits(mask.numpy()).view(bool)
         if np.count_nonzero(places) != self.stored or places[self._numel :].any() or stored(values) != self.stored:
-            raise PayloadError(f"tensor {name!r} has a mask that does not fit its values.")
+            raise PayloadError(f"tensor {name!r} has a mask that does not fit its values.", name)
         zeros = torch.zeros(self._numel, dtype=self.dtype)
         return zeros.masked_scatter_(torch.from_numpy(places[: self._numel]), values).view(self.shape)
 
@@ -131,9 +131,9 @@ class Factors:
     def check(self, name: str) -> None:
         """Refuse what no sender encodes so."""
         if not self.dtype.is_floating_point:
-            raise PayloadError(f"tensor {name!r} is in factors of {self.dtype}, which are no real numbers.")
+            raise PayloadError(f"tensor {name!r} is in factors of {self.dtype}, which are no real numbers.", name)
         if sum(matrix_shape(self.shape)) * self.rank >= math.prod(self.shape):
-            raise PayloadError(f"tensor {name!r} is in factors although that saves nothing.")
+            raise PayloadError(f"tensor {name!r} is in factors although that saves nothing.", name)
 
     @staticmethod
     def encode(factors: LowRank) -> list[Tensor]:
@@ -189,7 +189,7 @@ def tensor_of(memory: memoryview, name: str, shape: Shape, dtype: torch.dtype) -
         return torch.empty(shape, dtype=dtype)
     tensor = torch.frombuffer(bytearray(memory), dtype=dtype)
     if dtype == torch.bool and bits(tensor).max() > 1:
-        raise PayloadError(f"tensor {name!r} holds a bool that is neither 0 nor 1.")
+        raise PayloadError(f"tensor {name!r} holds a bool that is neither 0 nor 1.", name)
     return tensor.view(shape)
 
 
@@ -206,18 +206,19 @@ class Expected(dict[str, tuple[Shape, torch.dtype]]):
         self.optional = optional
 
 
-def misfit(found: Layout, expected: Layout) -> str | None:
-    """Say what is wrong with an upload whose tensors are not those expected; None if they are."""
+def misfit(found: Layout, expected: Layout) -> tuple[str, str] | None:
+    """Say what is wrong with an upload whose tensors are not those expected, and with which; None if they are."""
     known = {**expected.optional, **expected} if isinstance(expected, Expected) else expected
     for name in expected:
         if name not in found:
-            return f"the upload lacks tensor {name!r}."
+            return f"the upload lacks tensor {name!r}.", name
     for name, (shape, dtype) in found.items():
         if name not in known:
-            return f"nobody asked for tensor {name!r}."
+            return f"nobody asked for tensor {name!r}.", name
         if (shape, dtype) != known[name]:
             right_shape, right_dtype = known[name]
-            return f"tensor {name!r} is {dtype} {tuple(shape)}; it must be {right_dtype} {tuple(right_shape)}."
+            right = f"{right_dtype} {tuple(right_shape)}"
+            return f"tensor {name!r} is {dtype} {tuple(shape)}; it must be {right}.", name
     return None
 
 

@@ -6,11 +6,34 @@ class ConfigError(ValueError):
 
 
 class UploadError(ValueError):
-    """An upload cannot be used. The message names the client and the tensor."""
+    """An upload cannot be used. The message names the client and the tensor.
+
+    Args:
+        message: what is wrong.
+        tensor: name of the tensor that is wrong, if it is one.
+
+    Attributes:
+        client: whose upload it is, once it has been refused.
+    """
+
+    client: int | None = None
+
+    def __init__(self, message: str, tensor: str = "") -> None:
+        super().__init__(message)
+        self.tensor = tensor
 
 
 class PayloadError(ValueError):
-    """Bytes are no payload, or not the one that is expected. The message names the tensor, if one is wrong."""
+    """Bytes are no payload, or not the one that is expected.
+
+    Args:
+        message: what is wrong.
+        tensor: name of the tensor that is wrong, if it is one.
+    """
+
+    def __init__(self, message: str, tensor: str = "") -> None:
+        super().__init__(message)
+        self.tensor = tensor
 
 
 class SaveError(OSError):

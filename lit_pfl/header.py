@@ -107,11 +107,11 @@ def _encodings(text: str) -> tuple[dict[str, Encoding], list[str]]:
     for mark, by_name in marked.items():
         for name, shape in by_name.items():
             if name in encodings:
-                raise PayloadError(f"tensor {name!r} is encoded twice.")
+                raise PayloadError(f"tensor {name!r} is encoded twice.", name)
             encodings[name] = _MARKS[mark].of(name, shape, parts)
     dense = {name: Dense(*part) for name, part in parts.items()}
     if twice := dense.keys() & encodings.keys():
-        raise PayloadError(f"tensor {min(twice)!r} is encoded twice.")
+        raise PayloadError(f"tensor {min(twice)!r} is encoded twice.", min(twice))
     return dense | encodings, list(marked)
 
 

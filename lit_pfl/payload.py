@@ -229,7 +229,7 @@ class Payload(Mapping[str, Tensor]):
         encodings, places = read_header(data) if data else ({}, {})
         if expected is not None:
             if wrong := misfit({name: (e.shape, e.dtype) for name, e in encodings.items()}, expected):
-                raise PayloadError(wrong)
+                raise PayloadError(*wrong)
         elif (elements := sum(math.prod(e.shape) for e in encodings.values() if isinstance(e, Factors))) > limit:
             raise PayloadError(f"the tensors in factors have {elements} elements, more than {limit}.")
         tensors: dict[str, Tensor] = {}

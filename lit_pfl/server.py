@@ -4,14 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lit_pfl.errors import ConfigError
 from lit_pfl.ops import weighted_mean
 from lit_pfl.payload import Payload, as_payload
 
 #: how much an upload counts in a mean: as any other, or by its client's number of samples
 Weighting = Literal["uniform", "samples"]
+#: above it weights of means, which are of double precision, would not be exact
+MOST_SAMPLES = 2**53
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,18 @@ class ClientInfo:
 
     num_samples: int
     initial: Payload
+
+
+def check_samples(client: int, number: object) -> None:
+    """See that a client's number of training samples is one.
+
+    Raises:
+        ConfigError: when it is not.
+    """
+    if isinstance(number, bool) or not isinstance(number, int | np.integer) or number > MOST_SAMPLES:
+        raise ConfigError(f"Client {client}: its number of training samples is {number!r}; it must be a whole number.")
+    if number < 1:
+        raise ConfigError(f"Client {client} has no training sample.")
 
 
 class Server:

@@ -109,6 +109,25 @@ def test_a_broken_upload_is_refused_by_name_and_the_others_count(case, as_payloa
     assert coordinator.refused == []
 
 
+@pytest.mark.parametrize("number", [0, -1, 1.5, 2**53 + 1, True, "9", None, float("nan"), np.float64(3)])
+def test_a_number_of_samples_that_is_none_is_refused_by_client(number):
+    with pytest.raises(ConfigError, match="^Client 5(: its number of training samples is| has no training sample)"):
+        Coordinator(Server()).start({5: ClientInfo(number, Payload(tensors(0)))})
+    Coordinator(Server()).start({5: ClientInfo(np.int64(2**53), Payload(tensors(0)))})
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_refusal_says_client_and_tensor(case):
+    breaks, name, _ = BROKEN[case]
+    coordinator, sent = started(), uploads()
+    sent[3] = breaks(sent[3])
+    coordinator.begin_round()
+    with pytest.warns(UserWarning, match="goes on without one upload"):
+        coordinator.collect(sent)
+    [refusal] = coordinator.refusals
+    assert refusal == (1, 3, name, str(coordinator.refused[0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_huge_finite_values_whose_sum_overflows_are_accepted(dtype):
     huge = torch.full((4, 3), torch.finfo(dtype).max, dtype=dtype)

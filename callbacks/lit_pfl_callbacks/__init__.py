@@ -9,6 +9,7 @@ from lit_pfl_callbacks.federated_loop import FederatedLoop, JoinInfo, Link
 from lit_pfl_callbacks.models import PersonalizedModels
 from lit_pfl_callbacks.predictions import Predictions
 from lit_pfl_callbacks.progress import RoundProgress
+from lit_pfl_callbacks.refused import RefusedUploads
 from lit_pfl_callbacks.round_timer import RoundTimer
 from lit_pfl_callbacks.run_folder import RunLogger, latest_config, resume_command, run_folder
 from lit_pfl_callbacks.similarity import Similarity
@@ -25,6 +26,7 @@ __all__ = [
     "Link",
     "PersonalizedModels",
     "Predictions",
+    "RefusedUploads",
     "RoundProgress",
     "RoundTimer",
     "RunLogger",

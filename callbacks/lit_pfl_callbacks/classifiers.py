@@ -1,8 +1,9 @@
 """The classifiers that a Trainer trains: a module, or the clients of a federation, with batches and layers."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.fabric.utilities import move_data_to_device
@@ -10,7 +11,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, device, nn
 
+from lit_pfl_callbacks.batches import INPUTS, LABELS, entry, some_names
 from lit_pfl_callbacks.protocols import HasClients
+from lit_pfl_callbacks.waiting import waits
+
+T = TypeVar("T")
 
 
 def classifiers(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[tuple[int | str, Any, Iterable[Any]]]:
@@ -23,16 +28,22 @@ def classifiers(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[tu
         for client, module in clients.items():
             yield client, module, module.data.val if len(module.data.val) else module.data.train
         return
-    loaders: Any = trainer.val_dataloaders or trainer.train_dataloader
-    loader = next(iter(loaders)) if isinstance(loaders, list | tuple) else loaders
-    yield "", pl_module, _transferred(trainer, pl_module, loader)
+    loaders = _first(trainer.val_dataloaders) or _first(trainer.train_dataloader)
+    yield "", pl_module, _transferred(trainer, pl_module, loaders)
 
 
-def _transferred(trainer: L.Trainer, pl_module: L.LightningModule, batches: Iterable[Any]) -> Iterator[Any]:
+def _first(loaders: Any) -> list[Any]:
+    """Return the first of a Trainer's loaders in a list, empty without one: loaders without a length have no truth."""
+    while isinstance(loaders, list | tuple | Mapping):
+        loaders = next(iter(loaders.values() if isinstance(loaders, Mapping) else loaders), None)
+    return [] if loaders is None else [loaders]
+
+
+def _transferred(trainer: L.Trainer, pl_module: L.LightningModule, loaders: Iterable[Any]) -> Iterator[Any]:
     """Return batches as the Trainer gives them to a validation step: of its precision, and after the module's hooks."""
     data = getattr(trainer, "datamodule", None)
     hooks: Any = data if is_overridden("on_before_batch_transfer", data) else pl_module
-    for batch in batches:
+    for batch in itertools.chain.from_iterable(loaders):
         batch = hooks.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
         yield trainer.strategy.batch_to_device(batch)
 
@@ -48,6 +59,19 @@ def validating(trainer: L.Trainer) -> Iterator[None]:
         trainer.state.stage = stage
 
 
+def looked(trainer: L.Trainer, pl_module: L.LightningModule, asker: L.Callback, look: Callable[[], T]) -> T | None:
+    """Return what a look at a classifier gives; of a module by itself that is none, None and a warning."""
+    if isinstance(pl_module, HasClients):
+        return look()
+    try:
+        with validating(trainer):
+            return look()
+    except Exception as error:  # whatever somebody's forward makes of inputs alone: it must not end a whole training
+        why = error if isinstance(error, MisconfigurationException) else f"{type(error).__name__}: {error}"
+        waits(trainer, asker, f"a classifier ({' '.join(str(why).split()).rstrip('.')})")
+        return None
+
+
 def one_process(trainer: L.Trainer, pl_module: L.LightningModule, asker: str) -> None:
     """Refuse a federation whose clients are spread over several processes.
 
@@ -58,16 +82,28 @@ def one_process(trainer: L.Trainer, pl_module: L.LightningModule, asker: str) ->
         raise MisconfigurationException(f"{asker} measures clients of one process: trainer.devices=1.")
 
 
-def labelled(batch: Any, where: device, asker: str) -> tuple[Any, Tensor]:
+def labelled(
+    batch: Any, where: device, asker: str, inputs: str | None = None, labels: str | None = None
+) -> tuple[Any, Tensor]:
     """Return a batch's inputs and (B,) labels on a device.
 
+    Args:
+        batch: a tuple or list of these two, or a dict that has them by usual names.
+        where: the device.
+        asker: the callback that asks.
+        inputs: the name of the inputs in a dict; by default the first of :data:`~lit_pfl_callbacks.batches.INPUTS`.
+        labels: that of the labels; by default the first of :data:`~lit_pfl_callbacks.batches.LABELS`.
+
     Raises:
-        MisconfigurationException: naming the callback that asks, when it has no such entries.
+        MisconfigurationException: naming the callback that asks, when the batch has no such entries.
     """
-    if not isinstance(batch, list | tuple) or len(batch) < 2 or not isinstance(batch[1], Tensor):
-        raise MisconfigurationException(f"{asker} needs batches of inputs and labels.")
-    inputs, labels = move_data_to_device(list(batch[:2]), where)
-    return inputs, labels
+    seen = entry(batch, INPUTS if inputs is None else [inputs], 0)
+    known = entry(batch, LABELS if labels is None else [labels], 1)
+    if seen is None or not isinstance(known, Tensor):
+        how = f"; name them by {asker}(inputs=..., labels=...)" if isinstance(batch, Mapping) else ""
+        raise MisconfigurationException(f"{asker} needs batches of inputs and labels, not {some_names(batch)}{how}.")
+    seen, known = move_data_to_device([seen, known], where)
+    return seen, known
 
 
 def check_logits(logits: Any, labels: Tensor, asker: str) -> None:
@@ -76,9 +112,10 @@ def check_logits(logits: Any, labels: Tensor, asker: str) -> None:
     Raises:
         MisconfigurationException: naming the callback that asks.
     """
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or labels.shape != logits.shape[:1]:
+    fits = isinstance(logits, Tensor) and logits.dim() == 2 and labels.shape == logits.shape[:1]
+    if not fits or labels.is_floating_point():
         raise MisconfigurationException(
-            f"{asker} needs a module whose forward returns (B, classes) logits, and (B,) labels."
+            f"{asker} needs a module whose forward returns (B, classes) logits, and (B,) labels, whole numbers."
         )
 
 

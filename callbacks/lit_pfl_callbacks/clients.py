@@ -10,9 +10,11 @@ from rich.table import Table
 
 from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
 from lit_pfl_callbacks.dashboard import Dashboard
+from lit_pfl_callbacks.own_scores import OwnScores
 from lit_pfl_callbacks.protocols import HasScores, HasTraffic, Row
 from lit_pfl_callbacks.rounds import keeps, writes
 from lit_pfl_callbacks.run_folder import append_rows, checked_rows, resume_command, run_folder, write_rows
+from lit_pfl_callbacks.waiting import waits
 
 COLUMNS = ["client", "round", "split", "model", "n"]  # and a column for every metric
 KEY = ["client", "round", "split", "model"]  # there are no two lines with the same
@@ -22,7 +24,9 @@ TITLES = {"acc": "accuracy"}
 class ClientsTable(L.Callback):
     """Writes ``clients.csv`` into the run folder, and prints a table of all clients when a run ends.
 
-    The module tells the scores of its latest evaluation (:class:`~lit_pfl_callbacks.protocols.HasScores`). A ``model``
+    The module tells the scores of its latest evaluation (:class:`~lit_pfl_callbacks.protocols.HasScores`). Of any other
+    module, such as one site's, the file has what its validation and its test log, with no client and the model ``own``;
+    Lightning shows these itself, so no table is printed. A ``model``
     that ends in ``:joining`` is that of a client that has never trained, as it would join now. Below the clients stands
     what says how fair the result is: the deviation over clients, and the worst tenth. Loggers get the scores'
     distribution in every round, and the table at the end. ``lit-pfl report`` holds runs against each other.
@@ -42,15 +46,34 @@ class ClientsTable(L.Callback):
         self._file: tuple[Path, list[str]] | None = None  # that was begun, and its columns
         self._validated = False  # in the round that is going on
         self._written: Sequence[Any] = ()
+        self._own = OwnScores()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Look whether the run can go on with its file, before anything is computed that would be lost."""
-        if writes(trainer) and isinstance(pl_module, HasScores):
+        if writes(trainer) and stage != "predict":
             checked_rows(run_folder(trainer) / "clients.csv", KEY)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take note of the round that is scored."""
+        self._own.load(checkpoint)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say so where there will be no scores."""
+        if not isinstance(pl_module, HasScores) and not trainer.enable_validation:
+            waits(trainer, self, "a validation or a test that logs metrics; this fit has no validation")
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take note of what is there before."""
+        self._own.begin(trainer)
+
+    on_test_start = on_validation_start
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write and show the scores of an evaluation by itself; those of a round wait until the round is complete."""
-        self._validated = not trainer.sanity_checking
+        if trainer.sanity_checking:
+            return
+        self._validated = True
+        self._find(trainer, pl_module, "val")
         if trainer.state.fn != "fit":
             self._add(trainer, pl_module)
             self._show(trainer, pl_module)
@@ -63,6 +86,7 @@ class ClientsTable(L.Callback):
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write and show test scores."""
+        self._find(trainer, pl_module, "test")
         self._add(trainer, pl_module)
         self._show(trainer, pl_module)
 
@@ -71,16 +95,29 @@ class ClientsTable(L.Callback):
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._write(trainer, pl_module)
             self._show(trainer, pl_module)
+        self._own.forget()
+
+    def _find(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
+        """Find the scores of a module that does not tell them."""
+        if isinstance(pl_module, HasScores):
+            return
+        self._own.end(trainer, split)
+        if not self._own.rows:
+            name = type(pl_module).__name__
+            waits(trainer, self, f"metrics: the {split} step of {name} logs none by self.log(...)")
+
+    def _rows(self, pl_module: L.LightningModule) -> Sequence[Any]:
+        return pl_module.rows if isinstance(pl_module, HasScores) else self._own.rows
 
     def _write(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        rows = _rows(pl_module)
+        rows = self._rows(pl_module)
         if not rows or rows is self._written or not writes(trainer):
             return
         # of a round some clients may be scored, and then all; these take the place of those
         again = bool(self._written) and _which(self._written[0]) == _which(rows[0])
         self._written, path = rows, run_folder(trainer) / "clients.csv"
         records = self._records(pl_module)
-        own = of_own_models(rows)
+        own = of_own_models(rows) if isinstance(pl_module, HasScores) else []
         for name in dict.fromkeys(name for row in own for name in row.scores):
             scores = [row.scores[name] for row in own if name in row.scores]
             self._dashboard.histogram(trainer, own[0].round, f"clients/{own[0].split}/{name}", scores)
@@ -98,7 +135,7 @@ class ClientsTable(L.Callback):
 
     def _add(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put scores of one round among those of all rounds, in place of the same clients' same ones."""
-        rows = _rows(pl_module)
+        rows = self._rows(pl_module)
         if not rows or not writes(trainer):
             return
         path = run_folder(trainer) / "clients.csv"
@@ -107,8 +144,8 @@ class ClientsTable(L.Callback):
         write_rows(path, sorted(lines.values(), key=lambda row: (int(float(row["round"])), row["split"] == "test")))
 
     def _show(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        rows = of_own_models([row for row in _rows(pl_module) if row.n])
-        if not rows or not trainer.is_global_zero:
+        rows = of_own_models([row for row in self._rows(pl_module) if row.n])
+        if not rows or not isinstance(pl_module, HasScores) or not trainer.is_global_zero:
             return
         self._dashboard.table(trainer, rows[0].round, f"clients/{rows[0].split}", self._records(pl_module))
         if not self.show:
@@ -124,7 +161,7 @@ class ClientsTable(L.Callback):
             title += f" ({when} aggregation)"
         table = Table(title=title, title_justify="left", title_style="bold")
         names = list(dict.fromkeys(name for row in rows for name in row.scores))
-        directions = pl_module.higher_is_better if isinstance(pl_module, HasScores) else {}
+        directions = pl_module.higher_is_better
         for column in ("client", "samples", *(TITLES.get(name, name) for name in names), "sent", "received"):
             table.add_column(column, justify="right")
         shown = self._shown(rows, names, directions)
@@ -155,7 +192,7 @@ class ClientsTable(L.Callback):
 
     def _records(self, pl_module: L.LightningModule) -> list[dict[str, Any]]:
         """Return the scores as lines of the file."""
-        rows = _rows(pl_module)
+        rows = self._rows(pl_module)
         names = dict.fromkeys(name for row in rows for name in row.scores)
         return [
             {column: getattr(row, column) for column in COLUMNS}
@@ -193,10 +230,6 @@ def of_own_models(rows: Sequence[Any]) -> list[Any]:
     """Return the scores of every client's own model, the first kind that there is; methods may have further ones."""
     kinds = [row.model.partition(":")[0] for row in rows]
     return [row for row, kind in zip(rows, kinds, strict=True) if kind == kinds[0]]
-
-
-def _rows(pl_module: L.LightningModule) -> Sequence[Row]:
-    return pl_module.rows if isinstance(pl_module, HasScores) else ()
 
 
 def _which(row: Row) -> tuple[str, int]:

@@ -8,9 +8,10 @@ import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_pfl_callbacks.dashboard import Dashboard
-from lit_pfl_callbacks.listening import Listening
-from lit_pfl_callbacks.protocols import HasClients, HasRoles, Transfer
-from lit_pfl_callbacks.rounds import RoundTable, ends_round
+from lit_pfl_callbacks.listening import Listening, is_told
+from lit_pfl_callbacks.protocols import HasClients, HasRoles, HasTraffic, Transfer
+from lit_pfl_callbacks.rounds import RoundTable, ends_round, loop_of
+from lit_pfl_callbacks.waiting import waits
 
 COLUMNS = ["round", "client", "direction", "group", "bytes"]
 ALL, HEADER = "all", "header"
@@ -21,8 +22,9 @@ class CommunicationLedger(Listening):
     """Writes the bytes of every round, client, direction and group of tensors into ``communication.csv``.
 
     It works with every module that tells its ``traffic`` (:class:`~lit_pfl_callbacks.protocols.HasTraffic`), and with
-    any module at all under a Trainer that has a :class:`~lit_pfl_callbacks.FederatedLoop`. Loggers get the bytes of
-    every group, and at the end the monitored metric over the bytes sent up to then.
+    any module at all under a Trainer that has a :class:`~lit_pfl_callbacks.FederatedLoop`; elsewhere nothing is sent,
+    which a warning says. Loggers get the bytes of every group, and at the end the monitored metric over the bytes sent
+    up to then.
 
     The file has a line for both directions and every group a round, whatever the number of clients: they are added up
     as client ``all``. With ``per_client`` it has as many for every client, about 40 bytes each.
@@ -32,7 +34,7 @@ class CommunicationLedger(Listening):
             default a client says itself (``roles()``); a tensor of which nobody says anything is of the group that
             its name begins with, up to the first dot.
         per_client: whether every client has lines of its own.
-        monitor: the metric to hold against bytes.
+        monitor: the metric to hold against bytes; a site that does not log it takes the first of its ``val...``.
 
     Attributes:
         total: bytes sent so far, both ways.
@@ -60,6 +62,7 @@ class CommunicationLedger(Listening):
         self._roles: Mapping[str, str] = {}
         self._names: dict[str, str] = {}
         self._scored = False
+        self._shown = monitor
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen, before anything is sent."""
@@ -68,6 +71,9 @@ class CommunicationLedger(Listening):
         member = next(iter(clients.values()), pl_module)
         self._roles = member.roles() if isinstance(member, HasRoles) else {}
         self._names = {}
+        if not is_told(trainer, pl_module):
+            name = type(pl_module).__name__
+            waits(trainer, self, f"a federation, or a FederatedLoop in this Trainer; {name} by itself sends nothing")
         super().on_fit_start(trainer, pl_module)
 
     def _note(self, sent: Transfer) -> None:
@@ -98,17 +104,24 @@ class CommunicationLedger(Listening):
         """Write the rounds that are over: those of which anything has come up."""
         if ends_round(trainer):
             self._write(trainer, max((round for round, _, way, _ in self._bytes if way == "up"), default=0))
-        metric = trainer.callback_metrics.get(self.monitor)
-        if self._scored and metric is not None:
-            self.curve.append((self.total, float(metric)))
+        name = self._monitored(trainer) if self._scored else None
+        if name is not None:
+            self._shown = name
+            self.curve.append((self.total, float(trainer.callback_metrics[name])))
         self._scored = False
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write what is left, such as a last reply, and show the curve."""
         self._write(trainer, max((round for round, *_ in self._bytes), default=0))
         if self.curve:
-            points = [{"bytes": sent, self.monitor: value} for sent, value in self.curve]
-            self._dashboard.curve(trainer, f"{self.monitor} over bytes", points)
+            points = [{"bytes": sent, self._shown: value} for sent, value in self.curve]
+            self._dashboard.curve(trainer, f"{self._shown} over bytes", points)
+
+    def _monitored(self, trainer: L.Trainer) -> str | None:
+        metrics = trainer.callback_metrics
+        if self.monitor in metrics or isinstance(trainer.lightning_module, HasTraffic):
+            return self.monitor if self.monitor in metrics else None
+        return next((name for name in metrics if name.startswith("val")), None) if loop_of(trainer) else None
 
     def _write(self, trainer: L.Trainer, last: int) -> None:
         keys = [key for key in self._bytes if key[0] <= last]

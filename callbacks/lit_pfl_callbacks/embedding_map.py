@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.listening import Listening
-from lit_pfl_callbacks.protocols import Transfer
+from lit_pfl_callbacks.protocols import HasTraffic, Transfer
 from lit_pfl_callbacks.rounds import RoundTable, due, round_of
+from lit_pfl_callbacks.waiting import waits
 
 COLUMNS = ["round", "client", "x", "y"]
 
@@ -22,6 +23,7 @@ class EmbeddingMap(Listening):
     The map is the plane in which the clients' latest embeddings differ most (their two first principal components),
     turned so that clients move as little as possible from one map to the next. It takes a module that tells its
     ``traffic`` (:class:`~lit_pfl_callbacks.protocols.HasTraffic`); where nobody uploads an embedding it does nothing.
+    Of a module by itself, or of one site, there is no map, which a warning says.
     The file has a line a client and map, some 30 bytes.
 
     Args:
@@ -44,6 +46,12 @@ class EmbeddingMap(Listening):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen."""
         self._table.check(trainer)
+        if not isinstance(pl_module, HasTraffic):
+            name = type(pl_module).__name__
+            waits(
+                trainer, self,
+                f"uploads of several clients, under a method that sends an `embedding` (SimFed); {name} tells of none",
+            )  # fmt: skip
         super().on_fit_start(trainer, pl_module)
 
     def _note(self, sent: Transfer) -> None:

@@ -1,7 +1,8 @@
 """Which classes the neurons of a classifier stand for, layer by layer."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -11,7 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lit_pfl_callbacks.classifiers import check_logits, classifiers, labelled, layers_of, one_process, validating
+from lit_pfl_callbacks.batches import logits_in
+from lit_pfl_callbacks.classifiers import check_logits, classifiers, labelled, layers_of, looked, one_process
 from lit_pfl_callbacks.features import (
     class_preferences,
     preference_shares,
@@ -19,7 +21,6 @@ from lit_pfl_callbacks.features import (
     top_classes,
     total_variance,
 )
-from lit_pfl_callbacks.protocols import HasClients
 from lit_pfl_callbacks.rounds import keeps, writes
 from lit_pfl_callbacks.run_folder import checked_rows, read_rows_before, run_folder, write_rows
 from lit_pfl_callbacks.tensors import evaluating
@@ -33,28 +34,39 @@ class FeatureAlignment(L.Callback):
     shows the total variance of all layers, the mean over clients, and suggests from which depth on to divide the
     network into groups of classes.
 
-    It works on any LightningModule that is a classifier: its ``forward`` maps a batch's first entry to (B, classes)
-    logits, and the batch's second entry is (B,) labels. Validation data are used, or training data where there are
-    none. A federation tells its ``clients``, modules by id with their ``data``; then each is measured on its own.
+    It works on any LightningModule that is a classifier: its ``forward`` maps a batch's inputs to (B, classes) logits.
+    Inputs and (B,) labels are a batch's first two entries, or those of a dict that have usual names, such as ``image``
+    and ``label``. Validation data are used, or training data where there are none. A module that is no such classifier
+    is not measured, which a warning says. A federation tells its ``clients``, modules by id with their ``data``; then
+    each is measured on its own.
 
     Args:
         every_n_epochs: epochs, or rounds, between two measurements; by default the end of the training alone.
         batches: number of batches to measure on.
         preferences: whether to write every neuron's preference of every class too, as shares of one, into
             ``preferences.csv``.
+        inputs: the name of the inputs in batches that are dicts, where it is no usual one.
+        labels: that of the labels.
 
     Attributes:
         rows: what is in ``features.csv``.
         depth: the suggested number of layers to share, once measured.
 
     Raises:
-        MisconfigurationException: when batches or logits are not what is described above.
+        MisconfigurationException: when batches or logits of a federation are not what is described above.
 
     Source:
         Psi-Net, Fig. 1, Fig. 7, Eq. 2 and 5.
     """
 
-    def __init__(self, every_n_epochs: int | None = None, batches: int = 8, preferences: bool = False) -> None:
+    def __init__(
+        self,
+        every_n_epochs: int | None = None,
+        batches: int = 8,
+        preferences: bool = False,
+        inputs: str | None = None,
+        labels: str | None = None,
+    ) -> None:
         if batches < 1 or (every_n_epochs is not None and every_n_epochs < 1):
             raise MisconfigurationException(
                 f"FeatureAlignment(every_n_epochs={every_n_epochs}, batches={batches}): give 1 or more."
@@ -62,6 +74,7 @@ class FeatureAlignment(L.Callback):
         self.every_n_epochs = every_n_epochs
         self.batches = batches
         self.preferences = preferences
+        self.names = {"inputs": inputs, "labels": labels}
         self.rows: list[dict[str, Any]] | None = None
         self.depth: int | None = None
         self._neurons: list[dict[str, Any]] | None = None
@@ -95,8 +108,10 @@ class FeatureAlignment(L.Callback):
             self._neurons = read_rows_before(neurons_path, epoch, "epoch") if keeps(trainer) else []
         new: list[dict[str, Any]] = []
         for client, module, batches in classifiers(trainer, pl_module):
-            with nullcontext() if isinstance(pl_module, HasClients) else validating(trainer):
-                measured = measure_features(module, batches, self.batches)
+            look = partial(measure_features, module, batches, self.batches, **self.names)
+            measured = looked(trainer, pl_module, self, look)
+            if measured is None:
+                return
             for position, (layer, preferences) in enumerate(measured.items(), start=1):
                 where = {"epoch": epoch, "client": client, "position": position, "layer": layer}
                 new.append({
@@ -128,13 +143,21 @@ class FeatureAlignment(L.Callback):
         ]
 
 
-def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | None = None) -> dict[str, Tensor]:
+def measure_features(
+    module: nn.Module,
+    batches: Iterable[Any],
+    limit: int | None = None,
+    inputs: str | None = None,
+    labels: str | None = None,
+) -> dict[str, Tensor]:
     """Return the class preferences of all neurons of a classifier.
 
     Args:
-        module: maps images, or whatever a batch's first entry is, to (B, classes) logits.
+        module: maps a batch's inputs to (B, classes) logits.
         batches: of inputs and (B,) labels; further entries are not looked at.
         limit: number of batches to use; None for all.
+        inputs: the name of the inputs in batches that are dicts, where it is no usual one.
+        labels: that of the labels.
 
     Returns:
         (neurons, classes) preferences of every layer by name, in the order in which layers run. A layer is a module
@@ -148,14 +171,14 @@ def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | Non
     device = next(module.parameters()).device
     with evaluating(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
         for batch in islice(batches, limit):  # here, since a shuffling loader draws as soon as it is asked for batches
-            inputs, labels = labelled(batch, device, "FeatureAlignment")
-            if isinstance(inputs, Tensor) and inputs.is_floating_point():
-                inputs = inputs.detach().requires_grad_().clone()  # so that layers that do not train are measured too
+            seen, known = labelled(batch, device, "FeatureAlignment", inputs, labels)
+            if isinstance(seen, Tensor) and seen.is_floating_point():
+                seen = seen.detach().requires_grad_().clone()  # so that layers that do not train are measured too
             with _watching(module) as outputs:
-                logits = module(inputs)
-            check_logits(logits, labels, "FeatureAlignment")
+                logits = logits_in(module(seen))
+            check_logits(logits, known, "FeatureAlignment")
             layers = {name: noted for name, noted in outputs.items() if noted[0] is not logits}
-            own = logits.gather(1, labels[:, None]).sum()
+            own = logits.gather(1, known[:, None]).sum()
             activations = [activation for activation, _ in layers.values()]
             if not activations:
                 raise MisconfigurationException(
@@ -166,7 +189,7 @@ def measure_features(module: nn.Module, batches: Iterable[Any], limit: int | Non
                 # sums of half precision would lose what comes last
                 kind = torch.promote_types(activation.dtype, torch.float32)
                 values = activation.detach().movedim(dim, 1).to(kind), gradient.movedim(dim, 1).to(kind)
-                sums[name] = sums.get(name, 0) + class_preferences(*values, labels, logits.shape[1])
+                sums[name] = sums.get(name, 0) + class_preferences(*values, known, logits.shape[1])
     return sums
 
 

@@ -1,7 +1,7 @@
 """How a classifier represents samples: a map of what its last layer sees."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_pfl_callbacks.classifiers import check_logits, classifiers, labelled, layers_of, one_process, validating
+from lit_pfl_callbacks.batches import logits_in
+from lit_pfl_callbacks.classifiers import check_logits, classifiers, labelled, layers_of, looked, one_process
 from lit_pfl_callbacks.protocols import HasClients, HasModels
 from lit_pfl_callbacks.rounds import writes
 from lit_pfl_callbacks.run_folder import run_folder, write_rows
@@ -33,22 +34,32 @@ class FeatureMap(L.Callback):
     Args:
         clients: ids of those that are looked at; by default the first four. A federation's only.
         samples: number of samples of each, at most. 500 take one to two seconds.
+        inputs: the name of the inputs in batches that are dicts, where it is no usual one.
+        labels: that of the labels.
 
     Attributes:
         rows: what is in ``feature_map.csv``: ``client``, ``label``, ``predicted``, ``x`` and ``y``.
 
     Raises:
-        MisconfigurationException: for a client that there is not, and when batches or logits are not such.
+        MisconfigurationException: for a client that there is not, and when batches or logits of a federation are not
+            such.
 
     Source:
         FedSLR, Fig. 4; van der Maaten and Hinton 2008.
     """
 
-    def __init__(self, clients: Sequence[int] | None = None, samples: int = 500) -> None:
+    def __init__(
+        self,
+        clients: Sequence[int] | None = None,
+        samples: int = 500,
+        inputs: str | None = None,
+        labels: str | None = None,
+    ) -> None:
         if samples < FEWEST:
             raise MisconfigurationException(f"FeatureMap(samples={samples}): give {FEWEST} or more.")
         self.clients = clients
         self.samples = samples
+        self.names = {"inputs": inputs, "labels": labels}
         self.rows: list[dict[str, Any]] = []
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -68,8 +79,10 @@ class FeatureMap(L.Callback):
             if client != "" and (number >= 4 if self.clients is None else client not in self.clients):
                 continue
             network = pl_module.standalone(int(client)) if isinstance(pl_module, HasModels) else module
-            with nullcontext() if isinstance(pl_module, HasClients) else validating(trainer):
-                features, labels, predicted = represented(network, batches, self.samples)
+            found = looked(trainer, pl_module, self, partial(represented, network, batches, self.samples, **self.names))
+            if found is None:
+                return
+            features, labels, predicted = found
             if len(features) < FEWEST or not features.isfinite().all():
                 whose = f"client {client}" if client != "" else type(pl_module).__name__
                 rank_zero_warn(f"FeatureMap leaves out {whose}: fewer than {FEWEST} samples, or features not finite.")
@@ -81,13 +94,17 @@ class FeatureMap(L.Callback):
             write_rows(run_folder(trainer) / "feature_map.csv", self.rows)
 
 
-def represented(module: nn.Module, batches: Iterable[Any], limit: int) -> tuple[Tensor, Tensor, Tensor]:
+def represented(
+    module: nn.Module, batches: Iterable[Any], limit: int, inputs: str | None = None, labels: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the last layer of a classifier sees.
 
     Args:
-        module: maps images, or whatever a batch's first entry is, to (B, classes) logits.
+        module: maps a batch's inputs to (B, classes) logits.
         batches: of inputs and (B,) labels; further entries are not looked at.
         limit: number of samples, at most.
+        inputs: the name of the inputs in batches that are dicts, where it is no usual one.
+        labels: that of the labels.
 
     Returns:
         (n, d) inputs of the last layer that has run, (n,) labels, (n,) most probable classes.
@@ -106,24 +123,24 @@ def represented(module: nn.Module, batches: Iterable[Any], limit: int) -> tuple[
     try:
         with evaluating(module), torch.random.fork_rng(devices=[]), torch.no_grad():
             for batch in batches:
-                inputs, labels = labelled(batch, device, "FeatureMap")
+                entered, known = labelled(batch, device, "FeatureMap", inputs, labels)
                 seen.clear()
-                logits = module(inputs)
-                check_logits(logits, labels, "FeatureMap")
-                if not seen or len(seen[-1]) != len(labels):
+                logits = logits_in(module(entered))
+                check_logits(logits, known, "FeatureMap")
+                if not seen or len(seen[-1]) != len(known):
                     raise MisconfigurationException(
                         f"FeatureMap: {type(module).__name__} has no last layer that sees sample by sample."
                     )
-                found.append((seen[-1].flatten(1).float().cpu(), labels.cpu(), logits.argmax(1).cpu()))
-                if sum(len(labels) for _, labels, _ in found) >= limit:
+                found.append((seen[-1].flatten(1).float().cpu(), known.cpu(), logits.argmax(1).cpu()))
+                if sum(len(classes) for _, classes, _ in found) >= limit:
                     break
     finally:
         for handle in handles:
             handle.remove()
     if not found:
         return torch.empty(0, 1), torch.empty(0), torch.empty(0)
-    features, labels, predicted = (torch.cat(parts)[:limit] for parts in zip(*found, strict=True))
-    return features, labels, predicted
+    features, classes, predicted = (torch.cat(parts)[:limit] for parts in zip(*found, strict=True))
+    return features, classes, predicted
 
 
 def t_sne(features: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def read_table(data: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...], st
             str(name): (getattr(torch, kind), tuple(int(n) for n in shape), str(digest))
             for name, (kind, shape, digest) in table.items()
         }
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"no table of frozen weights: {error}") from None
     if not all(isinstance(kind, torch.dtype) for kind, _, _ in read.values()):
         raise ValueError("no table of frozen weights: a type is none")

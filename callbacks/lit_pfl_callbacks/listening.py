@@ -35,6 +35,11 @@ class Listening(L.Callback, ABC):
             watchers.remove(self._note)
 
 
+def is_told(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
+    """Say whether anything is sent that a callback of this Trainer is told of."""
+    return isinstance(pl_module, HasTraffic) or loop_of(trainer) is not None
+
+
 def watchers_of(trainer: L.Trainer, pl_module: L.LightningModule) -> list[Watcher]:
     """Return the list to join to be told of what is sent; one that nobody reads where nothing is."""
     if isinstance(pl_module, HasTraffic):

@@ -10,14 +10,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lit_pfl_callbacks.clients import TITLES, human_bytes
-from lit_pfl_callbacks.protocols import HasClients, HasTraffic
+from lit_pfl_callbacks.protocols import HasClients, HasTraffic, Transfer
+from lit_pfl_callbacks.rounds import loop_of
 
 
 class RoundProgress(ProgressBar):
     """One line: round r of R, client k of K, the validation score, bytes sent so far, time left.
 
     On a terminal the line is live; elsewhere a line is printed after every round. Under a Trainer without clients it
-    counts batches.
+    counts batches, and with a :class:`~lit_pfl_callbacks.FederatedLoop` that site's bytes.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,7 @@ class RoundProgress(ProgressBar):
         self._enabled = True
         self._scored: int | None = None  # rounds before the one that was last validated
         self._score = ""
+        self._own = 0  # bytes of a site
 
     def disable(self) -> None:
         """Show nothing."""
@@ -35,6 +37,16 @@ class RoundProgress(ProgressBar):
     def enable(self) -> None:
         """Show the line."""
         self._enabled = True
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count what a site sends."""
+        loop = None if isinstance(pl_module, HasTraffic) else loop_of(trainer)
+        if loop is not None and self._note not in loop.watchers:
+            self._own = 0
+            loop.watchers.append(self._note)
+
+    def _note(self, sent: Transfer) -> None:
+        self._own += sent.nbytes
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put up the line."""
@@ -127,9 +139,8 @@ class RoundProgress(ProgressBar):
         rounds = trainer.max_epochs
         return f"{trainer.current_epoch + 1}/{rounds}" if rounds and rounds > 0 else str(trainer.current_epoch + 1)
 
-    @staticmethod
-    def _sent(pl_module: L.LightningModule) -> str:
-        return human_bytes(pl_module.traffic.total if isinstance(pl_module, HasTraffic) else 0)
+    def _sent(self, pl_module: L.LightningModule) -> str:
+        return human_bytes(pl_module.traffic.total if isinstance(pl_module, HasTraffic) else self._own)
 
 
 def _units(pl_module: L.LightningModule) -> tuple[str, str]:

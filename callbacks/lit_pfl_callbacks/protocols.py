@@ -14,7 +14,9 @@ protocol                 attribute                        who looks for it
 :class:`HasSeconds`      ``seconds``                      ``RoundTimer``
 :class:`HasMixing`       ``mixing()``                     ``Similarity``
 :class:`HasRanks`        ``from_all_ranks(tensors)``      ``Similarity``, ``PersonalizedModels``
+:class:`HasRefusals`     ``refused``                      ``RefusedUploads``
 :class:`HasModels`       ``standalone(client)``           ``PersonalizedModels``, ``FeatureMap``
+:class:`HasTestSamples`  ``test_samples(client)``         ``Predictions``
 :class:`HasRoles`        ``roles()``, of a client         ``CommunicationLedger``
 :class:`HasWeightParts`  ``weight_parts()``, of a client  ``SparsityMonitor``
 =======================  ===============================  =========================================================
@@ -112,7 +114,8 @@ class Traffic(Protocol):
 #: of what kind attributes are
 KINDS: dict[str, Any] = {
     "clients": Mapping, "rows": Sequence, "higher_is_better": Mapping, "traffic": Traffic, "seconds": Mapping,
-    "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable, "roles": Callable, "weight_parts": Callable,
+    "refused": Sequence, "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable, "test_samples": Callable,
+    "roles": Callable, "weight_parts": Callable,
 }  # fmt: skip
 
 
@@ -160,6 +163,30 @@ class HasSeconds(Protocol, metaclass=_OfKinds):
     def seconds(self) -> Mapping[str, float]: ...  # noqa: D102
 
 
+class Refusal(NamedTuple):
+    """An upload that was refused.
+
+    Args:
+        round: the round that it is of, from 1.
+        client: whose it was.
+        tensor: name of the tensor that was wrong; empty where none was.
+        reason: what was wrong, in one line.
+    """
+
+    round: int
+    client: int | None
+    tensor: str
+    reason: str
+
+
+@runtime_checkable
+class HasRefusals(Protocol, metaclass=_OfKinds):
+    """``refused``: the uploads of the latest round that were refused."""
+
+    @property
+    def refused(self) -> Sequence[Refusal]: ...  # noqa: D102
+
+
 @runtime_checkable
 class HasMixing(Protocol, metaclass=_OfKinds):
     """``mixing()``: clients' ids, and (J, J) weights, row i being everybody's in what client i is sent next.
@@ -196,6 +223,13 @@ class HasModels(HasClients, Protocol):
     """``standalone(client)``: a copy of a client's own model, a network by itself."""
 
     def standalone(self, client: int) -> nn.Module: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasTestSamples(Protocol, metaclass=_OfKinds):
+    """``test_samples(client)``: the (n,) places of a client's test samples in the data set, and (n,) labels or None."""
+
+    def test_samples(self, client: int) -> tuple[Tensor, Tensor | None]: ...  # noqa: D102
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import lightning as L
 
 from lit_pfl_callbacks.federated_loop import FederatedLoop
-from lit_pfl_callbacks.protocols import HasSeconds
+from lit_pfl_callbacks.protocols import HasClients, HasSeconds
 from lit_pfl_callbacks.run_folder import append_rows, checked_rows, run_folder, write_rows
 
 T = TypeVar("T")
@@ -20,8 +20,13 @@ def loop_of(trainer: L.Trainer) -> FederatedLoop | None:
 
 
 def keeps(trainer: L.Trainer) -> bool:
-    """Say whether a run has a folder that is written into: not without a logger, nor where code is only tried out."""
-    return bool(trainer.loggers) and not trainer.fast_dev_run  # type: ignore[attr-defined]
+    """Say whether a run has a folder that is written into: not where code is only tried out.
+
+    A federation without a logger has none. A module by itself writes into the Trainer's ``default_root_dir`` then.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return False
+    return bool(trainer.loggers) or not isinstance(trainer.lightning_module, HasClients)
 
 
 def writes(trainer: L.Trainer) -> bool:

@@ -5,6 +5,7 @@ import io
 import math
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +197,16 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """Write rows at the end of a CSV file with these columns: all of them, or none where the disk is full."""
+    """Write rows at the end of a CSV file with these columns: all of them, or none where the disk is full.
+
+    Raises:
+        OSError: when they cannot be written; it names the file.
+    """
     size = path.stat().st_size
     try:
         with path.open("a", newline="") as file:
             csv.DictWriter(file, columns).writerows(rows)
-    except OSError:
-        with path.open("r+b") as whole:
+    except OSError as error:  # which says what, but seldom where
+        with suppress(OSError), path.open("r+b") as whole:
             whole.truncate(size)
-        raise
+        raise OSError(error.errno, f"cannot be written ({error.strerror or error})", str(path)) from error

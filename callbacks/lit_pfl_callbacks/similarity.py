@@ -15,6 +15,7 @@ from lit_pfl_callbacks.listening import Listening
 from lit_pfl_callbacks.protocols import HasClients, HasMixing, HasRanks, Transfer
 from lit_pfl_callbacks.rounds import RoundTable, due, round_of, spread
 from lit_pfl_callbacks.tensors import tensors_of
+from lit_pfl_callbacks.waiting import waits
 
 COLUMNS = ["round", "group", "client", "other", "cosine"]
 MATCHING_COLUMNS = ["round", "client", "other", "frequency"]
@@ -31,6 +32,8 @@ class Similarity(Listening):
     is also measured by what clients upload, such as SimFed's embeddings, and by their updates: what they upload less
     what they had been sent, of the tensors in both. One that tells its ``mixing()`` gets ``matching.csv``: how often,
     of the rounds so far, a client was given something of another one. Loggers get every matrix as a heat map.
+
+    A module by itself, or one site, has nobody to be compared with, which a warning says.
 
     Of a module in several processes, each of which has some of the clients, uploads, updates and mixtures are those of
     those of process 0, and parameters among all (:class:`~lit_pfl_callbacks.protocols.HasRanks`).
@@ -81,9 +84,8 @@ class Similarity(Listening):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Choose whom to look at, and listen."""
         if not isinstance(pl_module, HasClients):
-            raise MisconfigurationException(
-                f"Similarity compares clients, and {type(pl_module).__name__} does not tell its `clients`."
-            )
+            waits(trainer, self, f"several clients to compare; {type(pl_module).__name__} does not tell its `clients`")
+            return
         self._table.check(trainer)
         self._matching_table.check(trainer)
         self._ids = spread(list(pl_module.clients), self._share(trainer))
@@ -101,13 +103,14 @@ class Similarity(Listening):
     @torch.no_grad()
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure, as the clients are after training and before they load a reply."""
+        if not isinstance(pl_module, HasClients):
+            return
         round = round_of(trainer)
         self._count(pl_module)
         if not due(round, self.every_n_rounds):
             self._table.add(trainer, [])
             self._matching_table.add(trainer, [])
             return
-        assert isinstance(pl_module, HasClients)
         found = self._of_states({client: pl_module.clients[client] for client in self._ids})
         if trainer.world_size > 1 and isinstance(pl_module, HasRanks):
             found = {group: _gathered(pl_module, own) for group, own in found.items()}

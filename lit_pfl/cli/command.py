@@ -40,6 +40,7 @@ from lit_pfl_callbacks import (
     CommunicationLedger,
     EmbeddingMap,
     Predictions,
+    RefusedUploads,
     RoundProgress,
     RoundTimer,
     Similarity,
@@ -49,7 +50,7 @@ from lit_pfl_callbacks import (
 )
 
 #: what writes a run's tables and fills its loggers, as the defaults have it; a configuration may give its own in place
-WATCHING = (CommunicationLedger, RoundTimer, SparsityMonitor, Similarity, EmbeddingMap, ClientsTable)
+WATCHING = (RefusedUploads, CommunicationLedger, RoundTimer, SparsityMonitor, Similarity, EmbeddingMap, ClientsTable)
 
 
 class FederatedCLI(LightningCLI):

@@ -54,7 +54,8 @@ class LastGoodState:
             upload: what it uploads.
         """
         if upload.not_finite is not None:
-            return UploadError(f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.{BACK}")
+            name = upload.not_finite
+            return UploadError(f"Client {client}: tensor {name!r} holds NaN or infinity.{BACK}", name)
         if all_finite([*self._stays(upload), *self._momenta()]):
             return None
         for name, tensor in tensors_of(self.module).items():
@@ -62,7 +63,7 @@ class LastGoodState:
                 continue
             before = self._module.get(name)
             if not tensor.isfinite().all() and (before is None or before.isfinite().all()):
-                return UploadError(f"Client {client}: its own tensor {name!r} holds NaN or infinity.{BACK}")
+                return UploadError(f"Client {client}: its own tensor {name!r} holds NaN or infinity.{BACK}", name)
         if not all(tensor.isfinite().all() for tensor in self._momenta()):
             return UploadError(f"Client {client}: its optimizer's state holds NaN or infinity.{BACK}")
         return None

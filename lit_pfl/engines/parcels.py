@@ -58,7 +58,7 @@ def alike(payloads: Mapping[int, Payload]) -> dict[int, Payload]:
 
 def _packed(upload: Upload) -> tuple[Any, list[Tensor]]:
     if isinstance(upload, UploadError):
-        return str(upload), []
+        return {"error": str(upload), "tensor": upload.tensor}, []
     low_rank = upload.low_rank if isinstance(upload, Payload) else {}
     plain = {name: tensor.detach() for name, tensor in upload.items() if name not in low_rank}
     factors = [factor.detach() for pair in low_rank.values() for factor in (pair.left, pair.right)]
@@ -68,8 +68,8 @@ def _packed(upload: Upload) -> tuple[Any, list[Tensor]]:
 
 
 def _unpacked(description: Any, parts: Iterator[Tensor]) -> Upload:
-    if isinstance(description, str):
-        return UploadError(description)
+    if isinstance(description, dict):
+        return UploadError(description["error"], description["tensor"])
     names, sparse, shapes = description
     plain = {name: next(parts) for name in names}
     low_rank = {name: LowRank(next(parts), next(parts), tuple(shape)) for name, shape in shapes.items()}

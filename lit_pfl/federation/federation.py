@@ -33,6 +33,7 @@ from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, 
 from lit_pfl.round_log import mean_over_samples
 from lit_pfl.server import ClientInfo
 from lit_pfl_callbacks import FederatedLoop
+from lit_pfl_callbacks.protocols import Refusal
 from lit_pfl_callbacks.tensors import tensors_of
 
 
@@ -317,6 +318,11 @@ class Federation(Scoring, Checkpointing):
     def traffic(self) -> Ledger:
         """Bytes sent so far: ``total``, and ``clients``, by id up and down."""
         return self.coordinator.ledger
+
+    @property
+    def refused(self) -> list[Refusal]:
+        """The uploads of the latest round that were refused, and why."""
+        return self.coordinator.refusals
 
     @property
     def seconds(self) -> Mapping[str, float]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,7 @@ class ProcessGroupLink:
         self.draws = Draws(seed)
         self._state: dict[str, Any] | None = None  # of a run that goes on
         self._processes: Processes | None = None
+        self._refused: dict[int, str] = {}  # what clients are told with their next replies
 
     # --------------------------------------------------------------------------------------------------- every process
 
@@ -96,6 +98,8 @@ class ProcessGroupLink:
 
     def _reply(self) -> Payload | None:
         words, reply = self._receive(0)
+        if words.get("refused"):
+            warnings.warn(f"Rank 0 has refused an upload of this process. {words['refused']}", stacklevel=2)
         return None if words["over"] else reply
 
     @property
@@ -144,12 +148,12 @@ class ProcessGroupLink:
             replies = {client: self.coordinator.reply(client) for client in self._participants}
             for client in self._participants:
                 if client != 0:
-                    self._send(client, replies[client], over=False)
+                    self._send(client, replies[client], over=False, refused=self._refused.pop(client, None))
             if 0 in replies:
                 return replies[0]
             self._collect({})
         for client in range(1, self._group.size):
-            self._send(client, Payload({}), over=True)
+            self._send(client, Payload({}), over=True, refused=self._refused.pop(client, None))
         return None
 
     @property
@@ -165,6 +169,7 @@ class ProcessGroupLink:
                 except UploadError as error:
                     uploads[client] = error
         self.coordinator.collect(uploads)
+        self._refused |= {client: reason for _, client, _, reason in self.coordinator.refusals if client is not None}
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 

@@ -26,9 +26,14 @@ class Scored(Group):
         ]
 
 
-def test_a_module_that_tells_no_scores_has_no_table(tmp_path, capsys):
-    trainer(tmp_path, 1, [ClientsTable()]).fit(Line(), batches(), batches())
-    assert not (tmp_path / "run" / "clients.csv").exists()
+def test_a_module_that_tells_no_scores_has_a_file_of_what_it_logs_and_no_table(tmp_path, capsys):
+    trainer(tmp_path, 2, [ClientsTable()]).fit(Line(), batches(), batches())
+    lines = rows(tmp_path / "run" / "clients.csv")
+    assert [(x["client"], x["round"], x["split"], x["model"], x["n"]) for x in lines] == [
+        ("", "1", "val", "own", "8"),
+        ("", "2", "val", "own", "8"),
+    ]
+    assert float(lines[0]["acc"]) < float(lines[1]["acc"])
     assert "client" not in capsys.readouterr().out
 
 

@@ -1,5 +1,8 @@
 """Stops, full disks and second processes: the last complete round is kept, and nothing of an incomplete one."""
 
+import csv
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -7,6 +10,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 
 import lightning as L
 import pytest
@@ -195,6 +199,76 @@ def test_a_run_on_a_full_disk_stops_in_one_line_or_goes_on(choice, small_disk, c
     else:
         assert came.code == 0
         assert len(rows(folder / "metrics.csv")) == 3
+
+
+class Disk:
+    """Counts what is written to files that are to be whole, and refuses all from some write on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.writes, self.room, self.error = 0, float("inf"), errno.ENOSPC
+        sync, begin, append = os.fsync, csv.DictWriter.__init__, csv.DictWriter.writerows
+
+        def fsync(file):
+            self.write()
+            return sync(file)
+
+        def init(writer, file, *args, **kwargs):
+            begin(writer, file, *args, **kwargs)
+            writer.on_disk = not isinstance(file, io.StringIO)
+
+        def writerows(writer, rows):
+            append(writer, rows)
+            if writer.on_disk:
+                self.write()
+
+        monkeypatch.setattr(csv.DictWriter, "__init__", init)
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(csv.DictWriter, "writerows", writerows)
+
+    def write(self) -> None:
+        self.writes += 1
+        if self.writes > self.room:
+            raise OSError(self.error, os.strerror(self.error))
+
+
+#: of all writes of a run, after which share none succeeds any more
+SHARES = [0.0, 0.02, 0.3, 0.45, 0.7, 0.95, *(pytest.param(i / 40, marks=pytest.mark.slow) for i in range(1, 40))]
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_disk_that_fills_up_at_any_write_damages_nothing_and_the_run_is_gone_on_with(share, monkeypatch, capsys):
+    keeps = ["--trainer.callbacks", "lit_pfl.lightning_internals.LastCheckpoint", "--trainer.callbacks.keep", "2"]
+    words = ["fit", *TINY, *keeps, "--trainer.max_epochs", "2", "--folder"]
+    disk = Disk(monkeypatch)
+    assert typed(capsys, *words, "whole").errors == []
+    disk.writes, disk.room = 0, int(share * disk.writes)
+    disk.error = errno.EACCES if int(share * 100) % 2 else errno.ENOSPC  # or somebody has taken the right to write
+    came = typed(capsys, *words, "cut")
+    assert (came.code, len(came.errors)) == (2, 1), came
+    assert "cannot be written" in came.errors[0] or "No space left" in came.errors[0]
+    for path in Path("cut").rglob("*"):
+        assert path.suffix != ".part"
+        if path.suffix == ".ckpt":
+            read_checkpoint(path)
+        if path.suffix == ".csv":
+            assert None not in [value for row in rows(path) for value in row.values()], path
+    disk.room = float("inf")
+    checkpoint = Path("cut/checkpoints/last.ckpt")
+    resumed = ["--ckpt_path", str(checkpoint)] if checkpoint.exists() else []
+    assert typed(capsys, *words, "cut", *resumed).errors == []
+    for name in ("metrics.csv", "clients.csv", "communication.csv", "similarity.csv"):
+        assert Path("cut", name).read_bytes() == Path("whole", name).read_bytes(), name
+    states = [read_checkpoint(Path(run, "checkpoints/last.ckpt"))["federation"] for run in ("whole", "cut")]
+    assert_equal(*states)
+
+
+def test_a_clock_that_jumps_changes_nothing_of_a_run(whole, monkeypatch, capsys):
+    jumps = Random(0)
+    monkeypatch.setattr(time, "time", lambda: jumps.uniform(-1e9, 4e9))
+    assert typed(capsys, "fit", *TINY, "--trainer.max_epochs", "3").errors == []
+    for name in ("metrics.csv", "clients.csv"):
+        assert (FOLDER / name).read_text() == (whole / name).read_text()
+    assert all(0 <= float(row["seconds"]) < 60 for row in rows(FOLDER / "times.csv"))
 
 
 def test_a_run_that_never_began_leaves_no_folder(capsys):

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, Context, RecordDict
+from flwr.app import Array, Context, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from foreign import Loaders, Regression, diabetes
@@ -330,6 +330,65 @@ def test_an_answer_that_is_not_right(change, says):
     with pytest.warns(UserWarning, match=f"Round 1 goes on without one upload. Client 2: .*{says}"):
         flower.run()
     assert flower.metrics[-1]["uploads"] < 6
+
+
+def test_what_was_refused_is_in_a_table_and_its_node_is_told():
+    here = grid(participation=1.0)
+    here.change = spoil(lambda content: content.update(pack({2: Payload({"a": torch.ones(1)})})))
+    flower = server(here, rounds=2)
+    with pytest.warns(UserWarning, match="has refused an upload of this node") as told:
+        flower.run()
+    said = [str(warning.message) for warning in told]
+    reasons = [words for words in said if words.startswith("Round 1 goes on without")]
+    assert len(reasons) == 2
+    for reason in reasons:
+        assert f"The server has refused an upload of this node. {reason.partition('upload. ')[2]}" in said
+    row, other = read_rows(flower.folder / "refused.csv")  # nothing has come of client 3, who is told so too
+    assert [(row["round"], row["client"]), (other["round"], other["client"])] == [("1", "2"), ("1", "3")]
+    assert row["tensor"] in row["reason"]
+    assert row["reason"].startswith("Client 2: the upload lacks tensor")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c.update({"2": MetricRecord({"n": 1})}),
+        lambda c: c.update({"2/personalized": MetricRecord({"acc": 1.0})}),
+        lambda c: c.update({"2/personalized": MetricRecord({"n": float("inf")})}),
+        lambda c: c.update({"2/personalized": MetricRecord({"n": 3, "acc": [1.0]})}),
+        lambda c: c.update({"0/personalized": MetricRecord({"n": 3, "acc": 1.0})}),
+        lambda c: c.pop("higher_is_better"),
+    ],
+)
+def test_scores_that_are_not_whole_are_left_out_by_node(change):
+    def spoiled(message, answer):
+        if message.metadata.message_type == "evaluate" and message.metadata.dst_node_id == 20:
+            change(answer.content)
+        return answer
+
+    here = grid(participation=1.0)
+    here.change = spoiled
+    flower = server(here, rounds=1)
+    with pytest.warns(UserWarning, match="Node 20: its scores are not whole"):
+        flower.run()
+    assert {row["client"] for row in read_rows(flower.folder / "clients.csv")} == {"0", "1", "4", "5"}
+
+
+@pytest.mark.parametrize("number", [0, -3, 1.5, float("inf"), 2**60])
+def test_a_node_with_no_number_of_samples_does_not_join(number):
+    def spoiled(message, answer):
+        if message.metadata.message_type == "query" and message.metadata.dst_node_id == 20:
+            answer.content["samples"]["2"] = number
+        return answer
+
+    here = grid(participation=1.0, timeout=0.1)
+    here.change = spoiled
+    flower = server(here, rounds=1)
+    with (
+        pytest.warns(UserWarning, match="Node 20 cannot say who lives there: Client 2"),
+        pytest.raises(ConfigError, match="have joined within"),
+    ):
+        flower.run()
 
 
 def test_a_node_answers_for_its_own_clients_only():

@@ -131,3 +131,55 @@ def test_without_torchrun_it_says_so(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="'RANK' is not in the environment; start the script with torchrun"):
         ProcessGroupLink().join(JoinInfo(1, {"w": torch.ones(1)}))
+
+
+class Wire:
+    """Two processes' messages, in a queue each way."""
+
+    rank, size = 0, 2
+
+    def __init__(self, *arrives: bytes) -> None:
+        self.arrives, self.sent = list(arrives), []
+
+    def receive(self, source: int) -> bytes:
+        return self.arrives.pop(0)
+
+    def send(self, message: bytes, to: int) -> None:
+        self.sent.append(message)
+
+
+def message(payload: Payload, **words: object) -> bytes:
+    link = ProcessGroupLink()
+    link._processes = wire = Wire()
+    link._send(1, payload, **words)
+    return wire.sent[0]
+
+
+W = {"w": torch.ones(3)}
+BAD = {
+    "nothing": b"",
+    "noise": b"\xff" * 90,
+    "deep": (200_000).to_bytes(8, "big") + b"[" * 200_000,
+    "no words": (2).to_bytes(8, "big") + b"{}" + Payload(W).to_bytes(),
+    "no payload": message(Payload(W))[:-5],
+    "another shape": message(Payload({"w": torch.ones(4)})),
+    "another name": message(Payload({"v": torch.ones(3)})),
+    "NaN": message(Payload({"w": torch.tensor([1, torch.nan, 1])})),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_upload_that_is_none_is_refused_by_client_and_its_process_is_told(name):
+    link = ProcessGroupLink(quorum=0.5)
+    link._processes = wire = Wire(message(Payload(W), num_samples=3), BAD[name], message(Payload(W)))
+    link.join(JoinInfo(3, W))
+    with pytest.warns(UserWarning, match="Round 1 goes on without one upload. Client 1: "):
+        link.exchange(W)
+    assert link.coordinator.refused[0].client == 1
+    there = ProcessGroupLink()
+    there._processes, there._limit = Wire(*wire.sent[-1:]), 0
+    with pytest.warns(UserWarning, match="Rank 0 has refused an upload of this process. Client 1: "):
+        assert_equal(dict(there._reply()), W)
+    link.exchange(W)
+    assert not link.coordinator.refused
+    assert b'"refused": null' in wire.sent[-1]

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.client import Client, ClientSpec
 from lit_pfl.data import ClientData
@@ -137,6 +138,8 @@ class Node:
         """Let clients load their replies and train a round; keep what they have become."""
         order = records.config_records["round"]
         completed, run = int(order["completed"]), str(order["run"])
+        for reason in records.config_records.get("refused", {}).values():
+            rank_zero_warn(f"The server has refused an upload of this node. {reason}")
         uploads: dict[int, Payload] = {}
         troubles, losses = ConfigRecord(), MetricRecord()
         for client in clients_in(records):
@@ -145,12 +148,12 @@ class Node:
             states.take_up(engine, answered)
             try:
                 if client in engine.left:
-                    troubles[str(client)] = f"Client {client}: a callback has ended its training."
+                    troubles[str(client)] = [f"Client {client}: a callback has ended its training.", ""]
                     continue
                 with self._computing(client, engine):
                     upload = engine.train({client: reply}, completed)[client]
                     if isinstance(upload, UploadError):
-                        troubles[str(client)] = str(upload)
+                        troubles[str(client)] = [str(upload), upload.tensor]
                     else:
                         uploads[client] = upload
                         losses[str(client)] = [float(x) for x in engine.losses[client]]

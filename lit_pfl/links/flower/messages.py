@@ -32,7 +32,10 @@ def pack(payloads: Mapping[int, Payload]) -> RecordDict:
 
 def clients_in(records: RecordDict) -> list[int]:
     """Return the ids of the clients that a message holds payloads of."""
-    return sorted(int(client) for client in records.array_records.get(PAYLOADS, ()))
+    names = records.array_records.get(PAYLOADS, ())
+    if wrong := [name for name in names if not re.fullmatch("0|[1-9][0-9]{0,17}", name)]:
+        raise ValueError(f"{wrong[0][:20]!r} is no client's id")  # of which 7 and 07 would be two
+    return sorted(map(int, names))
 
 
 def unpack(records: RecordDict, client: int, expected: Layout | None = None, limit: int = FROM_FACTORS) -> Payload:
@@ -52,7 +55,7 @@ def unpack(records: RecordDict, client: int, expected: Layout | None = None, lim
         names, sparse = _layout(str(records.config_records[LAYOUT][str(client)]))
         return Payload.from_bytes(data, expected, limit).laid_out(names, sparse)
     except PayloadError as error:
-        raise UploadError(f"Client {client}: {error}") from error
+        raise UploadError(f"Client {client}: {error}", error.tensor) from error
     except Exception as error:  # whatever Flower's records stumble over
         raise UploadError(f"Client {client}: its payload cannot be decoded ({error!r}).") from error
 

@@ -13,7 +13,7 @@ from lit_pfl.engines import Upload
 from lit_pfl.errors import UploadError
 from lit_pfl.links.flower.messages import clients_in, pack, unpack
 from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo
+from lit_pfl.server import ClientInfo, check_samples
 
 #: client, model, number of samples, metrics
 Scored = tuple[int, str, int, dict[str, Any]]
@@ -32,6 +32,7 @@ class Nodes:
     Attributes:
         run: the run's name, under which clients keep their states.
         answered: of every client, the last round of which there is an answer; 0 for none.
+        refused: why uploads of the round before were refused, by client; its node is told with its next reply.
         losses: sum of the training loss over samples, and number of samples, of every client since it was last emptied.
     """
 
@@ -40,6 +41,7 @@ class Nodes:
         self.run = ""
         self.answered: dict[int, int] = {}
         self.losses: dict[int, tuple[float, int]] = {}
+        self.refused: dict[int, str] = {}
         self._homes: dict[int, int] = {}
         self._known: set[int] = set()
 
@@ -83,7 +85,9 @@ class Nodes:
         for node in self._nodes_of(replies):
             records = pack({client: reply for client, reply in replies.items() if self._homes.get(client) == node})
             records["round"] = ConfigRecord({"run": self.run, "completed": completed})
-            messages[node] = self._message(node, MessageType.TRAIN, records, clients_in(records), str(completed + 1))
+            here = clients_in(records)
+            records["refused"] = ConfigRecord({str(c): self.refused.pop(c) for c in here if c in self.refused})
+            messages[node] = self._message(node, MessageType.TRAIN, records, here, str(completed + 1))
         answers = dict(self._ask(messages))
         return {client: self._upload(client, answers, completed + 1) for client in replies}
 
@@ -98,16 +102,18 @@ class Nodes:
         try:
             if trouble := answer.config_records["troubles"].get(str(client)):
                 self.answered[client] = round
-                return UploadError(str(trouble))
+                words: Any = trouble
+                return UploadError(*map(str, words))
             upload = unpack(answer, client, self.expected(client))
             loss: Any = answer.metric_records["losses"][str(client)]
             total, n = loss
+            of_samples = float(total), int(n)
         except UploadError as error:
             return error
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             return UploadError(f"Client {client}: its node's answer is not whole ({error!r}).")
         self.answered[client] = round
-        self.losses[client] = float(total), int(n)
+        self.losses[client] = of_samples
         return upload
 
     def evaluate(self, fresh: Mapping[int, Payload]) -> tuple[list[Scored], dict[str, bool]]:
@@ -132,11 +138,16 @@ class Nodes:
             if isinstance(answer, str):
                 rank_zero_warn(f"Node {node} cannot score its clients: {answer}")
                 continue
-            higher_is_better |= dict(answer.config_records["higher_is_better"])
-            for name, record in answer.metric_records.items():
-                client, model = name.split("/")
-                values = dict(record)
-                scores.append((int(client), model, int(values.pop("n")), values))
+            try:
+                directions = {name: bool(up) for name, up in answer.config_records["higher_is_better"].items()}
+                of_node = [_scored(name, record) for name, record in answer.metric_records.items()]
+                if others := [client for client, *_ in of_node if self._homes.get(client) != node]:
+                    raise ValueError(f"client {others[0]} is not its own")
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                rank_zero_warn(f"Node {node}: its scores are not whole ({error!r}).")
+                continue
+            higher_is_better |= directions
+            scores += of_node
         return sorted(scores, key=lambda score: score[0]), higher_is_better
 
     def _nodes_of(self, clients: Iterable[int]) -> list[int]:
@@ -164,5 +175,16 @@ def _joined(answer: RecordDict | str) -> dict[int, ClientInfo]:
     """Return the clients of a node, as it introduces them."""
     if isinstance(answer, str):
         raise ValueError(answer)
-    samples = answer.metric_records["samples"]
-    return {client: ClientInfo(int(samples[str(client)]), unpack(answer, client)) for client in clients_in(answer)}
+    samples: Any = answer.metric_records["samples"]
+    infos = {client: ClientInfo(samples[str(client)], unpack(answer, client)) for client in clients_in(answer)}
+    for client, info in infos.items():
+        check_samples(client, info.num_samples)
+    return infos
+
+
+def _scored(name: str, record: Mapping[str, Any]) -> Scored:
+    client, model = name.split("/")
+    values = {metric: value for metric, value in record.items() if metric != "n"}
+    if wrong := [metric for metric, value in values.items() if isinstance(value, list)]:
+        raise ValueError(f"{wrong[0]} is no number")
+    return int(client), model, int(record["n"]), values

@@ -33,7 +33,8 @@ def server_app(method: MakeMethod, spec: MakeSpec | None = None) -> ServerApp:
     """Return a ServerApp: rounds of a method among the clients of all SuperNodes.
 
     In the folder that the run's configuration names it keeps ``checkpoint.ckpt``, from which a run that was interrupted
-    goes on, ``metrics.csv`` with a row a round, and after the last round ``clients.csv`` with everybody's test scores.
+    goes on, ``metrics.csv`` with a row a round, ``refused.csv`` with the uploads that were refused, if there are any,
+    and after the last round ``clients.csv`` with everybody's test scores.
 
     Args:
         method: makes the method from the run's configuration; the same as the clients'.
@@ -73,6 +74,7 @@ class FlowerServer:
         self.coordinator = Coordinator(self._make_server(), plan.quorum)
         self.nodes = Nodes(grid, plan.timeout, self.coordinator.expected)
         self.metrics: list[dict[str, Any]] = []
+        self.refused: list[dict[str, Any]] = []
 
     def _make_server(self) -> Server:
         example = getattr(self.prototype.learner, "example_input_array", None)
@@ -128,7 +130,7 @@ class FlowerServer:
         }
         self.coordinator.start(infos)
         self.coordinator.load_state_dict(state["coordinator"])
-        self.metrics = state["metrics"]
+        self.metrics, self.refused = state["metrics"], state.get("refused", [])
         self.nodes.begin(state["run"], infos, state["answered"])
         self.nodes.gather(self.plan.clients)
         rank_zero_info(f"The run in {self.folder} goes on after round {self.coordinator.round}.")
@@ -144,6 +146,7 @@ class FlowerServer:
             "answered": self.nodes.answered,
             "coordinator": self.coordinator.state_dict(),
             "metrics": self.metrics,
+            "refused": self.refused,
         }
         AtomicCheckpointIO().save_checkpoint(state, self.folder / "checkpoint.ckpt")
 
@@ -157,8 +160,13 @@ class FlowerServer:
         row = {"round": self.coordinator.round, "train/loss": mean_over_samples(self.nodes.losses.values())}
         row |= {"uploads": len(clients) - len(self.coordinator.refused), **self.coordinator.ledger.of_round()}
         self.metrics.append(row)
+        refusals = self.coordinator.refusals
+        self.nodes.refused |= {client: reason for _, client, _, reason in refusals if client is not None}
+        self.refused += [refusal._asdict() for refusal in refusals]
         self._save()
         write_rows(self.folder / "metrics.csv", self.metrics)
+        if self.refused:
+            write_rows(self.folder / "refused.csv", self.refused)
         rank_zero_info(_line(row))
 
     def _score(self) -> None:
