@@ -9,7 +9,9 @@ from lit_pfl.data.images import BatchLoader, ImageDataModule, ImageSet
 from lit_pfl.data.labels import label_permutation
 from lit_pfl.data.loaders import (
     LateLoader,
+    batch_size_of,
     example_of,
+    has_batches,
     identity_of,
     in_batches_of,
     in_order,
@@ -69,7 +71,9 @@ __all__ = [
     "TinyImageNet",
     "Uniform",
     "WindowLoader",
+    "batch_size_of",
     "example_of",
+    "has_batches",
     "identity_of",
     "in_batches_of",
     "in_order",

@@ -19,14 +19,16 @@ class ClientData:
 
     Args:
         train: batches for training, anew at every iteration: a loader of this package such as
-            :class:`~lit_pfl.data.BatchLoader`, or a PyTorch DataLoader over a map-style ``Dataset``.
+            :class:`~lit_pfl.data.BatchLoader`, a PyTorch DataLoader, or another iterable of batches, see
+            :mod:`lit_pfl.data.loaders`.
         val: batches of validation data; ``()`` for none.
         test: batches of test data; ``()`` for none.
         example: a batch of one sample or a few, made without random numbers, from which networks learn the shapes of
             what they will see.
         num_classes: number of classes this client tells apart; None where its task is not to tell classes apart.
         labels_agree: whether label c means the same at every client, so that heads may be shared.
-        module: the client's own data module, where it has one: its Trainer's ``datamodule``.
+        module: the client's own data module, where it has one: its Trainer's ``datamodule``, whose hooks its
+            batches pass, see :mod:`lit_pfl.data.transfer`.
     """
 
     train: Any

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from lit_pfl.data.datamodule import PartitionedDataModule
-from lit_pfl.data.loaders import FixedDraws, example_of, in_order
+from lit_pfl.data.loaders import example_of, in_order
 from lit_pfl.data.partition import Partition, Uniform
-from lit_pfl.data.randomness import random_state, same_state
+from lit_pfl.data.randomness import FixedDraws, random_state, same_state
 from lit_pfl.data.resident import leaves_one_out
 from lit_pfl.data.tensors import SampleSet, TensorLoader, relabelled
 from lit_pfl.errors import ConfigError

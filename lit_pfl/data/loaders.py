@@ -1,33 +1,24 @@
 """What methods ask of a client's batches, whoever makes them.
 
-Everything here takes a loader of this package or a PyTorch DataLoader over a map-style ``Dataset``; positions are those
-of the loader's own samples, from 0. Where a loader cannot do what is asked, a ConfigError names what it lacks.
+Everything here takes a loader of this package, a PyTorch DataLoader, or another iterable of batches that begins anew
+whenever it is iterated over. Where a DataLoader chooses samples of a map-style ``Dataset`` by number, they are seen one
+by one: positions are those of the loader's own samples, from 0. Of all others the batches are seen as they come, and
+what needs single samples raises a ConfigError.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import singledispatch
 from typing import Any, Protocol
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-)
 
-from lit_pfl.data.randomness import fixed_draws
-from lit_pfl.data.resident import ResidentLoader, leaves_one_out
+from lit_pfl.data.batches import labels_in
+from lit_pfl.data.resident import ResidentLoader
+from lit_pfl.data.torch_loaders import kind_of
 from lit_pfl.errors import ConfigError
-
-#: under which a batch that is a dict may hold its class labels
-LABELS = ("labels", "label", "targets", "target", "y")
 
 
 class Loader(Protocol):
@@ -35,6 +26,9 @@ class Loader(Protocol):
 
     @property
     def num_samples(self) -> int: ...  # noqa: D102
+
+    @property
+    def batch_size(self) -> int: ...  # noqa: D102
 
     def in_order(self, batch_size: int | None = None) -> Any: ...  # noqa: D102
 
@@ -48,19 +42,30 @@ class Loader(Protocol):
 
 
 def num_samples(loader: Any) -> int:
-    """Return how many samples a loader has, whether or not all of them come in every epoch."""
+    """Return how many samples a loader has, whether or not all of them come in every epoch.
+
+    Where only batches are seen, that is the attribute ``num_samples`` of the loader or of its ``IterableDataset``;
+    otherwise the number that a sampler chooses for an epoch; otherwise a pass over all batches counts them, once: a
+    batch has as many samples as its first tensor has rows.
+    """
     return _of(loader).num_samples
+
+
+def batch_size_of(loader: Any) -> int:
+    """Return how many samples are in a batch, where that can be changed by :func:`in_batches_of`."""
+    return _of(loader).batch_size
 
 
 def in_order(loader: Any, batch_size: int | None = None) -> Any:
     """Return a loader of the same samples, all of them, in their order.
 
     It neither shuffles nor augments, and leaves all generators of random numbers as they are. What a ``Dataset`` draws
-    by itself, as in a random transform, is drawn from seeds of its own: the same at every iteration.
+    by itself, as in a random transform, is drawn from seeds of its own: the same at every iteration. Batches of a
+    stream, and those of places that a sampler draws, are the ones of such an epoch.
 
     Args:
         loader: the loader.
-        batch_size: samples a batch; by default the loader's own.
+        batch_size: samples a batch, where batches are not made by the dataset; by default the loader's own.
     """
     return _of(loader).in_order(batch_size)
 
@@ -90,165 +95,59 @@ def labels_of(loader: Any) -> Tensor:
 
     Labels are the last part of a batch, or its entry ``labels``, ``label``, ``targets``, ``target`` or ``y``.
     """
-    labels = [_labels_in(batch) for batch in in_order(loader)]
+    labels = [labels_in(batch) for batch in in_order(loader)]
     return torch.cat(labels) if labels else torch.empty(0, dtype=torch.int64)
 
 
 def identity_of(loader: Any) -> bytes:
-    """Return bytes that tell the samples of a loader from others: of a DataLoader its number of them and some."""
+    """Return bytes that tell the samples of a loader from others: of a DataLoader their number and some of them."""
     return b"" if isinstance(loader, tuple | list) and not loader else _of(loader).identity()
 
 
 def example_of(loader: Any) -> Any:
-    """Return a batch of the first sample."""
+    """Return a batch of the first sample; the first batch where batches come whole."""
     return next(iter(in_order(loader, 1)))
 
 
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield a batch's tensors in their order, whatever holds them: sequences, mappings, dataclasses, nested.
+def has_batches(loader: Any) -> bool:
+    """Say whether a loader makes batches, as far as can be said without making one."""
+    return sized_len(loader) != 0
 
-    Nothing is put together again, which not every holder lets one do: a ``PackedSequence`` wants its own types back.
+
+@contextmanager
+def needed(who: str, what: str) -> Iterator[None]:
+    """Say who needs what of the data, wherever it refuses that.
+
+    Args:
+        who: whose data they are: a client.
+        what: the method, and what it does with the data.
+
+    Raises:
+        ConfigError: that of the data, with this before it.
     """
-    if isinstance(batch, Tensor):
-        yield batch
-        return
-    for part in parts_of(batch):
-        yield from tensors_in(part)
-
-
-def parts_of(batch: Any) -> Collection[Any]:
-    """Return what a batch, or a part of one, is looked through for."""
-    if isinstance(batch, Mapping):
-        return batch.values()
-    if is_dataclass(batch):
-        return [getattr(batch, field.name) for field in fields(batch)]
-    return batch if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else ()
-
-
-def _labels_in(batch: Any) -> Tensor:
-    labels = batch[-1] if isinstance(batch, list | tuple) else None
-    if isinstance(batch, Mapping):
-        labels = next((batch[name] for name in LABELS if name in batch), None)
-    if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
-        raise ConfigError(
-            "The training data has no class labels: batches must end with an integer tensor (B,), "
-            f"or be dicts with one under {', '.join(LABELS)}."
-        )
-    return labels.long()
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{who}: {what}, which its data does not allow: {error}") from None
 
 
 @singledispatch
 def _of(loader: Any) -> Loader:
     """Return what does the work for a kind of loader; a new kind registers here."""
-    raise ConfigError(
-        f"Training data of type {type(loader).__name__} does not tell its samples apart; "
-        "give a torch.utils.data.DataLoader over a map-style Dataset."
-    )
+    several = isinstance(loader, list | tuple | Mapping | str) or hasattr(
+        loader, "__next__"
+    )  # Lightning's CombinedLoader
+    if several or not hasattr(loader, "__iter__"):
+        raise ConfigError(
+            f"Training data of type {type(loader).__name__} does not tell its samples apart; "
+            "give a torch.utils.data.DataLoader over a map-style Dataset."
+        )
+    return kind_of(loader)
 
 
 @_of.register
 def _(loader: ResidentLoader) -> Loader:
     return loader
-
-
-@_of.register
-def _(loader: DataLoader) -> Loader:
-    return _OfDataLoader(loader)
-
-
-class _OfDataLoader:
-    """Sees a DataLoader as samples and their batches.
-
-    Its samples are those of its dataset, or those that its SubsetRandomSampler may choose. A shuffled loader made here
-    leaves a last batch of a single sample out, as :class:`~lit_pfl.data.BatchLoader` does.
-    """
-
-    def __init__(self, loader: DataLoader) -> None:
-        dataset = loader.dataset
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise ConfigError(
-                f"{type(dataset).__name__} does not tell its samples apart: the DataLoader needs a map-style Dataset, "
-                "with __len__ and __getitem__."
-            )
-        if loader.batch_size is None and loader.batch_sampler is None:
-            raise ConfigError(
-                f"{type(dataset).__name__} makes whole batches (batch_size=None), so its samples cannot be told apart; "
-                "give the DataLoader a batch_size."
-            )
-        self.loader = loader
-        self.samples: Dataset = dataset
-        if isinstance(loader.sampler, SubsetRandomSampler):
-            self.samples = Subset(dataset, list(loader.sampler.indices))
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.samples)  # type: ignore[arg-type]
-
-    def in_order(self, batch_size: int | None = None) -> DataLoader:
-        # A DataLoader draws a seed for its workers even if it has none, so it gets a generator of its own.
-        return DataLoader(
-            FixedDraws(self.samples),
-            batch_size or self.loader.batch_size or 1,
-            collate_fn=self.loader.collate_fn,
-            generator=torch.Generator(),
-        )
-
-    def part_of(self, positions: Tensor) -> DataLoader:
-        sampler = self.loader.sampler
-        whole = isinstance(sampler, SequentialSampler | SubsetRandomSampler) or (
-            isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == self.num_samples
-        )
-        if not whole:
-            raise ConfigError(
-                f"A part of the training data cannot be taken through a {type(sampler).__name__}; "
-                "give the DataLoader a Dataset with shuffle=True."
-            )
-        shuffle = not isinstance(sampler, SequentialSampler) and len(positions) > 0  # PyTorch shuffles not nothing
-        return self._loader(Subset(self.samples, positions.tolist()), self._batch_size(), shuffle=shuffle)
-
-    def in_batches_of(self, batch_size: int) -> DataLoader:
-        self._batch_size()
-        return self._loader(self.loader.dataset, batch_size, sampler=self.loader.sampler)
-
-    def identity(self) -> bytes:
-        n = self.num_samples
-        some = Subset(self.samples, sorted({0, n // 2, n - 1}) if n else [])
-        known = [str(n).encode()]
-        for batch in DataLoader(FixedDraws(some), 1, collate_fn=self.loader.collate_fn, generator=torch.Generator()):
-            known += map(_bytes_of, tensors_in(batch))
-        return b"|".join(known)
-
-    def samples_of(self) -> Tensor:
-        samples: Any = self.samples
-        return torch.tensor(samples.indices if isinstance(samples, Subset) else range(self.num_samples))
-
-    def _batch_size(self) -> int:
-        if self.loader.batch_size is None or type(self.loader.batch_sampler) is not BatchSampler:
-            raise ConfigError(
-                f"Batches of another size or of other samples cannot be made with a "
-                f"{type(self.loader.batch_sampler).__name__}; give the DataLoader a batch_size."
-            )
-        return self.loader.batch_size
-
-    def _loader(self, dataset: Dataset, batch_size: int, **order: Any) -> DataLoader:
-        old = self.loader
-        size = len(order.get("sampler", dataset))
-        shuffled = order.get("shuffle", not isinstance(old.sampler, SequentialSampler))
-        return DataLoader(
-            dataset,
-            batch_size,
-            **order,
-            num_workers=old.num_workers,
-            collate_fn=old.collate_fn,
-            pin_memory=old.pin_memory,
-            drop_last=old.drop_last or (shuffled and leaves_one_out(size, batch_size)),
-            timeout=old.timeout,
-            worker_init_fn=old.worker_init_fn,
-            multiprocessing_context=old.multiprocessing_context,
-            generator=old.generator,
-            prefetch_factor=old.prefetch_factor,
-            persistent_workers=old.persistent_workers,
-        )
 
 
 class LateLoader:
@@ -275,22 +174,3 @@ class LateLoader:
         if name == "loader":  # of a copy that is still being made
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-class FixedDraws(Dataset):
-    """A dataset whose sample i is the same every time, whatever the dataset draws at random to make it."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, position: int) -> Any:
-        with fixed_draws(position):
-            return self.dataset[position]
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    """Return a tensor's own bytes, of types that numpy does not know too."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -1,29 +1,32 @@
 """Existing data modules, one a client."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import numpy as np
+import torch
 from jsonargparse.typing import PositiveInt
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import IterableDataset
 
 from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.loaders import example_of, num_samples
 from lit_pfl.errors import ConfigError
 
-#: what a data module may do to batches between its loaders and the model
-BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
 
 class PerClient(FederatedDataModule):
     """A LightningDataModule for every client, used as by a Trainer: prepared, set up, and asked for its loaders once.
 
-    They are not torn down, since scoring and a further fit go on with the same loaders.
+    They are not torn down, since scoring and a further fit go on with the same loaders. Batches pass the hooks of
+    their client's module on the way to its learner (``on_after_batch_transfer`` and the two before it).
 
-    Training loaders are PyTorch DataLoaders over map-style datasets. They shuffle by PyTorch's default generator, which
-    each client has for itself: then it does not matter who else trains, and a resumed run is the same run. So they
-    have no generator, and no loader has persistent workers.
+    Training loaders are PyTorch DataLoaders over datasets of any kind, or other iterables of batches. They shuffle by
+    the default generators of PyTorch, NumPy or Python, which each client has for itself: then it does not matter who
+    else trains, and a resumed run is the same run. So they have no generator of their own, no loader has persistent
+    workers, and a stream begins anew at every iteration.
 
     Args:
         modules: the data modules; or what makes one from a client's id, with ``num_clients``.
@@ -106,17 +109,18 @@ class PerClient(FederatedDataModule):
                     f"its train_dataloader makes no batch of its {n} samples; leave out drop_last=True, or give a "
                     "smaller batch_size."
                 )
-            if any(getattr(drawing, "generator", None) for drawing in (train, getattr(train, "sampler", None))):
+            if where := _own_generator(train):
                 raise ConfigError(
-                    "its training DataLoader draws from a generator of its own, which a resumed run does not know; "
-                    "leave out generator=."
+                    f"its training DataLoader draws from a generator of its own ({where}), which a resumed run does "
+                    "not know; leave it out, and draw from PyTorch's, NumPy's or Python's default."
                 )
             if any(getattr(loader, "persistent_workers", False) for loader in (train, val, test)):
                 raise ConfigError(
                     "one of its DataLoaders has persistent_workers=True, whose random numbers go on from epoch to "
-                    "epoch where a resumed run does not know them; leave it out."
+                    "epoch where a resumed run does not know them; leave it out, or set num_workers=0."
                 )
-            classes = self.num_classes or getattr(module, "num_classes", None)
+            own = getattr(module, "num_classes", None)
+            classes = self.num_classes or (None if callable(own) else own)
             return ClientData(train, val, test, example_of(train), classes, self.labels_agree, module)
         except ConfigError as error:
             raise ConfigError(f"data.modules[{client}], {type(module).__name__}: {error}") from None
@@ -134,12 +138,6 @@ class PerClient(FederatedDataModule):
 def _check(module: Any, name: str) -> None:
     if not isinstance(module, L.LightningDataModule):
         raise ConfigError(f"{name} is a {type(module).__name__}; give a LightningDataModule.")
-    hooks = [hook for hook in BATCH_HOOKS if is_overridden(hook, module, L.LightningDataModule)]
-    if hooks:
-        raise ConfigError(
-            f"{name}: {type(module).__name__}.{hooks[0]} would not be called; move it into the LightningModule, "
-            "or into the Dataset."
-        )
     if not is_overridden("train_dataloader", module, L.LightningDataModule):
         raise ConfigError(f"{name}: {type(module).__name__} has no train_dataloader.")
 
@@ -155,3 +153,15 @@ def _loader(module: L.LightningDataModule, part: str) -> Any:
     if isinstance(loader, list | tuple | dict) and part != "train":
         raise ConfigError(f"its {name} returns {len(loader)} loaders; a client's score is of one.")
     return loader
+
+
+def _own_generator(loader: Any) -> str:
+    """Return where a loader, what orders its samples, or its stream has a generator of its own; empty for nowhere."""
+    kinds = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+    batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    orders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    for holder in (*orders, dataset if isinstance(dataset, IterableDataset) else None):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, kinds):
+                return f"{type(holder).__name__}.{name}"
+    return ""

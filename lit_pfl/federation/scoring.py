@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lit_pfl.data import labels_of, samples_of
+from lit_pfl.data import has_batches, labels_of, samples_of
 from lit_pfl.engines.streams import scoring_draws
 from lit_pfl.engines.threads import computing
 from lit_pfl.errors import ConfigError
@@ -97,7 +97,7 @@ class Scoring(Parts):
 
     @cached_property
     def _validated_on(self) -> Split:
-        own = {k: len(client.data.val) for k, client in self.clients.items() if client.data}
+        own = {k: has_batches(client.data.val) for k, client in self.clients.items() if client.data}
         return "val" if any(self.ranks.merged(own).values()) else "test"
 
     def _evaluate(self, clients: list[int], split: Split) -> None:

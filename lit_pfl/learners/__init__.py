@@ -1,5 +1,6 @@
 """What clients train: the built-in image classifier, and how anybody's LightningModule is taken in."""
 
+from lit_pfl.data.batches import size_of
 from lit_pfl.learners.checks import check_learner, check_shapes
 from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, OptimizerCallable, SchedulerCallable
 from lit_pfl.learners.hooks import call_hook, hand_on, place_checkpoints
@@ -12,7 +13,6 @@ from lit_pfl.learners.steps import (
     call_step,
     call_with,
     holding,
-    size_of,
     split_batch,
     training_loss,
     training_outputs,

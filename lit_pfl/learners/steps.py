@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
-from lit_pfl.data.loaders import parts_of, tensors_in
+from lit_pfl.data.batches import parts_of, tensors_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.logs import recorded
 from lit_pfl.lightning_internals import in_hook, optimizers_and_schedules
@@ -179,19 +179,6 @@ def call_with(tensors: Mapping[str, Tensor], module: nn.Module, *inputs: Any) ->
         if id(own) in others
     }
     return functional_call(module, places, inputs, tie_weights=False)
-
-
-def size_of(batch: Any) -> int:
-    """Return the number of samples of a batch, counted as Lightning does: the length of its first tensor.
-
-    Tuples, lists, mappings and dataclasses are looked through in their order, and what is no tensor is passed over:
-    names, numbers, None. A tensor without dimensions is one sample; so is a batch without tensors.
-    """
-    # The first part of nearly all batches is a tensor, and this is asked of every batch: all else takes its time.
-    if type(batch) in (tuple, list) and batch and isinstance(batch[0], Tensor) and batch[0].dim():
-        return len(batch[0])
-    first = next(tensors_in(batch), None)
-    return len(first) if first is not None and first.dim() else 1
 
 
 def _lengths(part: Any) -> Iterator[int]:

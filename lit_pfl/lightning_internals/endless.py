@@ -43,6 +43,16 @@ class EndlessFitLoop(_FitLoop):
         finally:
             self.max_epochs = planned
 
+    def on_run_start(self) -> None:
+        """Start training; in it the client joins, and waits for its first reply."""
+        super().on_run_start()
+        # Of loaders without a length Lightning fetches a batch ahead, the first before the client has joined. What that
+        # drew at random has been taken back, so it is fetched again: as in every later epoch.
+        fetcher = self._data_fetcher
+        if self.last is not None and fetcher is not None and fetcher.length is None:
+            fetcher.batches.clear()  # type: ignore[attr-defined]
+            iter(fetcher)
+
     def on_advance_end(self) -> None:
         """End an epoch: as Lightning does, but for the one callback that comes last."""
         if self.last is None:

@@ -9,7 +9,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from lit_pfl.client import Client
-from lit_pfl.data.loaders import in_order, num_samples, part_of
+from lit_pfl.data.loaders import in_order, needed, num_samples, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import Memory
 from lit_pfl.ops import weighted_mean
@@ -86,6 +86,13 @@ class FedFOMO(Client):
         order = torch.randperm(n, generator=torch.Generator().manual_seed(self.spec.client_id))
         held = min(max(1, round(self.val_fraction * n)), n - 1)
         return order[held:], order[:held]
+
+    def initial(self) -> Payload:
+        """Return what is sent on joining, if a part of the training data can be held back."""
+        if self.data is not None:
+            with needed(f"Client {self.spec.client_id}", "FedFOMO holds back some of its training samples"):
+                self.training_data()
+        return super().initial()
 
     def training_data(self) -> Any:
         """Return the batches of what is not held back."""

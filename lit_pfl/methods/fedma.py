@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.client import Client, ClientSpec
-from lit_pfl.data.loaders import labels_of
+from lit_pfl.data.batches import labels_in
+from lit_pfl.data.loaders import labels_of, needed
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import BackboneCallable, OptimizerCallable
 from lit_pfl.models import VGG9, Backbone
@@ -109,6 +110,15 @@ class FedMA(Client):
             for name, layer in self.layers
         }
         return FedMAServer(layouts, self.shares_last, self.matching, seed=int(torch.randint(2**31, ())))
+
+    def initial(self) -> Payload:
+        """Return what is sent on joining, if samples have the classes that the last layer is averaged by."""
+        if self.data is not None and self.shares_last:
+            with needed(
+                f"Client {self.spec.client_id}", "FedMA averages the last layer by numbers of samples of classes"
+            ):
+                labels_in(self.data.example)
+        return super().initial()
 
     def begin_round(self) -> None:  # noqa: D102
         done = int(self.step) % len(self.layers)

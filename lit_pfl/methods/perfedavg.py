@@ -10,7 +10,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from lit_pfl.client import Client
-from lit_pfl.data.loaders import in_batches_of, in_order, num_samples
+from lit_pfl.data.loaders import batch_size_of, in_batches_of, in_order, needed, num_samples
 from lit_pfl.evaluation import transferred
 from lit_pfl.learners import (
     SkipBatch,
@@ -24,6 +24,7 @@ from lit_pfl.learners import (
     unchanged,
     unseen,
 )
+from lit_pfl.payload import Payload
 from lit_pfl.server import Server, Weighting, averaging
 from lit_pfl.sharing import EVERYTHING
 from lit_pfl_callbacks.tensors import evaluating
@@ -99,10 +100,17 @@ class PerFedAvg(Client):
         refuse_scaled_gradients(self.trainer, "PerFedAvg")
         return super().configure_optimizers()
 
+    def initial(self) -> Payload:
+        """Return what is sent on joining, if longer batches can be made."""
+        if self.data is not None:
+            with needed(f"Client {self.spec.client_id}", f"PerFedAvg divides batches of {self.parts} times the size"):
+                self.training_data()
+        return super().initial()
+
     def training_data(self) -> Any:
         """Return batches that divide into ``parts`` of the usual size; a Trainer's own are divided as they come."""
         batches = super().training_data()
-        return batches if self.data is None else in_batches_of(batches, batches.batch_size * self.parts)
+        return batches if self.data is None else in_batches_of(batches, batch_size_of(batches) * self.parts)
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -158,8 +166,8 @@ class PerFedAvg(Client):
     @contextmanager
     def personalized(self) -> Iterator[L.LightningModule]:
         """Take one inner step on the client's own training data; put the model back afterwards."""
-        batches, weights = in_order(super().training_data()), self._weights()
-        n, seen = num_samples(batches), 0
+        data, weights = super().training_data(), self._weights()
+        batches, n, seen = in_order(data), num_samples(data), 0
         with torch.inference_mode(False), torch.enable_grad():
             gradient = {name: torch.zeros_like(weight) for name, weight in weights.items()}
             with evaluating(self.learner), unchanged(self.learner), recorded(self.learner):

@@ -8,7 +8,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from lit_pfl.client import Client
-from lit_pfl.data.loaders import labels_of
+from lit_pfl.data.loaders import labels_of, needed
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import BackboneCallable, OptimizerCallable
 from lit_pfl.models import VGG9, Backbone, Boundary, GroupedNorms, Structure, psi
@@ -100,7 +100,9 @@ class PsiNet(Client):
         """Return the groups that this client has training samples of; all of them if it has no data yet."""
         if self.data is None:
             return sorted(set(self.class_groups))
-        return sorted({self.class_groups[c] for c in labels_of(self.training_data()).tolist()})
+        with needed(f"Client {self.spec.client_id}", "PsiNet shares the groups of the classes that it has samples of"):
+            labels = labels_of(self.training_data())
+        return sorted({self.class_groups[c] for c in labels.tolist()})
 
     def initial(self) -> Payload:
         """Return what is averaged of a client that is trimmed now, and which groups it has samples of."""

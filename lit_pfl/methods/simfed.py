@@ -9,7 +9,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lit_pfl.client import Client
-from lit_pfl.data.loaders import tensors_in
+from lit_pfl.data.batches import tensors_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.evaluation import mean_loss
 from lit_pfl.factorization import Factorization

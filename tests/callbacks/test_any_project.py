@@ -109,7 +109,7 @@ def series(site: int) -> list[DataLoader]:
 
 
 def nbeats() -> L.LightningModule:
-    from pytorch_forecasting import NBeats
+    NBeats = pytest.importorskip("pytorch_forecasting").NBeats
 
     class Noting(NBeats):
         def validation_step(self, batch, batch_idx):

@@ -8,11 +8,11 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -31,7 +31,8 @@ from lit_pfl.data import (
     num_samples,
     part_of,
 )
-from lit_pfl.data.loaders import identity_of, tensors_in
+from lit_pfl.data.batches import tensors_in
+from lit_pfl.data.loaders import identity_of
 from lit_pfl.data.randomness import random_state, same_state
 from lit_pfl.errors import ConfigError
 
@@ -62,11 +63,6 @@ class Augmented(Dataset):
         if not 0 <= i < 6:
             raise IndexError(i)
         return i + torch.rand(1) + random.random() + np.random.rand(), i  # noqa: NPY002
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(4))
 
 
 def batches(loader) -> list[list[int]]:
@@ -271,8 +267,9 @@ def test_settings_of_a_data_loader_are_kept():
     [
         ([(torch.zeros(2), 1)], "of type list does not tell its samples apart; give a torch.utils.data.DataLoader"),
         ((), "of type tuple does not tell"),
-        (DataLoader(Stream(), 2), "Stream does not tell its samples apart: the DataLoader needs a map-style Dataset"),
-        (DataLoader(TensorDataset(torch.zeros(3)), batch_size=None), "makes whole batches .* give the DataLoader a b"),
+        (CombinedLoader([DataLoader(range(3))]), "of type CombinedLoader does not tell"),
+        (iter([torch.zeros(2)]), "of type list_iterator does not tell"),
+        (torch.nn.Linear(1, 1), "of type Linear does not tell"),
     ],
 )
 def test_loaders_of_other_kinds_say_what_they_lack(loader, message):

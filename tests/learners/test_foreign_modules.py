@@ -73,8 +73,7 @@ def test_a_method_and_somebody_s_module(method, project, tmp_path):
     assert other.traffic.state_dict() == straight.traffic.state_dict()
     assert sorted(other.rows, key=repr) == sorted(straight.rows, key=repr)  # also of those who did not take part since
 
-    sizes = {"parameters"} if method == "FedSLR" else set()
-    assert {frozenset(row.scores) for row in straight.rows} == {there.metrics | sizes}
+    assert {frozenset(row.scores) for row in straight.rows} == {there.metrics}
     assert not straight.coordinator.refused
     first = tensors_of(there.method(METHODS[method]).learner)
     for client in straight.clients.values():

@@ -1,0 +1,69 @@
+"""What is in a batch, whoever made it."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_pfl.errors import ConfigError
+
+#: under which a batch that is a dict may hold its class labels
+LABELS = ("labels", "label", "targets", "target", "y")
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield a batch's tensors in their order, whatever holds them: sequences, mappings, dataclasses, nested.
+
+    Nothing is put together again, which not every holder lets one do: a ``PackedSequence`` wants its own types back.
+    """
+    if isinstance(batch, Tensor):
+        yield batch
+        return
+    for part in parts_of(batch):
+        yield from tensors_in(part)
+
+
+def parts_of(batch: Any) -> Collection[Any]:
+    """Return what a batch, or a part of one, is looked through for."""
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if is_dataclass(batch):
+        return [getattr(batch, field.name) for field in fields(batch)]
+    return batch if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else ()
+
+
+def size_of(batch: Any) -> int:
+    """Return the number of samples of a batch, counted as Lightning does: the length of its first tensor.
+
+    Tuples, lists, mappings and dataclasses are looked through in their order, and what is no tensor is passed over:
+    names, numbers, None. A tensor without dimensions is one sample; so is a batch without tensors.
+    """
+    # The first part of nearly all batches is a tensor, and this is asked of every batch: all else takes its time.
+    if type(batch) in (tuple, list) and batch and isinstance(batch[0], Tensor) and batch[0].dim():
+        return len(batch[0])
+    first = next(tensors_in(batch), None)
+    return len(first) if first is not None and first.dim() else 1
+
+
+def labels_in(batch: Any) -> Tensor:
+    """Return the (B,) int64 class labels of a batch: its last part, or its entry under one of the names in ``LABELS``.
+
+    Raises:
+        ConfigError: when there are none.
+    """
+    labels = batch[-1] if isinstance(batch, list | tuple) else None
+    if isinstance(batch, Mapping):
+        labels = next((batch[name] for name in LABELS if name in batch), None)
+    if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
+        raise ConfigError(
+            "The training data has no class labels: batches must end with an integer tensor (B,), "
+            f"or be dicts with one under {', '.join(LABELS)}."
+        )
+    return labels.long()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return a tensor's own bytes, of types that numpy does not know too."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
