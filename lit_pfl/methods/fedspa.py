@@ -30,7 +30,8 @@ class FedSpa(Client):
     After training the client exchanges a share of its active weights: the smallest for those where the gradient of the
     dense network is largest, and sends its new mask along, a bit for a weight: bytes, but none of the elements that
     papers count. Masked are the weights of convolutions and linear layers among what travels; biases and
-    normalisation layers are dense, and count; what is frozen does not travel. With density 1 this is FedAvg with equal weights.
+    normalisation layers are dense, and count; what is frozen does not travel. With density 1 this is FedAvg with equal
+    weights.
 
     Args:
         density: share of what travels that is active, in all layers together (Erdos-Renyi-kernel densities).
@@ -96,7 +97,7 @@ class FedSpa(Client):
             small, total = (sum(shapes[name].numel() for name in names) for names in (shapes.keys() - masked, shapes))
             raise ConfigError(
                 f"model.density={self.density}: biases and normalisation layers, which have no masks, are "
-                f" {small / total:.2g} of what travels already; give more."
+                f"{small / total:.2g} of what travels already; give more."
             ) from None
 
     def _mask_gradient(self, name: str, weight: Tensor) -> None:
