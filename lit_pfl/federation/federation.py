@@ -11,27 +11,26 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lit_pfl.client import Client, ClientSpec
-from lit_pfl.coordinator import Coordinator
-from lit_pfl.draws import Draws, check_share
+from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.ledger import Ledger
+from lit_pfl.core.scores import mean_over_samples
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.engines.frozen import share_frozen
 from lit_pfl.engines.local import LocalEngine
-from lit_pfl.engines.memory import keep_freed_memory
 from lit_pfl.engines.ranks import Ranks
 from lit_pfl.engines.stacked import StackedEngine
 from lit_pfl.engines.strategy import FederatedStrategy, ranks_of
-from lit_pfl.engines.threads import choose_threads, computing
+from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer, planned_rounds
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.checkpointing import Checkpointing
+from lit_pfl.federation.global_model import GlobalModel
 from lit_pfl.federation.scoring import Scoring
 from lit_pfl.federation.server_step import ServerStep
 from lit_pfl.federation.summary import summarize
-from lit_pfl.global_model import GlobalModel
-from lit_pfl.ledger import Ledger
 from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, lent_trainer
-from lit_pfl.round_log import mean_over_samples
-from lit_pfl.server import ClientInfo
+from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.protocols import Refusal
 from lit_pfl_callbacks.tensors import tensors_of

@@ -6,7 +6,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 
 
 def summarize(trainer: L.Trainer, clients: Mapping[int, Client], of: int) -> None:

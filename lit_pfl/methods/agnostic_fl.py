@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, Server
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order
 from lit_pfl.ops import project_onto_simplex
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server
-from lit_pfl.sharing import EVERYTHING
 
 LOSS = "loss"
 

@@ -8,11 +8,14 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import MixingServer
+from lit_pfl.core.sharing import Role
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.learners import OptimizerCallable
 from lit_pfl.nn import factorized_layers
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import (
     cosine_similarity_matrix,
     least_similar,
@@ -21,9 +24,6 @@ from lit_pfl.ops import (
     random_others,
     softmax_over,
 )
-from lit_pfl.payload import Payload
-from lit_pfl.server import MixingServer
-from lit_pfl.sharing import Role
 
 #: what is mixed, beside everything of the body that is not factorized
 MIXES: dict[str, frozenset[Role]] = {

@@ -5,9 +5,9 @@ from typing import Any
 
 from jsonargparse.typing import NonNegativeInt
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.sharing import EVERYTHING, Role, needs_head
 from lit_pfl.errors import ConfigError
-from lit_pfl.sharing import EVERYTHING, Role, needs_head
 
 
 class FedPer(Client):

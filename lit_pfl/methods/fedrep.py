@@ -5,9 +5,9 @@ from typing import Any, Literal
 from jsonargparse.typing import PositiveInt
 from torch import nn
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.sharing import BODY, needs_head
 from lit_pfl.errors import ConfigError
-from lit_pfl.sharing import BODY, needs_head
 
 
 class FedRep(Client):

@@ -11,14 +11,14 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Step, call_with, holding, silenced, single_optimizer
-from lit_pfl.low_rank import LowRank, as_matrix
+from lit_pfl.methods.structures import STRUCTURES, Structure, StructureName
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl.nn import Memory
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, UniformServer
-from lit_pfl.structures import STRUCTURES, Structure, StructureName
+from lit_pfl.ops.low_rank import LowRank, as_matrix
 from lit_pfl_callbacks.protocols import WeightParts
 
 MIXED, GKR = "mixed", "GKR"

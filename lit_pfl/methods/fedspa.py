@@ -10,14 +10,14 @@ import torch
 from jsonargparse.typing import PositiveInt
 from torch import Tensor
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import BITS, Payload
+from lit_pfl.core.server import ClientInfo, UniformServer
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import transferred
 from lit_pfl.learners import SkipBatch, recorded, unchanged
+from lit_pfl.learners.scoring import transferred
 from lit_pfl.nn import Memory
 from lit_pfl.ops import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
-from lit_pfl.payload import BITS, Payload
-from lit_pfl.server import ClientInfo, UniformServer
 
 MASKS, ROUND = f"masks{BITS}", "round_number"
 

@@ -4,10 +4,10 @@ from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.sharing import EVERYTHING, Role, needs_head
 from lit_pfl.methods.fedper import last_layers
-from lit_pfl.server import Server, Weighting, averaging
-from lit_pfl.sharing import EVERYTHING, Role, needs_head
 
 
 class LGFedAvg(Client):

@@ -4,10 +4,10 @@ from typing import Any
 
 from jsonargparse.typing import NonNegativeFloat
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.sharing import Role
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import RankRule, hadamard, hadamard_layers
-from lit_pfl.sharing import Role
 
 
 class PFedPara(Client):

@@ -7,13 +7,13 @@ import torch
 from jsonargparse.typing import PositiveFloat
 from torch import Tensor
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, UniformServer
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import single_optimizer
 from lit_pfl.nn import Memory
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, UniformServer
-from lit_pfl.sharing import EVERYTHING
 
 CONTROL = "control."
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from methods_on_ranks import METHODS, PARTICIPATION, ROUNDS, SEED, data
 
-from lit_pfl.client import ClientSpec
+from lit_pfl.core import ClientSpec
 from lit_pfl.data import LateLoader
-from lit_pfl.draws import Draws
-from lit_pfl.engines.streams import RandomStream
 from lit_pfl.links import ProcessGroupLink
+from lit_pfl.randomness import Draws, RandomStream
 from lit_pfl_callbacks import FederatedLoop
 from tiny import trainer
 

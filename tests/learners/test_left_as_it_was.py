@@ -10,8 +10,8 @@ from torchmetrics.classification import BinaryAUROC
 from foreign import PROJECTS, Regression, Screening, diabetes
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
-from lit_pfl.evaluation import score
 from lit_pfl.learners import unchanged
+from lit_pfl.learners.scoring import score
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import APFL, Ditto, FedAvg
 from lit_pfl_callbacks import FederatedLoop

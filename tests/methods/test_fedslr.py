@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from two_layers import assert_absent_clients_stay
 
-from lit_pfl.client import Client, ClientSpec
+from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.scores import summary
 from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import summary
-from lit_pfl.factorization import Factorization
-from lit_pfl.low_rank import as_matrix
 from lit_pfl.methods import FedAvg, FedSLR
 from lit_pfl.methods.fedslr import GKR, MIXED
 from lit_pfl.models import Backbone
+from lit_pfl.nn.factorization import Factorization
+from lit_pfl.ops.low_rank import as_matrix
 from tiny import GroupNet, TinyNet, assert_equal, client, digits, run, spec, weights
 
 Weights = dict[str, np.ndarray]

@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation, Payload
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FedAvg, FedSpa
 from lit_pfl.methods.fedspa import MASKS, FedSpaServer
 from lit_pfl.models import Backbone, ResNet9
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import erk_densities, pack_bits
-from lit_pfl.server import ClientInfo
 from tiny import assert_equal, client, digits, run, spec, trainer, weights
 
 CONV, HEAD = "backbone.body.0.weight", "backbone.head.weight"

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import Server
 from lit_pfl.methods import FedAvg
-from lit_pfl.payload import Payload
-from lit_pfl.server import Server
 from lit_pfl.testing import MethodTester, check_method
 from lit_pfl.testing.methods import resumed_equals_uninterrupted, uploads_and_replies_change_nothing
 

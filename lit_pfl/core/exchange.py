@@ -7,11 +7,11 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lit_pfl.client.spec import ClientSpec
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.sharing import Role, encoder_of, names_found, names_of_head, owners, roles_of
+from lit_pfl.core.spec import ClientSpec
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
-from lit_pfl.payload import Payload
-from lit_pfl.sharing import Role, encoder_of, names_found, names_of_head, owners, roles_of
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.frozen import frozen_weights
 from lit_pfl_callbacks.tensors import load_tensors
 
@@ -49,7 +49,7 @@ class Exchange(ABC):
         return encoder_of(self.learner, self.encoder)
 
     def roles(self) -> dict[str, Role]:
-        """Return the role of every entry of the learner's ``state_dict()``, see :func:`~lit_pfl.sharing.roles_of`."""
+        """Return the role of every entry of the learner's ``state_dict()``, see :func:`roles_of`."""
         return roles_of(self.learner, self.head_names)
 
     def travels(self, name: str, role: Role) -> bool:

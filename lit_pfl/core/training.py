@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import mean_loss
-from lit_pfl.factorization import Factorization
 from lit_pfl.learners import SkipBatch, call_step, set_schedules_to, size_of, training_outputs
+from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.lightning_internals import QuickModule
+from lit_pfl.nn.factorization import Factorization
 
 
 class Training(QuickModule):

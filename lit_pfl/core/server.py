@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_pfl.core.averaging import weighted_mean
+from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.errors import ConfigError
-from lit_pfl.ops import weighted_mean
-from lit_pfl.payload import Payload, as_payload
 
 #: how much an upload counts in a mean: as any other, or by its client's number of samples
 Weighting = Literal["uniform", "samples"]
@@ -54,8 +54,8 @@ class Server:
         McMahan et al. 2017, Algorithm 1.
     """
 
-    #: averages payloads in :meth:`aggregate`, as :func:`~lit_pfl.ops.weighted_mean` does; several processes, which all
-    #: do that at once, do a part each, unless a method has a mean of its own here
+    #: averages payloads in :meth:`aggregate`, as :func:`~lit_pfl.core.averaging.weighted_mean` does; several processes,
+    #: which all do that at once, do a part each, unless a method has a mean of its own here
     mean: Callable[..., Payload] = staticmethod(weighted_mean)
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
