@@ -28,7 +28,7 @@ class Neighbours(MixingServer):
         own = torch.eye(len(latest), dtype=torch.float64)
         return (own + own.roll(1, dims=1)) / 2
 
-    def mixable(self, name):
+    def is_averaged(self, name):
         return name != "b"
 
 

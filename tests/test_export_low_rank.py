@@ -139,7 +139,7 @@ def test_the_models_of_a_federation(permute_labels):
     assert payload.elements == member.common_parameters + nonzero
     assert nonzero < sum(p.numel() for p in member.personal.parameters())
     loaded = load_mixed("mixed.safetensors", GroupNet(1, 10)).eval()
-    with member.shown(MIXED) as mixed:
+    with member.as_evaluated(MIXED) as mixed:
         torch.testing.assert_close(loaded(images), mixed(images), atol=1e-5, rtol=1e-5)
     assert Path("mixed.safetensors").stat().st_size == payload.nbytes
     assert data_bytes("mixed.safetensors") < 4 * (payload.elements + nonzero) + 200

@@ -86,7 +86,7 @@ class Client(Training, Exchange, Telling):
 
     #: whether training changes the shapes of the learner's tensors
     resizes = False
-    #: names of the models that are scored, see :meth:`shown`; the first is the client's own
+    #: names of the models that are scored, see :meth:`as_evaluated`; the first is the client's own
     evaluated: ClassVar[tuple[str, ...]] = ("personalized",)
 
     #: why a learner that steps its optimizers itself (manual optimization) cannot be trained so; empty: it can
@@ -341,7 +341,7 @@ class Client(Training, Exchange, Telling):
         """Call the learner."""
         return self.scored(*args, **kwargs)
 
-    def shown(self, model: str) -> AbstractContextManager[L.LightningModule]:
+    def as_evaluated(self, model: str) -> AbstractContextManager[L.LightningModule]:
         """Make a learner one of the models in ``evaluated``; put it back afterwards."""
         return self.personalized()
 

@@ -94,7 +94,7 @@ class Coordinator:
                         "whole numbers travel, and a complex tensor as its two real parts (torch.view_as_real)."
                     )
             # in a payload of its own, which remembers what it finds; what is not averaged need not be there yet
-            if bad := Payload({k: v for k, v in info.initial.items() if self.server.mixable(k)}).not_finite:
+            if bad := Payload({k: v for k, v in info.initial.items() if self.server.is_averaged(k)}).not_finite:
                 raise ConfigError(
                     f"Client {client}: tensor {bad!r} holds NaN or infinity before any training, and no upload may; "
                     "a mask stays at home by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."

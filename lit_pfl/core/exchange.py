@@ -52,7 +52,7 @@ class Exchange(ABC):
         """Return the role of every entry of the learner's ``state_dict()``, see :func:`roles_of`."""
         return roles_of(self.learner, self.head_names)
 
-    def travels(self, name: str, role: Role) -> bool:
+    def is_shared(self, name: str, role: Role) -> bool:
         """Say whether an entry of the learner's ``state_dict()`` is sent and received."""
         if role == "norm_stats":
             return self.norm_stats == "averaged" and "norm" in self.shares
@@ -72,7 +72,7 @@ class Exchange(ABC):
         """
         roles = self.roles()
         self.frozen = {name: weight for name, weight in frozen_weights(self.learner).items() if name in roles}
-        shared = [name for name, role in roles.items() if self.travels(name, role)]
+        shared = [name for name, role in roles.items() if self.is_shared(name, role)]
         kept = frozenset() if local is None else names_found(self.learner, local, "local", roles)
         if only is not None:
             kept = kept | (roles.keys() - names_found(self.learner, only, "shares", roles))
@@ -99,7 +99,7 @@ class Exchange(ABC):
             if isinstance(weight := getattr(owner, leaf), nn.Parameter)
         }
 
-    def travellers(self) -> list[Tensor]:
+    def shared_tensors(self) -> list[Tensor]:
         """Return what travels as the learner itself holds it: parameters and buffers."""
         return [getattr(owner, leaf) for _, owner, leaf in self._shared]
 

@@ -96,7 +96,7 @@ class LocalEngine:
             self.left.add(client)
         assert self._frozen is not None
         self._frozen.look_at(client)
-        loss, n = module.fall_asleep()
+        loss, n = module.release_round_state()
         upload = as_payload(sent)
         if trouble := before.trouble(client, upload):
             before.restore()
@@ -171,7 +171,7 @@ class LocalEngine:
     @contextmanager
     def _shown(self, client: int, model: str, reply: Payload | None) -> Iterator[L.LightningModule]:
         draws = scoring_draws(self.hub.seed, client)
-        with draws, self._holding(client, reply) as module, module.shown(model) as learner:
+        with draws, self._holding(client, reply) as module, module.as_evaluated(model) as learner:
             yield learner
 
     @contextmanager

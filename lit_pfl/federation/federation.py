@@ -51,7 +51,7 @@ class Federation(Scoring, Checkpointing):
     Args:
         client: the method, as a prototype of all clients.
         local_epochs: epochs that a client trains in a round; by default as few as the method can do with
-            (``Client.fewest_epochs``: one, but FedRep needs one for the head and one for the body).
+            (``Client.min_local_epochs``: one, but FedRep needs one for the head and one for the body).
         participation: who trains in a round: a share of the clients (0.1; 1 is all of them, and there is always at
             least one) or, above 1, their number (10). Drawn anew every round, from the seed and the round's number
             alone.
@@ -129,7 +129,7 @@ class Federation(Scoring, Checkpointing):
         # Not a submodule: a LightningModule hands its own Trainer down to those.
         self.__dict__["prototype"] = client
         # plain numbers, since a checkpoint has no others: the command line gives numbers of types of its own
-        self.local_epochs = int(local_epochs or client.fewest_epochs)
+        self.local_epochs = int(local_epochs or client.min_local_epochs)
         self.participation = participation
         self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
@@ -184,7 +184,7 @@ class Federation(Scoring, Checkpointing):
             self.engine = self._make_engine()
             self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks)
             self.coordinator.start({k: self._joined(k) for k in self.clients})
-            self.ranks.settle([tensor for client in self.clients.values() for tensor in client.travellers()])
+            self.ranks.settle([tensor for client in self.clients.values() for tensor in client.shared_tensors()])
             if self.evaluate == "global":
                 self.__dict__["global_model"] = GlobalModel(self._fresh(data.clients[0]), self.coordinator)
             client = next(iter(self.clients.values()))

@@ -138,7 +138,7 @@ class Scoring(Parts):
         """Return what a client loads before it is evaluated."""
         if self.evaluate == "before" and self.engine.has_trained(client):
             return None
-        return self.coordinator.server.shown(client)
+        return self.coordinator.server.evaluation_reply(client)
 
     def _test_last_round(self) -> None:
         everybody = {GlobalModel.ID} if self.evaluate == "global" else {*self.data.clients}

@@ -78,10 +78,10 @@ class AgnosticFLServer(Server):
         total = sum(self.num_samples.values())
         self.lambdas = {client: n / total for client, n in self.num_samples.items()}
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != LOSS
 
-    def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
+    def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
         held = sum(self.lambdas[client] for client in uploads)
         return [self.lambdas[client] / held for client in uploads]
 

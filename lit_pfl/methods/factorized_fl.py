@@ -104,10 +104,10 @@ class FactorizedFL(Client):
             )
         return f"{names[-1]}.v"
 
-    def travels(self, name: str, role: Role) -> bool:  # noqa: D102
+    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
         leaf = name.rpartition(".")[2]
         stays = role == "head" and leaf in ("v", "mu") and leaf not in self.shares
-        return super().travels(name, role) and not stays
+        return super().is_shared(name, role) and not stays
 
     def upload(self) -> Payload:
         """Return what is mixed, and the v that clients are compared by."""
@@ -163,5 +163,5 @@ class FactorizedFLServer(MixingServer):
         vectors = torch.stack([upload[self.criterion].flatten() for upload in latest.values()])
         return self.rule.weights(cosine_similarity_matrix(vectors), np.random.default_rng([self.seed, round]))
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return self.mixes_criterion or name != self.criterion

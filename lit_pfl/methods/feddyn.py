@@ -140,8 +140,8 @@ class FedDynServer(UniformServer):
         alpha = torch.tensor(self.alpha * mean / self.num_samples[client])
         return Payload({**self.model, ALPHA: alpha}, self.model.sparse)
 
-    def shown(self, client: int) -> Payload:  # noqa: D102
-        return self.global_model() if self.shows_mean else super().shown(client)
+    def evaluation_reply(self, client: int) -> Payload:  # noqa: D102
+        return self.global_model() if self.shows_mean else super().evaluation_reply(client)
 
     def global_model(self) -> Payload:  # noqa: D102
         if not self.shows_mean:

@@ -187,7 +187,7 @@ class FedFOMOServer(Server):
         self.latest = {}
         self.round = 0
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != AFFINITY
 
     def chosen(self, client: int) -> list[int]:

@@ -102,7 +102,7 @@ class FedMA(Client):
     @property
     def shares_last(self) -> bool:
         """Whether the last layer is averaged."""
-        return self.travels(f"{self.layers[-1][0]}.weight", "head")
+        return self.is_shared(f"{self.layers[-1][0]}.weight", "head")
 
     def configure_server(self) -> "FedMAServer":  # noqa: D102
         layouts = {

@@ -60,8 +60,8 @@ class FedPer(Client):
         body = self.encoder_module
         return next((f"{path}." for path, module in self.learner.named_modules() if module is body), "")
 
-    def travels(self, name: str, role: Role) -> bool:  # noqa: D102
-        return name not in self.private and super().travels(name, role)
+    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+        return name not in self.private and super().is_shared(name, role)
 
 
 def last_layers(client: Client, count: int, option: str) -> frozenset[str]:

@@ -44,7 +44,7 @@ class FedRep(Client):
         self.mode, self.body_epochs = mode, body_epochs
 
     @property
-    def fewest_epochs(self) -> int:  # noqa: D102
+    def min_local_epochs(self) -> int:  # noqa: D102
         return self.body_epochs + 1 if self.mode == "alternating" else 1
 
     def configure_state(self) -> None:  # noqa: D102

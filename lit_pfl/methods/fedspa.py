@@ -186,7 +186,7 @@ class FedSpaServer(UniformServer):
         self.masks = {client: info.initial[MASKS].clone() for client, info in sorted(clients.items())}
         self.round = 0
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != MASKS
 
     def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]] | None:  # noqa: D102

@@ -47,5 +47,5 @@ class LGFedAvg(Client):
         needs_head(self.learner, self.head_names, "LGFedAvg")
         self.common = last_layers(self, self.shared_layers, "model.shared_layers")
 
-    def travels(self, name: str, role: Role) -> bool:  # noqa: D102
-        return name in self.common and super().travels(name, role)
+    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+        return name in self.common and super().is_shared(name, role)

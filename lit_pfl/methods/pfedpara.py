@@ -62,5 +62,5 @@ class PFedPara(Client):
             if self.personal
         )
 
-    def travels(self, name: str, role: Role) -> bool:  # noqa: D102
-        return name not in self.private and super().travels(name, role)
+    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+        return name not in self.private and super().is_shared(name, role)

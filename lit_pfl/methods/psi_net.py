@@ -161,7 +161,7 @@ class PsiNetServer(Server):
         """Return which rows of a tensor are a client's own."""
         return _rows(self.row_groups[name], self.own[client])
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != OWN
 
     def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]]:  # noqa: D102

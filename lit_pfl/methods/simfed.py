@@ -163,7 +163,7 @@ class SimFedServer(MixingServer):
         rng = np.random.default_rng([self.seed, round])
         return softmax_over(random_others(similarity, 2, rng), similarity, scale=0.0)
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != EMBEDDING
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102

@@ -33,7 +33,7 @@ def run(method: str, rank: int) -> dict[str, Any]:
     draws, all_data = Draws(SEED), data()
     all_data.setup()
     own, prototype = all_data.client(rank), METHODS[method]()
-    epochs = prototype.fewest_epochs
+    epochs = prototype.min_local_epochs
     with draws.torch("weights"):
         module = prototype.build(ClientSpec(rank, own.example, own.num_classes, own.labels_agree, epochs))
     module.data = own

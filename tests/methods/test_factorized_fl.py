@@ -117,7 +117,7 @@ def test_without_partners_it_is_stand_alone_bit_for_bit(options, mixes):
 
 
 class EvenServer(Server):
-    def shares(self, round, uploads):
+    def averaging_weights(self, round, uploads):
         return [1 / len(uploads)] * len(uploads)
 
 

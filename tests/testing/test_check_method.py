@@ -89,7 +89,7 @@ class Draws(FedAvg):
 class SharesHeads(FedAvg):
     """It sends heads whatever they mean."""
 
-    def travels(self, name, role):
+    def is_shared(self, name, role):
         return role in self.shares
 
 

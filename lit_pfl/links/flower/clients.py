@@ -116,7 +116,7 @@ class Node:
         self.prototype, self.data, self.plan, self.trainer = prototype, data, plan, trainer
         self.folder = Path(str(context.node_config.get("folder", "lit-pfl-clients")))
         self.draws = Draws(plan.seed)
-        self.local_epochs = plan.local_epochs or prototype.fewest_epochs
+        self.local_epochs = plan.local_epochs or prototype.min_local_epochs
         self._options = options
 
     def _build(self, client: int) -> Client:

@@ -67,7 +67,7 @@ class FlowerServer:
 
     def __init__(self, grid: Grid, prototype: Client, spec: ClientSpec | None, plan: Plan) -> None:
         self.prototype, self.spec, self.plan = prototype, spec, plan
-        self.local_epochs = plan.local_epochs or prototype.fewest_epochs
+        self.local_epochs = plan.local_epochs or prototype.min_local_epochs
         self.draws = Draws(plan.seed)
         self.folder = Path(plan.folder)
         self.coordinator = Coordinator(self._make_server(), plan.quorum)
