@@ -32,10 +32,11 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "reproduce" / "run.py"
 PAPERS = ROOT / "configs" / "paper"
 TABLES = [
-    (path.parent.name, path.stem)
-    for path in sorted(PAPERS.glob("*/*.yaml"))
-    if "printed" in yaml.safe_load(path.read_text())
+    (path.parent.name, table)
+    for path in sorted(PAPERS.glob("*/tables.yaml"))
+    for table in yaml.load(path.read_text(), yaml.BaseLoader)
 ]
+FEW = "digits data.train_fraction=0.1"
 
 
 @pytest.fixture(scope="module")
@@ -63,32 +64,32 @@ def tiny(tmp_path):
         "rows/alone": {"model": {"class_path": "StandAlone"}},
         "rows/averaged": {"model": {"class_path": "FedAvg"}},
         "rows/same": {"fragments": ["averaged.yaml"]},
-        "columns/digits": {
+        "digits": {
             "model": {"init_args": {"backbone": {"class_path": "MLP"}}},
             "data": {"class_path": "Digits", "init_args": {"num_clients": 4, "evaluate_on": "all", "batch_size": 32}},
             "federation": {"local_epochs": 1, "threads": 1},
             "trainer": {"max_epochs": 25, "accelerator": "cpu"},
         },
-        "columns/few": {"fragments": ["digits.yaml"], "data": {"init_args": {"train_fraction": 0.1}}},
         "middle": {"trainer": {"max_epochs": 2}},
     }
     for name, content in contents.items():
         path = paper / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(content))
-    (paper / "table1.yaml").write_text("""
-title: Tiny, Table 1
-about: Digits.
-columns: {All: columns/digits, Few: columns/few, First: {run: columns/few, clients: [0]}}
-rows:
-  Stand-Alone: rows/alone
-  FedAvg: rows/averaged
-  FedAvg, again: {run: rows/same, as: FedAvg}
-first: {columns: [Few], rows: [FedAvg]}
-printed:
-  Stand-Alone: [90.00 ± 0.10, 64.20 ± xx.x, ~50]
-  FedAvg: [91.5 ± 1.4, 70, 60.00]
-cost: {FedAvg: 20.39}
+    (paper / "tables.yaml").write_text("""
+table1:
+  title: Tiny, Table 1
+  about: Digits.
+  columns: {All: digits, Few: &few [digits, data.train_fraction=0.1], First: {run: *few, clients: [0]}}
+  rows:
+    Stand-Alone: rows/alone
+    FedAvg: rows/averaged
+    FedAvg, again: {run: rows/same, as: FedAvg}
+  first: {columns: [Few], rows: [FedAvg]}
+  printed:
+    Stand-Alone: [90.00 ± 0.10, 64.20 ± xx.x, ~50]
+    FedAvg: [91.5 ± 1.4, 70, 60.00]
+  cost: {FedAvg: 20.39}
 """)
     return tmp_path
 
@@ -110,8 +111,8 @@ def test_every_table_is_whole(printed, paper, name):
     table = printed[paper, name]
     assert table.runs()
     for run, _ in table.runs():
-        assert all(path.is_file() for path in run.paths)
         assert run.rounds >= 20
+        assert re.fullmatch(r"[\w.+=-]{20,200}", run.folder)
     for row in table.rows:
         for column in table.columns:
             cell = table.cell(row, column)
@@ -154,14 +155,39 @@ def test_what_a_paper_prints_twice_is_the_same_number(printed):
 # ---------------------------------------------------------------------------------------------------- order and results
 
 
+def test_a_run_lays_files_and_options_over_each_other(reproduce, tiny):
+    path = tiny / "papers" / "tiny" / "tables.yaml"
+    (tiny / "papers" / "rows").mkdir()
+    (tiny / "papers" / "rows" / "shared.yaml").write_text("model: {class_path: SimFed}")
+    path.write_text("""
+table1:
+  title: Tiny
+  about: Digits.
+  columns: {Digits: {run: [digits, "model.backbone.width={width}", data.train_fraction=null], width: 2}}
+  rows: {SimFed: {run: [rows/shared, model.alpha=1.0e-3], over: [model.class_path=FedAvg, trainer.max_epochs=3]}}
+""")
+    run = reproduce.tables.Table(path.parent, "table1", "middle").cell("SimFed", "Digits").run
+    backbone = {"class_path": "MLP", "init_args": {"width": 2}}
+    assert run.configuration["model"] == {"class_path": "FedAvg", "init_args": {"alpha": 0.001, "backbone": backbone}}
+    assert (run.rounds, run.configuration["data"]["init_args"]["train_fraction"]) == (3, None)
+    assert run.folder == (
+        f"shared+alpha=1.0e-3+digits+width=2+train_fraction=null+middle+class_path=FedAvg+max_epochs=3-{run.fingerprint}"
+    )
+    assert yaml.safe_load(run.text) == run.configuration
+    with pytest.raises(
+        ConfigError, match=r"There is no .*tiny/rows/none.yaml, nor one of that name in the two folders"
+    ):
+        reproduce.tables.Run("paper", ("rows/none",), run.reader).fingerprint  # noqa: B018
+
+
 def test_the_most_telling_cells_come_first_and_a_run_once(reproduce, tiny):
     table = reproduce.tables.Table(tiny / "papers" / "tiny", "table1")
     runs = [(run.name, seed) for run, seed in table.runs(seeds=[1, 2])]
-    few, both = [f"rows/{row} columns/few" for row in ("averaged", "alone")], ("averaged", "alone")
+    few, both = [f"rows/{row} {FEW}" for row in ("averaged", "alone")], ("averaged", "alone")
     assert runs == [(name, seed) for seed in (1, 2) for name in few] + [
-        (f"rows/{row} columns/digits", seed) for seed in (1, 2) for row in both
+        (f"rows/{row} digits", seed) for seed in (1, 2) for row in both
     ]
-    assert [run.name for run, _ in table.runs(columns=["All"], rows=["Stand-Alone"])] == ["rows/alone columns/digits"]
+    assert [run.name for run, _ in table.runs(columns=["All"], rows=["Stand-Alone"])] == ["rows/alone digits"]
     middle = reproduce.tables.Table(tiny / "papers" / "tiny", "table1", "middle")
     assert [run.rounds for run, _ in middle.runs()] == [2] * 4
     with pytest.raises(ConfigError, match=r"--rows 'FedAvg2': tiny table1 has Stand-Alone; FedAvg; FedAvg, again"):
@@ -192,7 +218,7 @@ def planned(reproduce, *arguments: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("plan", sorted(SCRIPT.parent.glob("*.yaml")), ids=lambda path: path.stem)
 def test_plans_name_what_there_is(reproduce, plan):
     runs = planned(reproduce, "--plan", str(plan), "--seeds", "1", "2")
-    first = "factorized_fl rows/stand_alone columns/cifar10_permuted_noniid"
+    first = "factorized_fl rows/stand_alone data/cifar10 noniid data/permuted label"
     assert runs[0] == (first if plan.stem == "gpu" else f"{first} middle", 1)
     assert len(runs) == len(set(runs)) > 30
     assert {seed for _, seed in runs} == {1, 2}
@@ -228,11 +254,11 @@ def test_results_lie_in_order_and_go_by_their_configuration(reproduce, tiny):
     assert results.of(table.cell("FedAvg, again", "Few").run, 2) == results.of(table.cell("FedAvg", "Few").run, 2)
     assert [r["seed"] for r in results.of_all_seeds(runs[0])] == [1, 2, 10]
     assert results.of(runs[0], 3) is None
-    column = tiny / "papers" / "tiny" / "columns" / "few.yaml"
+    column = tiny / "papers" / "tiny" / "tables.yaml"
     column.write_text("# a comment changes nothing\n" + column.read_text())
     again = reproduce.tables.Table(tiny / "papers" / "tiny", "table1").cell("FedAvg", "Few").run
     assert results.of(again, 1) is not None
-    column.write_text(column.read_text().replace("0.1", "0.2"))
+    column.write_text(column.read_text().replace("fraction=0.1", "fraction=0.2"))
     changed = reproduce.tables.Table(tiny / "papers" / "tiny", "table1").cell("FedAvg", "Few").run
     assert results.of(changed, 1) is None
 
@@ -285,16 +311,17 @@ def test_the_page_has_both_numbers_and_says_which_orderings_hold(reproduce, tiny
 
 
 def test_costs_parameters_and_other_models_are_shown(reproduce, tiny):
-    path = tiny / "papers" / "tiny" / "table1.yaml"
+    path = tiny / "papers" / "tiny" / "tables.yaml"
     path.write_text("""
-title: Tiny
-about: Digits.
-sections: rows
-columns: {Cost: {run: columns/digits, show: cost}, Size: {run: columns/digits, show: parameters}, Acc: columns/digits}
-rows: {FedAvg: rows/averaged, GKR: {run: rows/averaged, model: GKR}, None: {show: nothing}}
-printed: {FedAvg: [893.92, 11.17, 50], GKR: [1, 2, 3], None: [1, 2, 3]}
+table2:
+  title: Tiny
+  about: Digits.
+  sections: rows
+  columns: {Cost: {run: digits, show: cost}, Size: {run: digits, show: parameters}, Acc: digits}
+  rows: {FedAvg: rows/averaged, GKR: {run: rows/averaged, model: GKR}, None: {show: nothing}}
+  printed: {FedAvg: [893.92, 11.17, 50], GKR: [1, 2, 3], None: [1, 2, 3]}
 """)
-    table = reproduce.tables.Table(path.parent, "table1", "middle")
+    table = reproduce.tables.Table(path.parent, "table2", "middle")
     results = reproduce.results.Results(tiny / "tiny.jsonl")
     similarity = {"u": {"1": [0.9, 0.5], "4": [0.8, 0.4]}}
     results.add(result(table.cell("FedAvg", "Cost").run, 1, [0.9], "middle", similarity=similarity))
@@ -367,7 +394,7 @@ def test_a_verdict_is_of_all_readings(reproduce, outcomes, expected):
 @pytest.mark.parametrize(("evaluate", "other"), [("before", "after"), ("after", "before")])
 def test_results_of_both_states_are_judged_under_both(reproduce, tiny, evaluate, other):
     """FedAvg is above Stand-Alone as trained only; Stand-Alone, which sends nothing, has one state."""
-    column = tiny / "papers" / "tiny" / "columns" / "digits.yaml"
+    column = tiny / "papers" / "tiny" / "digits.yaml"
     column.write_text(column.read_text().replace("local_epochs: 1", f"local_epochs: 1\n  evaluate: {evaluate}"))
     table = reproduce.tables.Table(tiny / "papers" / "tiny", "table1")
     averaged, alone = (table.cell(row, "All").run for row in ("FedAvg", "Stand-Alone"))
@@ -449,6 +476,24 @@ def test_options_that_would_make_another_run_are_refused(reproduce, tiny, capsys
     assert "-- --trainer.max_epochs would make it another run; of these there are data" in capsys.readouterr().err
 
 
+def test_a_cell_is_printed_as_one_file_for_the_command_line(reproduce, tiny, monkeypatch, capsys):
+    monkeypatch.chdir(tiny)
+    chosen = ("--scale", "middle", "--columns", "Few", "--rows", "Stand-Alone")
+    assert reproduce.run.main(arguments(tiny, *chosen, "--print")) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"# Tiny, Table 1: rows/alone {FEW} middle\n")
+    Path("cell.yaml").write_text(text)
+    main(["fit", "--config=cell.yaml", "--folder=run", "--trainer.enable_progress_bar=false"])
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert (config["model"]["class_path"], config["trainer"]["max_epochs"]) == ("lit_pfl.methods.StandAlone", 2)
+    assert config["data"]["init_args"]["train_fraction"] == 0.1
+    assert not (tiny / "runs").exists()
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        reproduce.run.main(arguments(tiny, *chosen[:4], "--print"))
+    assert "--print: these are 2 runs; choose one cell by --columns and --rows." in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_cell_is_run_once_and_an_estimate_leaves_nothing(reproduce, tiny, capsys):
     def said(*options: str) -> str:
@@ -456,9 +501,7 @@ def test_a_cell_is_run_once_and_an_estimate_leaves_nothing(reproduce, tiny, caps
         assert reproduce.run.main(arguments(tiny, *only, *options)) == 0
         return capsys.readouterr().out
 
-    assert re.search(
-        r"tiny: rows/alone columns/few middle, seed 1: .* s a round, .* s beside, .* hours", said("--estimate")
-    )
+    assert re.search(rf"tiny: rows/alone {FEW} middle, seed 1: .* s a round, .* s beside, .* hours", said("--estimate"))
     assert not (tiny / "results").exists()
     assert "0 of 1 cells have a result; 1 to run" in said()
     [line] = [json.loads(line) for line in (tiny / "results" / "tiny.jsonl").read_text().splitlines()]

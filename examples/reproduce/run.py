@@ -3,6 +3,7 @@
     python examples/reproduce/run.py simfed table1 --seeds 1 2 3 --root FOLDER
     python examples/reproduce/run.py simfed table1 --seeds 1 2 3 --root FOLDER --scale middle --hours 0.7
     python examples/reproduce/run.py --plan examples/reproduce/gpu.yaml --seeds 1 2 3 --root FOLDER
+    python examples/reproduce/run.py simfed table3 --rows SimFed --print > cell.yaml
 
 The most telling cells come first. What has a result is not run again, what was cut off goes on; stop it at any time.
 """
@@ -84,9 +85,8 @@ class Reproduction:
             yield table, part.get("columns", []), part.get("rows", [])
 
     def _plan(self, table: Table, run: Run, seed: int) -> None:
-        name = "+".join(part.rpartition("/")[2] for part in run.files)
         what = "estimate" if self.options.estimate else "runs"
-        folder = self.options.runs / what / run.paper / f"{name}-{run.fingerprint}" / f"seed_{seed}"
+        folder = self.options.runs / what / run.paper / run.folder / f"seed_{seed}"
         before = self.planned.get(folder)
         domains = next((int(row["clients_a_domain"]) for row in table.rows.values() if "clients_a_domain" in row), None)
         self.planned[folder] = Planned(
@@ -95,6 +95,18 @@ class Reproduction:
             domains or (before.clients_a_domain if before else None),
             (*(before.tables if before else ()), table),
         )
+
+    def print(self) -> None:
+        """Write the one run that is chosen as a configuration file to standard output.
+
+        Raises:
+            ConfigError: when several runs are chosen.
+        """
+        chosen = {planned.run.fingerprint: planned for planned in self.planned.values()}
+        if len(chosen) != 1:
+            raise ConfigError(f"--print: these are {len(chosen)} runs; choose one cell by --columns and --rows.")
+        [planned] = chosen.values()
+        print(f"# {planned.tables[0].title}: {planned.run.name}\n{planned.run.text}", end="")
 
     def results(self, run: Run) -> Results:
         """Return the results of a run's paper."""
@@ -114,8 +126,7 @@ class Reproduction:
         return jobs
 
     def _arguments(self, planned: Planned) -> Iterator[str]:
-        for path in planned.run.paths:
-            yield f"--config={path.resolve()}"
+        yield f"--config={planned.run.text}"
         yield from (f"--seed_everything={planned.seed}", "--trainer.enable_progress_bar=false")
         if self.options.root is not None:
             yield f"--data.root={self.options.root.resolve()}"
@@ -190,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     """Return what the command takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paper", nargs="?", help="simfed, factorized_fl, psi_net or fedslr")
-    parser.add_argument("table", nargs="?", help="table1, ...: a file of configs/paper/PAPER that has printed numbers")
+    parser.add_argument("table", nargs="?", help="table1, ...: a name in configs/paper/PAPER/tables.yaml")
     parser.add_argument("--plan", type=Path, help="a file that lists parts of tables, in place of one table")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--root", type=Path, help="where the data are")
@@ -202,6 +213,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--gigabytes", type=float, default=GIGABYTES, help="memory of a cell on a GPU; default: 12")
     parser.add_argument(
         "--estimate", action="store_true", help="run a round of each cell and say how long it would take"
+    )
+    parser.add_argument(
+        "--print",
+        action="store_true",
+        help="run nothing; print the chosen cell as a configuration file for lit-pfl fit",
     )
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "reproduce", help="folder of the run folders")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "reproduction", help="folder of what comes out")
@@ -225,7 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("runs", "results", "papers"):
         setattr(options, name, getattr(options, name).resolve())
     try:
-        return Reproduction(options).run()
+        reproduction = Reproduction(options)
+        if options.print:
+            reproduction.print()
+            return 0
+        return reproduction.run()
     except (ConfigError, OSError) as error:
         command.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,9 @@ NUMBER = re.compile(r"(\d+(?:\.\d+)?)(?: ± (\d+(?:\.\d+)?))?(?: ± .*)?")
 class Reader:
     """Reads the configuration files of a paper, each once.
 
+    A name such as ``rows/fedavg`` or ``data/cifar10`` is of a file in the paper's folder. What several papers have in
+    common lies above it: in ``configs/paper`` or in ``configs``.
+
     Args:
         paper: folder of the paper.
     """
@@ -32,20 +36,23 @@ class Reader:
         self.paper = paper
         self._contents: dict[str, list[dict[str, Any]]] = {}
 
-    def path(self, name: str) -> Path:
-        """Return the path of a file by its name in the paper's folder."""
-        return self.paper / f"{name}.yaml"
+    def path(self, name: str) -> Path | None:
+        """Return the path of a file by its name; None when it is not there."""
+        paths = (folder / f"{name}.yaml" for folder in (self.paper, *self.paper.parents[:2]))
+        return next((path for path in paths if path.is_file()), None)
 
     def contents(self, name: str) -> list[dict[str, Any]]:
-        """Return what a file holds, and before it what it builds on.
+        """Return the content of a file, after that of the files it builds on.
 
         Raises:
             ConfigError: when it is not there.
         """
         if name not in self._contents:
             path = self.path(name)
-            if not path.is_file():
-                raise ConfigError(f"There is no {path}.")
+            if path is None:
+                raise ConfigError(
+                    f"There is no {self.paper / name}.yaml, nor one of that name in the two folders above."
+                )
             files = map(Path, with_fragments(str(path)))
             self._contents[name] = [yaml.safe_load(file.read_text()) or {} for file in files]
         return self._contents[name]
@@ -57,37 +64,49 @@ class Run:
 
     Args:
         scale: ``paper``, or the file of the paper's folder that lies over the configuration.
-        files: the configuration files in their order, by their names in the paper's folder.
-        reader: reads them.
+        parts: names of configuration files and options, such as ``model.tau=0.9``, each laid over those before it.
+        reader: reads the files.
     """
 
     scale: str
-    files: tuple[str, ...]
+    parts: tuple[str, ...]
     reader: Reader = field(compare=False, repr=False)
 
     @property
     def name(self) -> str:
         """What it is called in the results."""
-        return " ".join(self.files)
+        return " ".join(self.parts)
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder: files without theirs, options without their classes, and the fingerprint."""
+        short = "+".join(re.sub(r"^[^=]*[/.]", "", part) for part in self.parts)
+        return f"{short}-{self.fingerprint}"
 
     @property
     def paper(self) -> str:
         """The paper's name."""
         return self.reader.paper.name
 
-    @property
-    def paths(self) -> list[Path]:
-        """The configuration files."""
-        return [self.reader.path(name) for name in self.files]
-
     @cached_property
     def configuration(self) -> dict[str, Any]:
-        """What the configuration files come to, with all that they build on."""
+        """The whole configuration: all its parts, and the files that they build on."""
         whole: dict[str, Any] = {}
-        for part in (part for name in self.files for part in self.reader.contents(name)):
-            _lay_over(whole, part)
+        for part in self.parts:
+            option, is_option, value = part.partition("=")
+            if is_option:
+                _set(whole, option, yaml.safe_load(value))
+            else:
+                for content in self.reader.contents(part):
+                    _lay_over(whole, content)
         whole.pop("fragments", None)
         return whole
+
+    @property
+    def text(self) -> str:
+        """The whole configuration as YAML, for ``lit-pfl fit --config``."""
+        # not sorted: Similarity writes its groups in the order in which they are given
+        return yaml.safe_dump(self.configuration, sort_keys=False)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -130,12 +149,19 @@ class Cell:
 
 
 class Table:
-    """A table of a paper, read from ``configs/paper/PAPER/TABLE.yaml``.
+    """A table or figure of a paper, read from ``configs/paper/PAPER/tables.yaml``.
 
-    Columns and rows are named there, each with ``run``, the configuration files that it stands for, and what else is
-    needed to find its numbers: ``show``, ``model`` and ``clients`` of :class:`Cell`, ``over``, a file that comes after
-    the scale, and words that fill the ``{}`` in file names. A cell has what its row and its column have, the row first.
-    A row with ``as`` is one of our own beside a printed one. ``printed`` are the paper's numbers, letter for letter.
+    A row or a column is what a cell runs for it: a configuration file (``rows/simfed``), an option as on the command
+    line (``model.tau=0.9``), or a list of these, each laid over those before it. A cell lays its column over its row.
+    Where more is to be said, the row or column is a mapping with these keys; where both have one, the column's counts:
+
+    - ``run``: the files and options.
+    - ``over``: files and options that come after the scale.
+    - ``show``, ``model``, ``clients``: see :class:`Cell`.
+    - ``as``: the printed row that a row of our own is beside.
+    - any other word: fills ``{word}`` in files and options.
+
+    ``printed`` are the paper's numbers, letter for letter; a figure may have none.
 
     Args:
         paper: folder of the paper.
@@ -147,18 +173,18 @@ class Table:
     """
 
     def __init__(self, paper: Path, name: str, scale: str = "paper") -> None:
-        path = paper / f"{name}.yaml"
-        there = sorted(p.stem for p in paper.glob("*.yaml") if "printed:" in p.read_text())
-        if name not in there:
-            papers = ", ".join(sorted(p.name for p in paper.parent.iterdir() if p.is_dir()))
-            raise ConfigError(
-                f"{name}: {paper.name} has {', '.join(there)}." if there else f"{paper.name}: choose one of {papers}."
-            )
-        scales = ["paper", *(s for s in ("middle", "reduced") if (paper / f"{s}.yaml").is_file())]
+        path = paper / "tables.yaml"
+        if not path.is_file():
+            papers = ", ".join(sorted(found.parent.name for found in paper.parent.glob("*/tables.yaml")))
+            raise ConfigError(f"{paper.name}: choose one of {papers}.")
+        # All text: "64.20" stays as it is printed.
+        tables: dict[str, Any] = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
+        if name not in tables:
+            raise ConfigError(f"{name}: {paper.name} has {', '.join(tables)}.")
+        content, self._reader = tables[name], Reader(paper)
+        scales = ["paper", *(s for s in ("middle", "reduced") if self._reader.path(s))]
         if scale not in scales:
             raise ConfigError(f"--scale {scale}: {paper.name} has {', '.join(scales)}.")
-        # All text: "64.20" stays as it is printed.
-        content: dict[str, Any] = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
         self.paper, self.name, self.scale = paper, name, scale
         self.title: str = content["title"]
         self.about: str = content["about"]
@@ -166,13 +192,14 @@ class Table:
         self.cost: dict[str, str] = content.get("cost", {})
         self.columns = {column: _entry(value) for column, value in content["columns"].items()}
         self.rows = {row: _entry(value) for row, value in content["rows"].items()}
-        self.printed: dict[str, list[str]] = content["printed"]
+        self.printed: dict[str, list[str]] = content.get("printed", {})
         self._first: dict[str, list[str]] = content.get("first", {})
-        self._reader = Reader(paper)
         self._runs: dict[tuple[str, ...], Run] = {}
         wrong = [row for row, numbers in self.printed.items() if len(numbers) != len(self.columns)]
         if wrong:
-            raise ConfigError(f"{path}: printed: {wrong[0]} needs a number for each of {len(self.columns)} columns.")
+            raise ConfigError(
+                f"{path}: {name}: printed: {wrong[0]} needs a number for each of {len(self.columns)} columns."
+            )
 
     def stands_for(self, row: str) -> str:
         """Return the printed row that a row is beside: itself, or another one."""
@@ -181,24 +208,24 @@ class Table:
     def cell(self, row: str, column: str) -> Cell:
         """Return a cell."""
         entry = {**self.rows[row], **self.columns[column]}
-        files = [*self.rows[row].get("run", []), *self.columns[column].get("run", [])]
-        over = [] if self.scale == "paper" else [self.scale]
+        parts = [*self.rows[row].get("run", []), *self.columns[column].get("run", [])]
+        scale = [] if self.scale == "paper" else [self.scale]
         words = {key: value for key, value in entry.items() if isinstance(value, str)}
-        files = [name.format(**words) for name in [*files, *over, *entry.get("over", [])]]
+        parts = [part.format(**words) for part in [*parts, *scale, *entry.get("over", [])]]
         numbers = self.printed.get(self.stands_for(row))
         show = entry.get("show", "accuracy")
         return Cell(
             row,
             column,
             numbers[list(self.columns).index(column)] if numbers else "",
-            None if show == "nothing" else self._run(tuple(files)),
+            None if show == "nothing" else self._run(tuple(parts)),
             show,
             entry.get("model"),
             tuple(map(int, entry["clients"])) if "clients" in entry else None,
         )
 
-    def _run(self, files: tuple[str, ...]) -> Run:
-        return self._runs.setdefault(files, Run(self.scale, files, self._reader))
+    def _run(self, parts: tuple[str, ...]) -> Run:
+        return self._runs.setdefault(parts, Run(self.scale, parts, self._reader))
 
     def runs(
         self, columns: Sequence[str] = (), rows: Sequence[str] = (), seeds: Iterable[int] = (1,)
@@ -233,7 +260,7 @@ class Table:
 
 
 def _entry(value: Any) -> dict[str, Any]:
-    entry = {"run": value} if isinstance(value, str) else dict(value)
+    entry = dict(value) if isinstance(value, dict) else {"run": value}
     for key in ("run", "over"):
         if isinstance(entry.get(key), str):
             entry[key] = [entry[key]]
@@ -247,3 +274,13 @@ def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
             _lay_over(below[key], value)
         else:
             below[key] = copy.deepcopy(value)
+
+
+def _set(whole: dict[str, Any], option: str, value: Any) -> None:
+    """Set an option in place, named as on the command line: the ``init_args`` of a class are left out."""
+    names = option.split(".")
+    for name, following in itertools.pairwise(names):
+        whole = whole.setdefault(name, {})
+        if "class_path" in whole and following != "class_path":
+            whole = whole.setdefault("init_args", {})
+    whole[names[-1]] = value
