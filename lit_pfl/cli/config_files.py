@@ -1,23 +1,10 @@
 """Configuration files: read with the fragments that they build on."""
 
 from pathlib import Path
-from typing import Any
 
 import yaml
-from jsonargparse import ActionConfigFile
 
 from lit_pfl.errors import ConfigError
-
-
-class ConfigFile(ActionConfigFile):
-    """Reads a configuration file, and before it its ``fragments``: the files that it builds on, by relative paths."""
-
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        """Read."""
-        for file in with_fragments(values):
-            super().__call__(parser, cfg, file, option_string)
-            if cfg.get("fragments"):
-                cfg["fragments"] = None  # they are read: the configuration that is saved is whole without them
 
 
 def with_fragments(file: str, above: tuple[Path, ...] = ()) -> list[str]:

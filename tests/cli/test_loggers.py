@@ -9,8 +9,8 @@ import yaml
 from jsonargparse import Namespace
 
 from cli.typed import ROOT, TINY, rows, typed
-from lit_pfl.cli.loggers import NEEDED, refuse_missing
 from lit_pfl.cli.options import by_name, differences, may_change, nested
+from lit_pfl.cli.record import NEEDED, refuse_missing
 from wandb_files import finish, wandb_config, wandb_history, wandb_models
 
 CONFIG = {
