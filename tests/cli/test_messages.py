@@ -56,9 +56,12 @@ from lit_pfl.cli.overview import methods
         ("--model.scheduler OneCycleLR --model.scheduler.max_lr 1 --model.scheduler.total_steps 1",
          "model.scheduler=OneCycleLR(max_lr=1.0, total_steps=1, "),
         ("--model.scheduler torch.optim.lr_scheduler.ReduceLROnPlateau", "model.scheduler=ReduceLROnPlateau("),
-        ("--model.scheduler ReduceLROnPlateau", "model.scheduler: there is no 'ReduceLROnPlateau'; choose one of "),
+        ("--model.scheduler ReduceLROnPlateau", "model.scheduler: Multiple subclasses with name ReduceLROnPlateau."),
         ("--model.learner Foo", "model.learner: there is no 'Foo'; give a class path of your own."),
         ("--trainer.logger RunLoger", "trainer.logger: there is no 'RunLoger'; choose one of CSVLogger, "),
+        ("--config loggers.yaml", "trainer.logger: Option 'offlin' is not accepted. Did you mean offline?"),
+        ("--data.partition torch.nn.Linear", "data.partition: Import path does not correspond to a subclass of Part"),
+        ("--model.backbone torch.nn.Linear", "model.backbone: Expected 'torch.nn.Linear' to be a subclass of "),
         ("--trainer.callbacks Similarty", "trainer.callbacks: there is no 'Similarty'; give a class path of your own."),
         ("--model.factorization 3", "model.factorization=3: expected its options, such as --model.factorization.NAME "),
         ("--federation.client_trainer.callbacks Foo", "federation.client_trainer.callbacks=Foo: give Callback objects"),
@@ -79,13 +82,16 @@ from lit_pfl.cli.overview import methods
         ("--trainer.limit_test_batches 1", "trainer.limit_test_batches=1: "),
         ("--trainer.callbacks Similarity --trainer.callbacks.most 0", "Similarity(every_n_rounds=5, most=0): give"),
         ("--trainer.logger false --folder somewhere", "folder: RunLogger writes there, and trainer.logger has none"),
-        ("--model.scheduler StepLR", "model.scheduler: give also model.scheduler.step_size."),
+        ("--model.scheduler StepLR", "model.scheduler: the following arguments are required: step_size."),
         ("--model.scheduler StepLR --model.scheduler.step_size x", "model.scheduler.step_size=x: expected a whole"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_in_one_line(words, said, capsys):
     Path("key.yaml").write_text("federation: {local_epoch: 3}")
     Path("no_yaml.yaml").write_text("[1")
+    Path("loggers.yaml").write_text(
+        "trainer: {logger: [{class_path: RunLogger}, {class_path: WandbLogger, init_args: {offlin: true}}]}"
+    )
     came = typed(capsys, "fit", *TINY, *words.split())
     assert came.code == 2
     [error] = came.errors
