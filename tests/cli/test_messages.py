@@ -103,7 +103,7 @@ def test_a_mistake_is_named_in_one_line(words, said, capsys):
     [
         (["fit"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config configs/"),
         (["reprot", "runs"], "there is no command 'reprot'; choose one of fit, validate, test, predict, compare, "
-                             "depth, report, export. Did you mean report?"),
+                             "report, export. Did you mean report?"),
         (["test"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl test --config RUN/"),
         (["fit", "--config", "table.csv"], "config=table.csv: it holds no options by name, such as `trainer: {max_"),
         (["fit", "--config", "empty.yaml"], "config=empty.yaml: it holds no options by name, such as `trainer: {max_"),
