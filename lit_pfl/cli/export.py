@@ -13,8 +13,8 @@ from lit_pfl.cli.federated_cli import FederatedCLI
 from lit_pfl.cli.options import by_name
 from lit_pfl.cli.run import execute
 from lit_pfl.data import FederatedDataModule, ImageSet, labels_of
-from lit_pfl.deployment import CARD, SCRIPT, Deployment, Pixels, check_packages, pixels_about
 from lit_pfl.errors import ConfigError
+from lit_pfl.export.deployment import CARD, SCRIPT, Deployment, Pixels, check_packages, pixels_about
 from lit_pfl.federation import Federation
 from lit_pfl.lightning_internals import undisturbed
 from lit_pfl_callbacks.clients import COLUMNS

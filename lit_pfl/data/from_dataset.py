@@ -11,10 +11,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from lit_pfl.data.datamodule import PartitionedDataModule
 from lit_pfl.data.loaders import example_of, in_order
 from lit_pfl.data.partition import Partition, Uniform
-from lit_pfl.data.randomness import FixedDraws, random_state, same_state
-from lit_pfl.data.resident import leaves_one_out
-from lit_pfl.data.tensors import SampleSet, TensorLoader, relabelled
+from lit_pfl.data.resident import SampleSet, TensorLoader, leaves_one_out, relabelled
 from lit_pfl.errors import ConfigError
+from lit_pfl.randomness import FixedDraws, random_state, same_state
 
 #: how something is found of every sample: an attribute of the dataset, a function of a sample, or a sequence
 Lookup = Callable[[Any], Any] | str | Sequence[Any]  # in the order in which the command line tries them

@@ -8,16 +8,16 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, MixingServer
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.batches import tensors_in
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import mean_loss
-from lit_pfl.factorization import Factorization
+from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.nn import Memory
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import cosine_similarity_matrix, least_similar, most_similar, random_others, softmax_over
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, MixingServer
-from lit_pfl.sharing import EVERYTHING
 
 Match = Literal["best", "random", "worst"]
 CRITERIA, EMBEDDING = "criteria_input", "embedding"
@@ -163,7 +163,7 @@ class SimFedServer(MixingServer):
         rng = np.random.default_rng([self.seed, round])
         return softmax_over(random_others(similarity, 2, rng), similarity, scale=0.0)
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != EMBEDDING
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102

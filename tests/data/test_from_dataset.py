@@ -24,8 +24,8 @@ from lit_pfl.data import (
     label_permutation,
     labels_of,
 )
-from lit_pfl.data.randomness import random_state, same_state
 from lit_pfl.errors import ConfigError
+from lit_pfl.randomness import random_state, same_state
 from tiny import trainer
 
 N = 203
