@@ -131,8 +131,8 @@ def test_dirichlet_on_cifar100(real_data, data):
         (["--model", "FedAvg", "--data", "CIFAR100"], "CIFAR100 is not in "),
         (["--model", "FedAvg", "--ckpt_path", "no.ckpt"], "Checkpoint file not found: no.ckpt"),
         (["--model", "FedAvg", "--federation.participation", "1.5"], "federation.participation=1.5"),
-        (["--config", "no.yaml"], "File does not exist"),
-        ([], "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config "),
+        (["--config", "no.yaml"], "config=no.yaml: there is no such file, and no configuration of this name. "),
+        ([], "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config simfed"),
     ],
 )
 def test_mistakes_get_one_clear_line_and_exit_code_2(arguments, message, capsys):

@@ -68,7 +68,7 @@ ELSEWHERE = {
     "resume": "ckpt_path",
 }
 #: what to type, by command; of the others a run
-EXAMPLES = {"fit": "--config configs/simfed.yaml"}
+EXAMPLES = {"fit": "--config simfed"}
 #: how lines of the parser's begin that only lead up to the others
 FRAME = ("Expected a path but", "Does not validate", "Subtypes:", "Errors:", "Problem with", "Given value")
 #: where the parser's lines have what was given, and what was expected

@@ -29,6 +29,10 @@ An example, half a minute on a laptop, with data that comes along:
 
   lit-pfl fit --model FedAvg --data Digits --data.num_clients 5 --model.backbone MLP --trainer.max_epochs 3
 
+Or with a configuration, of a file or by its name; lit-pfl configs lists those that come along:
+
+  lit-pfl fit --config simfed
+
 Then, with the folder that it names:
 
   lit-pfl test --config RUN/config.yaml --ckpt_path RUN/checkpoints/last.ckpt

@@ -101,9 +101,9 @@ def test_a_mistake_is_named_in_one_line(words, said, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["fit"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config configs/"),
+        (["fit"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config simfed"),
         (["reprot", "runs"], "there is no command 'reprot'; choose one of fit, validate, test, predict, compare, "
-                             "report, export. Did you mean report?"),
+                             "configs, report, export. Did you mean report?"),
         (["test"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl test --config RUN/"),
         (["fit", "--config", "table.csv"], "config=table.csv: it holds no options by name, such as `trainer: {max_"),
         (["fit", "--config", "empty.yaml"], "config=empty.yaml: it holds no options by name, such as `trainer: {max_"),
