@@ -1,4 +1,4 @@
-"""Configuration files: those that come along, found by their names, and each read with the fragments it builds on."""
+"""Configuration files: find them by name, and read each with the fragments that it builds on."""
 
 from contextlib import suppress
 from difflib import get_close_matches
@@ -9,19 +9,19 @@ import yaml
 from lit_pfl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
-#: the configurations that come along: in the package where it is installed, beside it in a copy of the repository
+#: the configurations that come with lit-pfl: inside an installed package, next to it in a copy of the repository
 FOLDER = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
 ENDING = ".yaml"
 
 
 def names() -> list[str]:
-    """Return the names of the configurations that come along, such as ``simfed`` and ``logger/wandb``."""
+    """Return the names of the configurations that come with lit-pfl, such as ``simfed`` and ``logger/wandb``."""
     found = (path.relative_to(FOLDER).as_posix().removesuffix(ENDING) for path in FOLDER.rglob(f"*{ENDING}"))
     return sorted(found, key=lambda name: (name.count("/"), name))
 
 
 def find(name: str, beside: Path = Path()) -> Path | None:
-    """Return a configuration file: one of the user's, or else one that comes along; None where there is neither.
+    """Return a configuration file: the user's own, or else the one that comes with lit-pfl; None without either.
 
     Args:
         name: a path, or a name of :func:`names`; the ending may be left out, and ``configs/`` may stand before it.
@@ -39,7 +39,7 @@ def hint(name: str) -> str:
     """Return what to do about a name that :func:`find` does not know."""
     known = {one.rpartition("/")[2]: one for one in reversed(names())} | {one: one for one in names()}
     near = get_close_matches(name.removeprefix("configs/").removesuffix(ENDING).lower(), known, n=1)
-    return f"Did you mean {known[near[0]]}?" if near else "`lit-pfl configs` lists those that come along."
+    return f"Did you mean {known[near[0]]}?" if near else "`lit-pfl configs` lists all."
 
 
 def located(config: str) -> Path | None:
@@ -84,7 +84,9 @@ def with_fragments(file: str, above: tuple[Path, ...] = ()) -> list[str]:
     for name in map(str, fragments):
         fragment = find(name, path.parent)
         if fragment is None:
-            raise ConfigError(f"{file}: fragments: there is no file {path.parent / name}, and no such configuration.")
+            raise ConfigError(
+                f"{file}: fragments: there is no file {path.parent / name}, and no configuration of this name."
+            )
         if fragment.resolve() in above:
             raise ConfigError(f"{file}: fragments: {fragment} is built on this very file.")
         files += with_fragments(str(fragment), above)

@@ -1,4 +1,4 @@
-"""List the configurations that come along, or copy one into the current folder, to be changed there."""
+"""List the configurations that come with lit-pfl, or copy one into the current folder to change it."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="NAME",
-        help="The configuration to copy, such as simfed, or a folder to list, such as paper.",
+        help="Configuration to copy, such as simfed, or folder to list, such as paper. Default: list all.",
     )
 
 
@@ -31,21 +31,21 @@ def run(options: argparse.Namespace) -> None:
             with file.open("x") as copy:
                 copy.write(copied(name))
         except FileExistsError:
-            raise ConfigError(f"configs: {file} is in this folder already; move it away first.") from None
+            raise ConfigError(f"configs: {file} already exists in this folder; rename or move it first.") from None
         print(f"Copied to {file}. Run it: lit-pfl fit --config {file}")
     elif within:
         print("\n".join(listing(within, name)))
-        print("\nTo run with one: lit-pfl fit --config NAME. To copy one into this folder: lit-pfl configs NAME.")
+        print("\nRun one with `lit-pfl fit --config NAME`. Copy one into this folder with `lit-pfl configs NAME`.")
     else:
         raise ConfigError(f"configs: there is no configuration {name!r}. {hint(name)}")
 
 
 def listing(within: list[str], folder: str) -> list[str]:
-    """Return a line for every configuration in a folder and in those in it, and one for all that lie deeper.
+    """Return one line for each configuration in a folder and its subfolders, and one for each deeper folder.
 
     Args:
-        within: the names of all that lie in the folder.
-        folder: the folder's name; an empty one for that of all.
+        within: names of all configurations in the folder, however deep.
+        folder: name of the folder; empty for the top folder.
     """
     level = folder.count("/") + 1 if folder else 0
     near = [name for name in within if name.count("/") <= level + 1]
@@ -64,7 +64,7 @@ def about(name: str) -> str:
 
 
 def copied(name: str) -> str:
-    """Return the text of a configuration for another folder: fragments by the names that they have anywhere."""
+    """Return the text of a configuration for another folder, with fragments under names that are found from anywhere."""
     source = FOLDER / f"{name}{ENDING}"
 
     def anywhere(fragment: re.Match[str]) -> str:

@@ -29,7 +29,7 @@ An example, half a minute on a laptop, with data that comes along:
 
   lit-pfl fit --model FedAvg --data Digits --data.num_clients 5 --model.backbone MLP --trainer.max_epochs 3
 
-Or with a configuration, of a file or by its name; lit-pfl configs lists those that come along:
+Or with one of the configurations that `lit-pfl configs` lists, or a file of your own:
 
   lit-pfl fit --config simfed
 

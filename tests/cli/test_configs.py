@@ -1,4 +1,4 @@
-"""Configurations that come along: found by name anywhere, listed, copied, and part of what is installed."""
+"""Configurations that come with lit-pfl: found by name anywhere, listed, copied, and part of the wheel."""
 
 import os
 import subprocess
@@ -59,8 +59,8 @@ NONE = "there is no such file, and no configuration of this name."
         ("fit --config simfd", f"config=simfd: {NONE} Did you mean simfed?"),
         ("fit --config configs/SimFed.yml", f"config=configs/SimFed.yml: {NONE} Did you mean simfed?"),
         ("fit --config wandbb", f"config=wandbb: {NONE} Did you mean logger/wandb?"),
-        ("fit --config ?", f"config=?: {NONE} `lit-pfl configs` lists those that come along."),
-        ("fit --config top.yaml", "top.yaml: fragments: there is no file simfd, and no such configuration."),
+        ("fit --config ?", f"config=?: {NONE} `lit-pfl configs` lists all."),
+        ("fit --config top.yaml", "top.yaml: fragments: there is no file simfd, and no configuration of this name."),
         ("configs simfd", "configs: there is no configuration 'simfd'. Did you mean simfed?"),
         ("compare --methods simfd.yaml", "--methods: there is no file simfd.yaml. Did you mean simfed?"),
         ("compare --methods FedAvg --config quik", f"config=quik: {NONE} Did you mean quick?"),
@@ -91,7 +91,7 @@ def test_one_is_copied_and_nothing_is_overwritten(capsys):
     Path("wandb.yaml").write_text("mine")
     came = typed(capsys, "configs", "logger/wandb.yaml")
     assert (came.code, came.errors) == (
-        2, ["lit-pfl: error: configs: wandb.yaml is in this folder already; move it away first."]
+        2, ["lit-pfl: error: configs: wandb.yaml already exists in this folder; rename or move it first."]
     )  # fmt: skip
     assert Path("wandb.yaml").read_text() == "mine"
 
@@ -108,7 +108,7 @@ def test_a_copy_builds_on_what_its_original_builds_on():
 
 @pytest.mark.slow
 def test_what_is_installed_runs_from_anywhere(tmp_path):
-    """The wheel, unpacked as an installer does; an editable install has nothing but the path to the repository."""
+    """The unpacked wheel contains them; an editable install contains only the path to the repository."""
     for package in ("hatchling", "editables"):
         pytest.importorskip(package)
     build = "import sys, hatchling.build as b; b.build_wheel(sys.argv[1]); b.build_editable(sys.argv[2])"
