@@ -84,9 +84,7 @@ def with_fragments(file: str, above: tuple[Path, ...] = ()) -> list[str]:
     for name in map(str, fragments):
         fragment = find(name, path.parent)
         if fragment is None:
-            raise ConfigError(
-                f"{file}: fragments: there is no file {path.parent / name}, and no configuration of this name."
-            )
+            raise ConfigError(f"{file}: fragments: there is no file {path.parent / name}. {hint(name)}")
         if fragment.resolve() in above:
             raise ConfigError(f"{file}: fragments: {fragment} is built on this very file.")
         files += with_fragments(str(fragment), above)

@@ -64,7 +64,7 @@ def about(name: str) -> str:
 
 
 def copied(name: str) -> str:
-    """Return the text of a configuration for another folder, with fragments under names that are found from anywhere."""
+    """Return the text of a configuration for any folder, with fragments under names that are found everywhere."""
     source = FOLDER / f"{name}{ENDING}"
 
     def anywhere(fragment: re.Match[str]) -> str:

@@ -60,7 +60,7 @@ NONE = "there is no such file, and no configuration of this name."
         ("fit --config configs/SimFed.yml", f"config=configs/SimFed.yml: {NONE} Did you mean simfed?"),
         ("fit --config wandbb", f"config=wandbb: {NONE} Did you mean logger/wandb?"),
         ("fit --config ?", f"config=?: {NONE} `lit-pfl configs` lists all."),
-        ("fit --config top.yaml", "top.yaml: fragments: there is no file simfd, and no configuration of this name."),
+        ("fit --config top.yaml", "top.yaml: fragments: there is no file simfd. Did you mean simfed?"),
         ("configs simfd", "configs: there is no configuration 'simfd'. Did you mean simfed?"),
         ("compare --methods simfd.yaml", "--methods: there is no file simfd.yaml. Did you mean simfed?"),
         ("compare --methods FedAvg --config quik", f"config=quik: {NONE} Did you mean quick?"),
