@@ -1,26 +1,17 @@
 """The command line, from words to files."""
 
-import csv
 from pathlib import Path
 
 import pytest
 import yaml
 
+from cli.typed import ROOT, TINY, rows
 from lit_pfl.cli import main
-from lit_pfl.cli.options import nested
-from wandb_files import finish, wandb_config, wandb_history
 
-ROOT = Path(__file__).parent.parent
-TINY = ["--config", str(ROOT / "tests/conf/tiny.yaml")]
 METRICS = {
     "round", "train/loss", "val/acc", "val/acc_std", "val/acc_worst10", "test/acc",
     "comm/up_bytes", "comm/down_bytes", "comm/total_bytes",
 }  # fmt: skip
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_fit_leaves_a_whole_run_folder_and_shows_a_table(capsys):
@@ -104,63 +95,14 @@ def test_data_fragments_fit_any_method(capsys):
         assert yaml.safe_load(capsys.readouterr().out)["model"]["class_path"].endswith("FedAvg")
 
 
-@pytest.mark.parametrize("data", ["CIFAR100"])
-def test_dirichlet_on_cifar100(real_data, data):
+def test_dirichlet_on_cifar100(real_data):
     main([
-        "fit", "--model", "FedAvg", "--data", data, "--data.num_clients", "20", "--data.partition", "Dirichlet",
+        "fit", "--model", "FedAvg", "--data", "CIFAR100", "--data.num_clients", "20", "--data.partition", "Dirichlet",
         "--data.partition.alpha", "0.5", "--data.root", str(real_data), "--trainer.max_epochs", "1",
         "--model.backbone", "ResNet9", "--model.backbone.width", "2",
         "--federation.client_trainer.limit_train_batches", "2",
     ])  # fmt: skip
     assert len(rows(Path("runs/FedAvg-CIFAR100/version_0/clients.csv"))) == 40
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "FedAwg"], "model: there is no 'FedAwg'; choose one of "),
-        (["--model", "FedAvg", "--data", "Digitz"], "data: there is no 'Digitz'; choose one of "),
-        (
-            ["--model", "FedAvg", "--data.partition", "Dirichlet", "--data.partition.alpha", "-1"],
-            "data.partition.alpha=-1: expected a number above 0.",
-        ),
-        (["--model", "FedAvg", "--data.num_clients", "5000"], "data.num_clients=5000 is more than the 1438 training"),
-        (["--model", "FedAvg", "--nonsense", "3"], "unrecognized arguments: --nonsense 3"),
-        (["--model", "FedAvg", "--model.lr", "3"], "model: Option 'lr' is not accepted"),
-        (["--model", "FedAvg", "--trainer.logger.save_dir", "/proc/no"], "The run folder cannot be written"),
-        (["--model", "FedAvg", "--data", "CIFAR100"], "CIFAR100 is not in "),
-        (["--model", "FedAvg", "--ckpt_path", "no.ckpt"], "Checkpoint file not found: no.ckpt"),
-        (["--model", "FedAvg", "--federation.participation", "1.5"], "federation.participation=1.5"),
-        (["--config", "no.yaml"], "File does not exist"),
-        ([], "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config "),
-    ],
-)
-def test_mistakes_get_one_clear_line_and_exit_code_2(arguments, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["fit", *arguments])
-    assert caught.value.code == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-pfl: error: ")]
-    assert len(errors) == 1
-    assert message in errors[0]
-
-
-def test_wandb_offline_has_the_metrics_by_name_against_round():
-    main(["fit", *TINY, "--config", str(ROOT / "configs/logger/wandb.yaml")])
-    finish()
-    [run] = Path("runs/wandb").glob("offline-run-*/*.wandb")
-    history, axes = wandb_history(run)
-    written = [row for row in history if "val/acc" in row]
-    assert [row["round"] for row in written] == [1, 2]
-    expected = rows(Path("runs/SimFed-Digits/version_0/metrics.csv"))
-    assert [float(row["val/acc"]) for row in written] == [float(row["val/acc"]) for row in expected]
-    assert {name for row in history for name in row} >= METRICS
-    assert {name: axes[name] for name in METRICS - {"round"}} == dict.fromkeys(METRICS - {"round"}, "round")
-    recorded = yaml.safe_load(Path("runs/SimFed-Digits/version_0/config.yaml").read_text())
-    config = wandb_config(run)
-    assert {key: config[key] for key in recorded} == nested(recorded), "every option, to filter runs by"
-    assert (config["model"]["class"], config["model"]["tau"], config["data"]["seed"]) == ("SimFed", 0.9, 1234)
-    main(["fit", *TINY, "--config", str(ROOT / "configs/logger/wandb.yaml"), "--trainer.max_epochs", "1"])
-    finish()
 
 
 def written(**files: str) -> None:
@@ -224,43 +166,6 @@ def test_a_run_of_fragments_is_repeated_from_its_saved_config():
 def test_another_data_set_does_not_get_the_defaults_of_digits(before, chosen, capsys):
     data = printed([*before, *chosen], capsys)["data"]["init_args"]
     assert (data["image_size"], data["batch_size"], data["num_clients"]) == (32, 128, 20)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data.train_fraction", "3"], "data.train_fraction=3.0"),
-        (["--data.partition", "broken.Partition", "--data.partition.n", "7"], "data.partition.n=7: give another."),
-        (
-            ["--data.partition", "Domains", "--data.partition.within", "broken.Partition"],
-            "data.partition.n=2: give another.",
-        ),
-        (["--data.partition.alpha", "3"], "data.partition: it has options, but no name; choose one of "),
-        (
-            ["--data.partition", "ClassShards", "--data.partition.classes_per_client", "11"],
-            "data.partition.classes_per",
-        ),
-        (["--model.backbone", "ResNet9", "--model.backbone.fc_layers", "3"], "model.backbone.fc_layers=3: "),
-        (["--model", "PFedPara", "--model.factorization.rank", "1"], "model.factorization: "),
-        (["--model", "FactorizedFL", "--model.factorization", "null"], "model.factorization: "),
-        (["--federation.threads", "-1"], "federation.threads=-1: expected a whole number above 0"),
-        (["--fragments", "[a.yaml]"], "fragments: only a configuration file has them"),
-    ],
-)
-def test_a_class_within_a_class_says_its_mistake_in_one_line(arguments, message, capsys):
-    Path("broken.py").write_text(
-        "import lit_pfl.data\nfrom lit_pfl.errors import ConfigError\n"
-        "class Partition(lit_pfl.data.IID):\n"
-        "    def __init__(self, n: int = 2):\n"
-        "        raise ConfigError(f'data.partition.n={n}: give another.')\n"
-    )
-    with pytest.raises(SystemExit) as caught:
-        main(["fit", "--model", "FedAvg", *arguments])
-    assert caught.value.code == 2
-    errors = capsys.readouterr().err
-    assert f"lit-pfl: error: {message}" in errors
-    assert not [line for line in errors.splitlines() if line.startswith(("Traceback", "Given value", "Errors", " "))]
-    assert "Union subtypes" not in errors
 
 
 def test_an_error_that_is_no_mistake_of_the_user_keeps_its_traceback():

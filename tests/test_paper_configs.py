@@ -18,8 +18,8 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from lit_pfl.cli import main
-from lit_pfl.cli.command import FederatedCLI
 from lit_pfl.cli.config_files import with_fragments
+from lit_pfl.cli.federated_cli import FederatedCLI
 from lit_pfl.data import GROUPS
 from lit_pfl.data.eval_split import alike_samples
 from lit_pfl.methods import FedSLR

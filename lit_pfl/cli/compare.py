@@ -11,15 +11,13 @@ from typing import Any
 
 import yaml
 
-from lit_pfl.cli.config_files import with_fragments
+from lit_pfl.cli.config_files import ENDING, find, hint, located, with_fragments
 from lit_pfl.cli.folders import root_of_runs
 from lit_pfl.cli.overview import methods as names_of_methods
 from lit_pfl.cli.report import read, require_charts, write_report
 from lit_pfl.cli.runner import OUTPUT, Job, Outcome, run_jobs
 from lit_pfl.errors import ConfigError
 from lit_pfl.report import grouped, main_metric, paired, summary
-
-FILES = (".yaml", ".yml")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="METHOD",
-        help="Names such as SimFed, class paths, or configuration files such as configs/simfed.yaml.",
+        help="Names such as SimFed, class paths, or configuration files or their names, such as simfed.",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="SEED", help="By default 1 2 3.")
     parser.add_argument(
@@ -98,8 +96,9 @@ def make_jobs(methods: list[str], seeds: list[int], configs: list[str], output: 
     Raises:
         ConfigError: when a method is not there, or there twice, or when a file in common chooses one.
     """
-    own = {method: _arguments(method, configs) for method in methods}
-    names = [Path(method).stem if method.endswith(FILES) else method.rpartition(".")[2] for method in methods]
+    files = {method: None if method in names_of_methods() else find(method) for method in methods}
+    own = {method: _arguments(method, file, configs) for method, file in files.items()}
+    names = [file.stem if (file := files[method]) else method.rpartition(".")[2] for method in methods]
     for what, given in (("methods", names), ("seeds", seeds)):
         if twice := [one for one, count in Counter(given).items() if count > 1]:
             raise ConfigError(f"--{what}: {twice[0]} is there twice.")
@@ -110,18 +109,18 @@ def make_jobs(methods: list[str], seeds: list[int], configs: list[str], output: 
     ]
 
 
-def _arguments(method: str, configs: list[str]) -> list[str]:
-    shared = [word for config in configs for word in ("--config", config)]
-    if method.endswith(FILES):
-        if not Path(method).is_file():
-            raise ConfigError(f"--methods: there is no file {method}.")
+def _arguments(method: str, file: Path | None, configs: list[str]) -> list[str]:
+    shared = [word for config in configs for word in ("--config", str(located(config) or config))]
+    if file is not None:
         for config in configs:
             if _chooses_method(config):
                 raise ConfigError(
                     f"--config={config}: it chooses a method itself, and would replace that of {method}; leave "
                     "model.class_path out of what all have in common."
                 )
-        return ["--config", method, *shared, *QUIET]
+        return ["--config", str(file), *shared, *QUIET]
+    if method.endswith((ENDING, ".yml")):
+        raise ConfigError(f"--methods: there is no file {method}. {hint(method)}")
     if "." not in method and method not in names_of_methods():
         raise ConfigError(
             f"--methods: there is no {method!r}; choose of {', '.join(names_of_methods())}, or give a class path or a "
@@ -150,7 +149,7 @@ def _root(configs: list[str]) -> str | None:
 
 def _contents(config: str) -> list[dict[str, Any]]:
     """Return the options of a configuration file and of its fragments, or of YAML."""
-    files = with_fragments(config) if Path(config).is_file() else []
+    files = with_fragments(config) if located(config) else []
     texts = [Path(file).read_text() for file in files] or [config]
     try:
         return [content for text in texts if isinstance(content := yaml.safe_load(text), dict)]

@@ -2,19 +2,23 @@
 that needs nothing of this library: as safetensors, as a program of torch.export and as ONNX."""
 
 import argparse
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lit_pfl.cli.federated_cli import FederatedCLI
 from lit_pfl.cli.options import by_name
+from lit_pfl.cli.run import execute
 from lit_pfl.data import FederatedDataModule, ImageSet, labels_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.export.deployment import CARD, SCRIPT, Deployment, Pixels, check_packages, pixels_about
 from lit_pfl.federation import Federation
+from lit_pfl.lightning_internals import undisturbed
 from lit_pfl_callbacks.clients import COLUMNS
-from lit_pfl_callbacks.run_folder import read_rows
+from lit_pfl_callbacks.run_folder import latest_config, read_rows
 
 EXAMPLES = 64
 
@@ -30,8 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Export."""
     check_packages(options.onnx)
-    from lit_pfl.cli.loading import loaded  # takes seconds
-
     cli = loaded(options.run_folder)
     scores = _scores(options.run_folder, options.client)
     model = deployment(cli.model, cli.datamodule, options.client, {**_facts(by_name(cli.given)), **scores})
@@ -42,6 +44,31 @@ def run(options: argparse.Namespace) -> None:
         print(f"  {file}: outputs differ from the client's by {difference:.1e} at most")
     if (folder / SCRIPT).exists():
         print(f"See {CARD} there; to classify an image: cd {folder} && python {SCRIPT} IMAGE")
+
+
+def loaded(folder: Path) -> FederatedCLI:
+    """Return the command line of a run as it was, on the CPU and with its last checkpoint; nothing is written.
+
+    Its ``model`` is the federation, its ``datamodule`` the data, ``given`` its options.
+
+    Args:
+        folder: the run folder.
+
+    Raises:
+        ConfigError: when it is none, when it has no checkpoint, and for whatever :class:`FederatedCLI` finds wrong.
+    """
+    config, checkpoint = latest_config(folder), folder / "checkpoints" / "last.ckpt"
+    for file in (config, checkpoint):
+        if not file.is_file():
+            raise ConfigError(
+                f"{folder} is not the folder of a run that was made by `lit-pfl fit`: it has no {file.name}."
+            )
+    # Predicting nothing is what loads a checkpoint and does no more.
+    options = {"limit_predict_batches": "0", "logger": "false", "callbacks": "null", "accelerator": "cpu",
+               "enable_progress_bar": "false", "devices": "1", "strategy": "auto"}  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--trainer.{name}", value)]
+    with ExitStack() as held, undisturbed():
+        return execute(held, ["predict", "--config", str(config), "--ckpt_path", str(checkpoint), *words])
 
 
 def deployment(

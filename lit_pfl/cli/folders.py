@@ -32,6 +32,14 @@ def root_of_runs(root: str | os.PathLike[str] | None) -> str:
     return str(Path(root).expanduser()) if root else RUNS
 
 
+def folder_of(checkpoint: Path) -> Path | None:
+    """Return the run folder that a checkpoint lies in, so that the run goes on there; None if in none."""
+    folder = checkpoint.absolute().parent.parent
+    if not (folder / "metrics.csv").exists() and not (folder / "config.yaml").exists():
+        return None
+    return Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder
+
+
 @contextmanager
 def taken_folder(trainer: L.Trainer, known: bool, option: str) -> Iterator[None]:
     """Take the folder of a Trainer's run, and keep it to this process.

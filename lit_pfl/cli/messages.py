@@ -47,9 +47,7 @@ KINDS = {
     "float": "a number",
     "bool": "true or false",
     "str": "text",
-    "list": "a list",
-    "Iterable": "a list",
-    "tuple": "a list",
+    **dict.fromkeys(("list", "Iterable", "tuple"), "a list"),
     "dict": "a mapping",
     "NoneType": "null",
 }
@@ -70,7 +68,16 @@ ELSEWHERE = {
     "resume": "ckpt_path",
 }
 #: what to type, by command; of the others a run
-EXAMPLES = {"fit": "--config configs/simfed.yaml"}
+EXAMPLES = {"fit": "--config simfed"}
+#: how lines of the parser's begin that only lead up to the others
+FRAME = ("Expected a path but", "Does not validate", "Subtypes:", "Errors:", "Problem with", "Given value")
+#: where the parser's lines have what was given, and what was expected
+GIVEN = re.compile(
+    r"(?:path string|Got value|Given value|base 10|to float): '?(?!NestedArg|Namespace)(.*?)(?:'|\. Got value.*)?$"
+    r"|: (\S+) does not conform",
+    re.MULTILINE,
+)
+KIND = re.compile(r"Not of type (\w+)|Literal\[([^\]]*)\]|Expected a <class '(?:\w+\.)*(\w+)'>")
 
 
 @rank_zero_only
@@ -92,45 +99,35 @@ def explained(message: str, known: list[str]) -> str:
         message: what jsonargparse says. It nests: a class within a class has its own message within the outer one's.
         known: names of the options that there are.
     """
-    keys = re.findall(r'Parser key "([\w.]+)"', message)
-    if lacking := re.search(r"arguments are required: (\w+)\.(\w+)", message):
+    option, reason = _innermost(message)
+    if lacking := re.search(r"arguments are required: (\w+)\.model", message):
         example = EXAMPLES.get(lacking[1], "--config RUN/config.yaml --ckpt_path RUN/checkpoints/last.ckpt")
-        return (
-            f"{lacking[2]}: give --{lacking[2]} NAME, or a configuration that names it, such as: lit-pfl {lacking[1]} "
-            f"{example}"
-        )
-    if not keys:
-        return message + _did_you_mean(re.findall(r"\s--?([a-z][\w.]*)|accept option '([\w.]+)'", message), known)
-    option = ".".join(keys)
-    reason = re.sub(r'.*Parser key "[\w.]+":\s*', "", message, flags=re.DOTALL)  # the innermost: the one that was made
-    reason = re.sub(r".*Problem with given class_path '\S+':", "", reason, flags=re.DOTALL)
+        return f"model: give --model NAME, or a configuration that names it, such as: lit-pfl {lacking[1]} {example}"
+    if not option:
+        return message + _did_you_mean(re.findall(r"(?:\s--?|accept option ')([a-z][\w.]*)", message), known)
     if unknown := re.search(r"Option '([\w.]+)' is not accepted", reason):
-        there = _parameters(_innermost_class(message))
-        meant = _did_you_mean([(unknown[1], "")], there, elsewhere=option in ("model", "data"))
+        there = _parameters(reason)
+        meant = _did_you_mean([unknown[1]], there, elsewhere=option in ("model", "data"))
         return f"{option}: {unknown[0]}." + (meant or (f" It has {', '.join(there)}." if there else ""))
-    wrong = re.search(r"dot import path string: (\S+)|Multiple subclasses with name (\w+)|instantiatable class", reason)
-    kind = keys[-1].rpartition(".")[2]
-    cls = CLASSES.get(kind)
-    if wrong and cls is not None:
-        names = names_of_subclasses(cls)
-        given = wrong[1] or wrong[2] or _given(message) or ""
+    found, kind = GIVEN.search(reason), option.rpartition(".")[2]
+    given = (found[1] or found[2]) if found else ""
+    if kind in CLASSES and re.search("path string|instantiatable class", reason):
+        names = names_of_subclasses(CLASSES[kind])
         problem = f"there is no {given!r}" if given.isidentifier() else "it has options, but no name"
-        if given in names:
-            problem = f"there are several {given!r}"
         choice = "give" if kind in UNLISTED else f"choose one of {', '.join(names)}, or"
-        return f"{option}: {problem}; {choice} a class path of your own.{_did_you_mean([(given, '')], names)}"
-    if needed := re.search(r"the following arguments are required: ([\w., ]+)", reason):
-        return f"{option}: give also " + ", ".join(f"{option}.{name}" for name in needed[1].split(", ")) + "."
-    if missing := re.search(r"No module named '[\w.]+'|[Mm]odule '[\w.]+' has no attribute '\w+'", reason):
-        return f"{option}: {missing[0]}."
-    expected, given = _expected(reason), _given(reason) or _given(message)
-    if expected and given is not None:
-        if cls is not None:
-            expected = f"the name of a class or {expected}"
-        elif expected == KINDS["NoneType"]:  # a class of one kind, which has no name
-            expected = f"its options, such as --{option}.NAME VALUE, or {expected}"
-        return f"{option}={given}: expected {expected}."
-    return f"{option}: {re.split(r'Given value type', reason)[0]}"
+        return f"{option}: {problem}; {choice} a class path of your own.{_did_you_mean([given], names)}"
+    said = [line for line in reason.split("\n") if line and not line.startswith(FRAME)]
+    kinds = [
+        "one of " + choices.replace("'", "") if choices else KINDS.get(one or other, f"a {one or other}")
+        for one, choices, other in KIND.findall("\n".join(said))
+    ]
+    if not found or not kinds or not all(line.startswith(("Expected a", "Not of type")) for line in said):
+        return f"{option}: {(said or [reason])[0].partition('. Got value')[0].rstrip('.')}."
+    if kind in CLASSES:
+        kinds.insert(0, "the name of a class")
+    elif set(kinds) == {KINDS["NoneType"]}:  # a class of one kind, which has no name
+        kinds.insert(0, f"its options, such as --{option}.NAME VALUE,")
+    return f"{option}={given}: expected {' or '.join(dict.fromkeys(kinds))}."
 
 
 def names_of_subclasses(cls: type) -> list[str]:
@@ -152,47 +149,32 @@ def refuse_abstract(option: str, class_path: str) -> None:
         raise ConfigError(f"{option}={name}: it is only there to be built on; choose one of {names}.")
 
 
-def _expected(reason: str) -> str:
-    kinds: list[str] = []
-    alternatives = reason.lstrip().startswith(("Does not validate", "- "))
-    # What follows is of the classes around.
-    reason = reason.split("Given value type")[0] if alternatives else reason.strip().split("\n")[0]
-    for name, choices, cls in re.findall(
-        r"Not of type (\w+)|Literal\[([^\]]*)\]|Expected a <class '([\w.]+)'>", reason
-    ):
-        if choices:
-            kinds.append("one of " + choices.replace("'", ""))
-        else:
-            name = name or cls.rpartition(".")[2]
-            kinds.append(KINDS.get(name, f"a {name}"))
-    return " or ".join(dict.fromkeys(kinds))
+def _innermost(message: str) -> tuple[str, str]:
+    """Return the option that a message is about, and what it says of that one: the lines that are indented below it."""
+    keys, lines, depth = list[str](), list[str](), -1
+    for line in message.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        if found := re.search(r'Parser key "([\w.]+)":\s*(.*)', line):
+            keys, lines, depth = [*keys, found[1]], [found[2]], indent
+        elif indent > depth:
+            lines.append(line.strip(" -").rpartition("callable class: ")[2])
+    return ".".join(keys), "\n".join(lines)
 
 
-def _given(message: str) -> str | None:
-    found = re.search(r"NestedArg\(key='[\w.]+', val='?(.*?)'?\)\s*$", message)
-    found = re.search(r"Not of type \w+: (\S+) does not conform", message) or found
-    found = re.search(r"(?:Got|Given) value: (?!NestedArg|Namespace)(.*?)(?:\. Got value|$)", message, re.M) or found
-    return found[1] if found else None
-
-
-def _innermost_class(message: str) -> type | None:
-    paths = re.findall(r"class_path[ =]'([\w.]+)'", message)
-    module, _, name = paths[-1].rpartition(".") if paths else ("", "", "")
-    return getattr(import_module(module), name, None) if module else None
-
-
-def _parameters(cls: type | None) -> list[str]:
-    """Return the names of what a class can be given, each once."""
+def _parameters(reason: str) -> list[str]:
+    """Return the names of what the class can be given that a reason is about, each once."""
+    named = re.search(r"class_path[ =]'([\w.]+)\.(\w+)'", reason)
+    cls = getattr(import_module(named[1]), named[2], None) if named else None
     names: list[str] = []
     for base in cls.__mro__[:-1] if cls else ():
-        taken = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+        taken = inspect.signature(base.__init__).parameters.values()
         names += [p.name for p in taken if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return list(dict.fromkeys(names))
 
 
-def _did_you_mean(words: list[tuple[str, str]], known: list[str], elsewhere: bool = True) -> str:
+def _did_you_mean(words: list[str], known: list[str], elsewhere: bool = True) -> str:
     plain = {name.lower(): name for name in known}
-    for word in (one or other for one, other in words):
+    for word in words:
         near = [ELSEWHERE[word]] if elsewhere and word in ELSEWHERE else []
         near += [plain[name] for name in get_close_matches(word.lower(), plain, n=1)]
         if near and near[0] != word:

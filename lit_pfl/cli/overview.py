@@ -29,6 +29,10 @@ An example, half a minute on a laptop, with data that comes along:
 
   lit-pfl fit --model FedAvg --data Digits --data.num_clients 5 --model.backbone MLP --trainer.max_epochs 3
 
+Or with one of the configurations that `lit-pfl configs` lists, or a file of your own:
+
+  lit-pfl fit --config simfed
+
 Then, with the folder that it names:
 
   lit-pfl test --config RUN/config.yaml --ckpt_path RUN/checkpoints/last.ckpt

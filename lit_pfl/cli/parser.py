@@ -7,10 +7,21 @@ from typing import Any, NoReturn
 from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lit_pfl.cli.config_files import ConfigFile
+from lit_pfl.cli.config_files import with_fragments
 from lit_pfl.cli.messages import CLASSES, explained, fail
 
 CONFIG = ("-c", "--config")
+
+
+class ConfigFile(ActionConfigFile):
+    """Reads a configuration file, and before it its ``fragments``: the files that it builds on, by relative paths."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        """Read."""
+        for file in with_fragments(values):
+            super().__call__(parser, cfg, file, option_string)
+            if cfg.get("fragments"):
+                cfg["fragments"] = None  # they are read: the configuration that is saved is whole without them
 
 
 class Parser(LightningArgumentParser):

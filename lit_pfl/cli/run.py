@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning.pytorch.cli import ArgsType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_pfl.cli.command import FederatedCLI
+from lit_pfl.cli.federated_cli import FederatedCLI
 from lit_pfl.cli.messages import fail
 from lit_pfl.cli.parser import Parser
 from lit_pfl.errors import ConfigError, RankError, UploadError
@@ -18,7 +18,7 @@ from lit_pfl.errors import ConfigError, RankError, UploadError
 DESCRIPTION = "Personalized federated learning: a round is an epoch, max_epochs the number of rounds."
 
 
-def command(held: ExitStack, args: ArgsType) -> FederatedCLI:
+def execute(held: ExitStack, args: ArgsType) -> FederatedCLI:
     """Do what is typed, and return what did it.
 
     Args:
@@ -65,7 +65,7 @@ def run(args: ArgsType) -> None:
     """
     try:
         with ExitStack() as held:
-            command(held, args)
+            execute(held, args)
     except (ConfigError, UploadError, RankError, OSError, MisconfigurationException) as error:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         fail(f"The disk is full: a file of the run cannot be written ({error})." if full else str(error))

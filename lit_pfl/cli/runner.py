@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from lit_pfl_callbacks.files import write_whole
 RECORD, OUTPUT = "job.json", "output.txt"
 #: what runs one
 FIT = [sys.executable, "-P", "-m", "lit_pfl", "fit"]
-#: seconds between two looks at what runs, and those that a run has to end in when it is asked to
+#: seconds between two looks at a run, and those that a run has to end in when it is asked to
 PAUSE, PATIENCE = 0.1, 60.0
 
 
@@ -57,13 +57,6 @@ class Outcome(NamedTuple):
     message: str = ""
 
 
-class _Running(NamedTuple):
-    job: Job
-    process: subprocess.Popen[bytes]
-    output: BinaryIO
-    since: float
-
-
 def run_jobs(
     jobs: Iterable[Job],
     at_once: int | None = None,
@@ -93,44 +86,62 @@ def run_jobs(
     at_once = at_once or cores
     environment = {"OMP_NUM_THREADS": str(max(1, cores // at_once)), **os.environ}
     end = None if seconds is None else time.monotonic() + seconds
-    waiting, running, outcomes = deque(jobs), list[_Running](), list[Outcome]()
+    left, stop, outcomes = list[Future[Job | Outcome]](), threading.Event(), list[Outcome]()
 
-    def note(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        tell(outcome)
+    def noted(came: Iterable[Future[Job | Outcome]]) -> Iterator[Job]:
+        """Take note of outcomes; return the jobs that have none."""
+        for result in (future.result() for future in came):
+            if isinstance(result, Job):
+                yield result
+            else:
+                outcomes.append(result)
+                tell(result)
 
-    with _interruptible():
+    with _interruptible(), ThreadPoolExecutor(at_once) as pool:
         try:
-            while (waiting or running) and (end is None or time.monotonic() < end):
-                for _ in range(len(waiting)):  # each is looked at once: one in other hands goes to the end of the queue
-                    if len(running) == at_once:
-                        break
-                    job = waiting.popleft()
-                    if _is_done(job):
-                        note(Outcome(job, "there", _record(job)["seconds"]))
-                    elif (one := _begin(job, environment)) is None:
-                        waiting.append(job)
-                    else:
-                        running.append(one)
-                for one in [one for one in running if one.process.poll() is not None]:
-                    running.remove(one)
-                    note(_ended(one))
-                time.sleep(PAUSE if waiting or running else 0)
+            left += [pool.submit(_run, job, environment, stop) for job in jobs]
+            while left and (end is None or time.monotonic() < end):
+                done, _ = wait(left, None if end is None else end - time.monotonic(), FIRST_COMPLETED)
+                came, left = [one for one in left if one in done], [one for one in left if one not in done]
+                left += [pool.submit(_run, job, environment, stop) for job in noted(came)]  # in other hands till now
         finally:
-            for outcome in _stopped(running):
-                note(outcome)
+            stop.set()
+            list(noted(left))
     return outcomes
 
 
-def _begin(job: Job, environment: dict[str, str]) -> _Running | None:
-    """Start a job's process; None where it is in other hands."""
+def _run(job: Job, environment: dict[str, str], stop: threading.Event) -> Job | Outcome:
+    """Run a job; return the job itself where it is in other hands, or all are to stop."""
+    if stop.is_set():
+        return job
+    if _is_done(job):
+        return Outcome(job, "there", _record(job)["seconds"])
     job.folder.mkdir(parents=True, exist_ok=True)
-    output = (job.folder / OUTPUT).open("ab")
     # The process has the locked file too, as its output: so the lock is there until it has ended, however we end, and
     # until its end is recorded, if we live.
-    if not _lock(output) or _is_done(job):
-        output.close()
-        return None
+    with (job.folder / OUTPUT).open("ab") as output:
+        if not _lock(output) or _is_done(job):
+            stop.wait(PAUSE)
+            return job
+        process, since = _begun(job, environment, output), time.monotonic()
+        while process.poll() is None and not stop.wait(PAUSE):
+            pass
+        asked = process.poll() is None
+        if asked:
+            _end(process)
+        code, seconds = process.returncode, _record(job).get("seconds", 0.0) + time.monotonic() - since
+        _write_record(job, done=code == 0, seconds=seconds)
+    if code == 0:
+        return Outcome(job, "done", seconds)
+    if asked and code in (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM):
+        return Outcome(job, "stopped", seconds)
+    lines = (job.folder / OUTPUT).read_text(errors="replace").split("\n")
+    said = next((line.strip() for line in reversed(lines) if line.strip()), f"it ended with code {code}")
+    return Outcome(job, "failed", seconds, said)
+
+
+def _begun(job: Job, environment: dict[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
+    """Start a job's process."""
     checkpoint = job.folder / "checkpoints" / "last.ckpt"
     if checkpoint.exists():
         where = ["--ckpt_path", str(checkpoint)]
@@ -140,7 +151,7 @@ def _begin(job: Job, environment: dict[str, str]) -> _Running | None:
             shutil.rmtree(checkpoint.parent, ignore_errors=True)
         where = [f"--folder={job.folder}"]
     _write_record(job, done=False, seconds=_record(job).get("seconds", 0.0))
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [*FIT, *job.arguments, *where],
         stdin=subprocess.DEVNULL,
         stdout=output,
@@ -148,7 +159,6 @@ def _begin(job: Job, environment: dict[str, str]) -> _Running | None:
         env=environment,
         start_new_session=True,  # so that a Ctrl-C reaches it once, through us
     )
-    return _Running(job, process, output, time.monotonic())
 
 
 def _lock(file: BinaryIO) -> bool:
@@ -159,46 +169,23 @@ def _lock(file: BinaryIO) -> bool:
     return True
 
 
-def _ended(one: _Running) -> Outcome:
-    """Take note of a process that has ended by itself."""
-    code = one.process.returncode
-    seconds = _record(one.job).get("seconds", 0.0) + time.monotonic() - one.since
-    _write_record(one.job, done=code == 0, seconds=seconds)
-    one.output.close()
-    if code == 0:
-        return Outcome(one.job, "done", seconds)
-    lines = (one.job.folder / OUTPUT).read_text(errors="replace").split("\n")
-    said = next((line.strip() for line in reversed(lines) if line.strip()), f"it ended with code {code}")
-    return Outcome(one.job, "failed", seconds, said)
-
-
-def _stopped(running: list[_Running]) -> Iterator[Outcome]:
-    """Ask processes to stop; end those that do not."""
-    for one in running:
-        one.process.terminate()
-    end = time.monotonic() + PATIENCE
-    for one in running:
-        try:
-            one.process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            one.process.kill()
-            one.process.wait()
-        outcome = _ended(one)  # it may have come to its end, or failed, just now
-        stopped = one.process.returncode in (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)
-        yield outcome._replace(state="stopped", message="") if stopped else outcome
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ask a process to stop; end it if it does not."""
+    process.terminate()
+    try:
+        process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """Take SIGTERM for a Ctrl-C. Elsewhere than in the main thread nobody can."""
-
-    def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = signal.signal(signal.SIGTERM, interrupt)
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 #: ``run(options)``; its docstring is the command's description.
 TOOLS: dict[str, tuple[str, str]] = {
     "compare": ("lit_pfl.cli.compare", "run several methods with several seeds, and compare them"),
-    "depth": ("lit_pfl.cli.depth", "suggest how many layers Psi-Net should share"),
+    "configs": ("lit_pfl.cli.configs", "list the configurations that come with lit-pfl, or copy one"),
     "report": ("lit_pfl.cli.report", "show runs as a page of charts and tables"),
     "export": ("lit_pfl.cli.export", "write a client's model for use without this library"),
 }

@@ -1,15 +1,15 @@
-"""The command that suggests a sharing depth."""
+"""The configuration that suggests a sharing depth."""
 
 import csv
 from pathlib import Path
 
 import numpy as np
-import pytest
 import yaml
 
+from cli.typed import ROOT, TINY
 from lit_pfl.cli import main
 
-TINY = str(Path(__file__).parents[1] / "conf/tiny.yaml")
+DEPTH = ["--config", str(ROOT / "configs/depth.yaml")]
 
 
 def read(folder: Path, name: str) -> list[dict[str, str]]:
@@ -18,11 +18,11 @@ def read(folder: Path, name: str) -> list[dict[str, str]]:
 
 
 def test_the_depth_is_where_the_neurons_preferences_spread(tmp_path, notes):
-    save = f"--trainer.logger.save_dir={tmp_path}"
-    factors = "--model.factorization.form=IFxOF"  # of the method in the configuration, not of what is measured
-    main(["depth", "--config", TINY, "--epochs", "1", "--batches", "1", "--", factors, save])
+    few = ["--trainer.max_epochs", "1", "--trainer.callbacks.batches", "1", f"--trainer.logger.save_dir={tmp_path}"]
+    main(["fit", *TINY, *DEPTH, *few])
     folder = tmp_path / "depth/version_0"
-    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]["factorization"] is None
+    model = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+    assert model["init_args"]["factorization"] is None  # SimFed's
     layers, neurons = read(folder, "features.csv"), read(folder, "preferences.csv")
     assert {row["client"] for row in layers} == {"0"}  # one node alone, whatever the configuration says
     assert len(layers) == 8  # ResNet-9's convolutions; the classifier's neurons are the classes
@@ -42,18 +42,3 @@ def test_the_depth_is_where_the_neurons_preferences_spread(tmp_path, notes):
     [said] = [message for message in notes.messages if "total variance" in message]
     assert said.endswith(f"depth={depth}.")
     assert all(f"{variance:.3f}" in said for variance in expected)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--config", "nowhere.yaml"], "nowhere.yaml"), (["--epochs", "some"], "--epochs"),
-        (["--batches", "0"], "--batches"), (["--config", TINY, "--", "--data.image_sise", "3"], "image_sise"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line(words, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(["depth", *words])
-    assert stop.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]

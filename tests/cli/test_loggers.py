@@ -9,8 +9,8 @@ import yaml
 from jsonargparse import Namespace
 
 from cli.typed import ROOT, TINY, rows, typed
-from lit_pfl.cli.loggers import NEEDED, refuse_missing
 from lit_pfl.cli.options import by_name, differences, may_change, nested
+from lit_pfl.cli.record import NEEDED, refuse_missing
 from wandb_files import finish, wandb_config, wandb_history, wandb_models
 
 CONFIG = {
@@ -94,7 +94,10 @@ def test_wandb_has_numbers_pictures_tables_and_models_with_their_rounds(capsys):
     def rounds(name):
         return [row["round"] for row in history if name in row]
 
-    for name in [*NUMBERS, "clients/val/acc", "val/acc", "comm/total_bytes"]:
+    metrics = rows(next(Path("runs").glob("*/version_0/metrics.csv")))
+    assert [row["val/acc"] for row in history if "val/acc" in row] == [float(row["val/acc"]) for row in metrics]
+    scores = ["val/acc", "val/acc_std", "val/acc_worst10", "train/loss", "comm/up_bytes", "comm/total_bytes"]
+    for name in [*NUMBERS, "clients/val/acc", *scores]:
         assert (name, rounds(name), axes[name]) == (name, [1, 2], "round")
     pictures = ["similarity/u", "similarity/v", "similarity/embedding", "similarity/update", "matching"]
     for name in [*pictures, "sparsity/density", "sparsity/parameters"]:
@@ -112,6 +115,8 @@ def test_wandb_has_numbers_pictures_tables_and_models_with_their_rounds(capsys):
     assert (table["_type"], table["nrows"], rounds("clients/test")) == ("table-file", 3, [2])
     config = wandb_config(run)
     assert (config["model"]["class"], config["data"]["num_clients"]) == ("SimFed", 3)
+    recorded = yaml.safe_load(next(Path("runs").glob("*/version_0/config.yaml")).read_text())
+    assert {key: config[key] for key in recorded} == nested(recorded), "every option, to filter runs by"
     assert wandb_models(run) == {f"models-{run.stem[4:]}": [f"client_{k}.safetensors" for k in range(3)]}
     assert len(list(Path("runs/wandb").glob("offline-run-*"))) == 1
     # and a resumed run goes on with the same one

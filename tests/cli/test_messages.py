@@ -15,101 +15,139 @@ from cli.typed import TINY, typed
 from lit_pfl.cli.messages import CLASSES, names_of_subclasses
 from lit_pfl.cli.overview import methods
 
+#: what is typed, behind a configuration where it begins with an option, and how the line begins that comes
+REFUSED = [
+    ("--nonsense 3", "unrecognized arguments: --nonsense 3"),
+    ("--federation.partcipation 1", "unrecognized arguments: --federation.partcipation 1 "
+                                    "Did you mean federation.participation?"),
+    ("--trainer.devices 0", "trainer, with accelerator=cpu and devices=0: "),
+    ("--rounds 3", "unrecognized arguments: --rounds 3 Did you mean trainer.max_epochs?"),
+    ("--lr 3", "unrecognized arguments: --lr 3 Did you mean model.optimizer.lr?"),
+    ("--model.lr 3", "model: Option 'lr' is not accepted. Did you mean model.optimizer.lr?"),
+    ("-modle FedAvg", "unrecognized arguments: -modle FedAvg Did you mean model?"),
+    ("--data.partition Dirichlet --data.partition.lr 3",
+     "data.partition: Option 'lr' is not accepted. It has alpha, "),
+    ("--model fedavg", "model: there is no 'fedavg'; choose one of APFL, "),
+    ("--config key.yaml", "Subcommand 'fit' does not accept option 'federation.local_epoch' "
+                          "Did you mean federation.local_epochs?"),
+    ("--config no_yaml.yaml", "no_yaml.yaml is not YAML: "),
+    ("--model.tua 3", "model: Option 'tua' is not accepted. Did you mean tau?"),
+    ("--model.backbone.widht 3", "model.backbone: Option 'widht' is not accepted. Did you mean width?"),
+    ("--data.partition Dirichlet --data.partition.alhpa 3",
+     "data.partition: Option 'alhpa' is not accepted. Did you mean alpha?"),
+    ("--model.optimizer Adm", "model.optimizer: there is no 'Adm'; choose one of ASGD, "),
+    ("--model FedAwg", "model: there is no 'FedAwg'; choose one of APFL, AgnosticFL, "),
+    ("--model TwoModels", "model: there is no 'TwoModels'; choose one of APFL, "),
+    ("--model.backbone Backbone", "model.backbone=Backbone: it is only there to be built on; choose one of CNN, "),
+    ("--model.backbone ResNet", "model.backbone: there is no 'ResNet'; choose one of CNN, "),
+    ("--federation.threads -1", "federation.threads=-1: expected a whole number above 0 or null."),
+    ("--data.num_clients 0", "data.num_clients=0: expected a whole number above 0."),
+    ("--data.permute_labels maybe", "data.permute_labels=maybe: expected true or false."),
+    ("--data.partition Dirichlet --data.partition.alpha x", "data.partition.alpha=x: expected a number above 0."),
+    ("--federation.evaluate never", "federation.evaluate=never: expected one of before, after, global."),
+    ("--federation.participation x", "federation.participation=x: expected a number."),
+    ("--trainer.max_epochs x", "trainer.max_epochs=x: expected a whole number or null."),
+    ("--model.optimizer.lr x", "model.optimizer.lr=x: expected a number."),
+    ("--model.optimizer.lr -1", "model.optimizer=SGD(lr=-1.0, "),
+    ("--model.optimizer SparseAdam", "model.optimizer=SparseAdam("),
+    ("--model.scheduler StepLR --model.scheduler.step_size 0", "model.scheduler=StepLR(step_size=0, "),
+    ("--model.scheduler OneCycleLR --model.scheduler.max_lr 1 --model.scheduler.total_steps 1",
+     "model.scheduler=OneCycleLR(max_lr=1.0, total_steps=1, "),
+    ("--model.scheduler torch.optim.lr_scheduler.ReduceLROnPlateau", "model.scheduler=ReduceLROnPlateau("),
+    ("--model.scheduler ReduceLROnPlateau", "model.scheduler: Multiple subclasses with name ReduceLROnPlateau."),
+    ("--model.learner Foo", "model.learner: there is no 'Foo'; give a class path of your own."),
+    ("--trainer.logger RunLoger", "trainer.logger: there is no 'RunLoger'; choose one of CSVLogger, "),
+    ("--config loggers.yaml", "trainer.logger: Option 'offlin' is not accepted. Did you mean offline?"),
+    ("--data.partition torch.nn.Linear", "data.partition: Import path does not correspond to a subclass of Part"),
+    ("--model.backbone torch.nn.Linear", "model.backbone: Expected 'torch.nn.Linear' to be a subclass of "),
+    ("--trainer.callbacks Similarty", "trainer.callbacks: there is no 'Similarty'; give a class path of your own."),
+    ("--model.factorization 3", "model.factorization=3: expected its options, such as --model.factorization.NAME "),
+    ("--federation.client_trainer.callbacks Foo", "federation.client_trainer.callbacks=Foo: give Callback objects"),
+    ("--federation.client_trainer.accumulate_grad_batches 0", "federation.client_trainer.accumulate_"),
+    ("--federation.stack_size 0", "federation.stack_size=0: expected a whole number above 0."),
+    ("--data.num_clients null", "data.num_clients=null: give a value, or leave it out for 20."),
+    ("--data.seed null", "data.seed=null: give a value, or leave it out for 1234."),
+    ("--trainer.logger false --trainer.default_root_dir /proc/no", "trainer.default_root_dir: it cannot be "),
+    ("--model", "argument --model: expected one argument"),
+    ("--seed_everything -1", "seed_everything=-1: give a whole number from 0 to 4294967295, true for any one, or "),
+    ("--trainer.max_epochs -2", "trainer.max_epochs=-2: give the number of rounds, or -1 for no end."),
+    ("--trainer.devices 4", "trainer.devices=4: 4 processes are more than the 3 clients; give as many at most."),
+    ("--trainer.callbacks EarlyStopping --trainer.callbacks.monitor val/akk",
+     "trainer.callbacks: EarlyStopping(monitor=val/akk): there is no such metric; choose one of comm/down_bytes, "),
+    ("--trainer.accelerator banana", "trainer: You selected an invalid accelerator name"),
+    ("--trainer.strategy banana", "trainer: You selected an invalid strategy name"),
+    ("--trainer.check_val_every_n_epoch 0", "trainer.check_val_every_n_epoch=0: give 1 or more rounds"),
+    ("--trainer.limit_test_batches 1", "trainer.limit_test_batches=1: "),
+    ("--trainer.callbacks Similarity --trainer.callbacks.most 0", "Similarity(every_n_rounds=5, most=0): give"),
+    ("--trainer.logger false --folder somewhere", "folder: RunLogger writes there, and trainer.logger has none"),
+    ("--model.scheduler StepLR", "model.scheduler: the following arguments are required: step_size."),
+    ("--model.scheduler StepLR --model.scheduler.step_size x", "model.scheduler.step_size=x: expected a whole"),
+    # of a class that another one is given
+    ("--data.train_fraction 3", "data.train_fraction=3.0"),
+    ("--data.partition broken.Partition --data.partition.n 7", "data.partition.n=7: give another."),
+    ("--data.partition Domains --data.partition.within broken.Partition", "data.partition.n=2: give another."),
+    ("--data.partition.alpha 3", "data.partition: it has options, but no name; choose one of "),
+    ("--data.partition ClassShards --data.partition.classes_per_client 11", "data.partition.classes_per"),
+    ("--model.backbone ResNet9 --model.backbone.fc_layers 3", "model.backbone.fc_layers=3: "),
+    ("--model PFedPara --model.factorization.rank 1", "model.factorization: "),
+    ("--model FactorizedFL --model.factorization null", "model.factorization: "),
+    ("--fragments [a.yaml]", "fragments: only a configuration file has them"),
+    # of what is seen with the data alone
+    ("--data.num_clients 5000", "data.num_clients=5000 is more than the 1438 training"),
+    ("--data CIFAR100", "CIFAR100 is not in "),
+    ("--data Digitz", "data: there is no 'Digitz'; choose one of "),
+    ("--federation.participation 1.5", "federation.participation=1.5"),
+    ("--trainer.logger.save_dir /proc/no", "The run folder cannot be written"),
+    ("fit --model FedAvg --model.learner foreign.Regression",
+     "model.learner: Regression has no training loss for a batch of this data, (float32["),
+    ("--model FedAvg --model.backbone ResNet9 --model.backbone.width 0",
+     "model.backbone: this network has no output for an image of shape ("),
+    ("fit --model FedAvg --model.learner narrow.Narrow --federation.threads 1",
+     "model.learner: Narrow has no training loss for a batch of this data, (float32[1, 1, 16, 16], int64[1]): "),
+    # commands that are none or not whole
+    ("fit", "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config simfed"),
+    ("test", "model: give --model NAME, or a configuration that names it, such as: lit-pfl test --config RUN/"),
+    ("reprot runs", "there is no command 'reprot'; choose one of fit, validate, test, predict, compare, configs, "
+                    "report, export. Did you mean report?"),
+    ("runs/mine", "there is no command 'runs/mine'; choose one of fit, "),
+    ("fit --config table.csv", "config=table.csv: it holds no options by name, such as `trainer: {max_"),
+    ("fit --config empty.yaml", "config=empty.yaml: it holds no options by name, such as `trainer: {max_"),
+    ("fit --config last.ckpt", "config=last.ckpt: it is no text file."),
+]  # fmt: skip
+#: what they are about, in the current folder
+FILES = {
+    "key.yaml": "federation: {local_epoch: 3}",
+    "no_yaml.yaml": "[1",
+    "loggers.yaml": "trainer: {logger: [{class_path: RunLogger}, {class_path: WandbLogger, init_args: {offlin: 1}}]}",
+    "table.csv": "round,acc\n1,0.5\n",
+    "empty.yaml": "",
+    "broken.py": """
+import lit_pfl.data
+from lit_pfl.errors import ConfigError
+class Partition(lit_pfl.data.IID):
+    def __init__(self, n: int = 2):
+        raise ConfigError(f"data.partition.n={n}: give another.")
+""",
+    "narrow.py": """
+import lightning as L, torch
+class Narrow(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(7, 10)
+    def training_step(self, batch, batch_idx):
+        return self.out(batch[0].flatten(1)).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+""",
+}
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--nonsense 3", "unrecognized arguments: --nonsense 3"),
-        ("--federation.partcipation 1", "unrecognized arguments: --federation.partcipation 1 "
-                                        "Did you mean federation.participation?"),
-        ("--trainer.devices 0", "trainer, with accelerator=cpu and devices=0: "),
-        ("--rounds 3", "unrecognized arguments: --rounds 3 Did you mean trainer.max_epochs?"),
-        ("--lr 3", "unrecognized arguments: --lr 3 Did you mean model.optimizer.lr?"),
-        ("--model.lr 3", "model: Option 'lr' is not accepted. Did you mean model.optimizer.lr?"),
-        ("-modle FedAvg", "unrecognized arguments: -modle FedAvg Did you mean model?"),
-        ("--data.partition Dirichlet --data.partition.lr 3",
-         "data.partition: Option 'lr' is not accepted. It has alpha, "),
-        ("--model fedavg", "model: there is no 'fedavg'; choose one of APFL, "),
-        ("--config key.yaml", "Subcommand 'fit' does not accept option 'federation.local_epoch' "
-                              "Did you mean federation.local_epochs?"),
-        ("--config no_yaml.yaml", "no_yaml.yaml is not YAML: "),
-        ("--model.tua 3", "model: Option 'tua' is not accepted. Did you mean tau?"),
-        ("--model.backbone.widht 3", "model.backbone: Option 'widht' is not accepted. Did you mean width?"),
-        ("--data.partition Dirichlet --data.partition.alhpa 3",
-         "data.partition: Option 'alhpa' is not accepted. Did you mean alpha?"),
-        ("--model.optimizer Adm", "model.optimizer: there is no 'Adm'; choose one of ASGD, "),
-        ("--model FedAwg", "model: there is no 'FedAwg'; choose one of APFL, AgnosticFL, "),
-        ("--model TwoModels", "model: there is no 'TwoModels'; choose one of APFL, "),
-        ("--model.backbone Backbone", "model.backbone=Backbone: it is only there to be built on; choose one of CNN, "),
-        ("--model.backbone ResNet", "model.backbone: there is no 'ResNet'; choose one of CNN, "),
-        ("--federation.threads -1", "federation.threads=-1: expected a whole number above 0 or null."),
-        ("--data.num_clients 0", "data.num_clients=0: expected a whole number above 0."),
-        ("--data.permute_labels maybe", "data.permute_labels=maybe: expected true or false."),
-        ("--data.partition Dirichlet --data.partition.alpha x", "data.partition.alpha=x: expected a number above 0."),
-        ("--federation.evaluate never", "federation.evaluate=never: expected one of before, after, global."),
-        ("--federation.participation x", "federation.participation=x: expected a number."),
-        ("--trainer.max_epochs x", "trainer.max_epochs=x: expected a whole number or null."),
-        ("--model.optimizer.lr x", "model.optimizer.lr=x: expected a number."),
-        ("--model.optimizer.lr -1", "model.optimizer=SGD(lr=-1.0, "),
-        ("--model.optimizer SparseAdam", "model.optimizer=SparseAdam("),
-        ("--model.scheduler StepLR --model.scheduler.step_size 0", "model.scheduler=StepLR(step_size=0, "),
-        ("--model.scheduler OneCycleLR --model.scheduler.max_lr 1 --model.scheduler.total_steps 1",
-         "model.scheduler=OneCycleLR(max_lr=1.0, total_steps=1, "),
-        ("--model.scheduler torch.optim.lr_scheduler.ReduceLROnPlateau", "model.scheduler=ReduceLROnPlateau("),
-        ("--model.scheduler ReduceLROnPlateau", "model.scheduler: there is no 'ReduceLROnPlateau'; choose one of "),
-        ("--model.learner Foo", "model.learner: there is no 'Foo'; give a class path of your own."),
-        ("--trainer.logger RunLoger", "trainer.logger: there is no 'RunLoger'; choose one of CSVLogger, "),
-        ("--trainer.callbacks Similarty", "trainer.callbacks: there is no 'Similarty'; give a class path of your own."),
-        ("--model.factorization 3", "model.factorization=3: expected its options, such as --model.factorization.NAME "),
-        ("--federation.client_trainer.callbacks Foo", "federation.client_trainer.callbacks=Foo: give Callback objects"),
-        ("--federation.client_trainer.accumulate_grad_batches 0", "federation.client_trainer.accumulate_"),
-        ("--federation.stack_size 0", "federation.stack_size=0: expected a whole number above 0."),
-        ("--data.num_clients null", "data.num_clients=null: give a value, or leave it out for 20."),
-        ("--data.seed null", "data.seed=null: give a value, or leave it out for 1234."),
-        ("--trainer.logger false --trainer.default_root_dir /proc/no", "trainer.default_root_dir: it cannot be "),
-        ("--model", "argument --model: expected one argument"),
-        ("--seed_everything -1", "seed_everything=-1: give a whole number from 0 to 4294967295, true for any one, or "),
-        ("--trainer.max_epochs -2", "trainer.max_epochs=-2: give the number of rounds, or -1 for no end."),
-        ("--trainer.devices 4", "trainer.devices=4: 4 processes are more than the 3 clients; give as many at most."),
-        ("--trainer.callbacks EarlyStopping --trainer.callbacks.monitor val/akk",
-         "trainer.callbacks: EarlyStopping(monitor=val/akk): there is no such metric; choose one of comm/down_bytes, "),
-        ("--trainer.accelerator banana", "trainer: You selected an invalid accelerator name"),
-        ("--trainer.strategy banana", "trainer: You selected an invalid strategy name"),
-        ("--trainer.check_val_every_n_epoch 0", "trainer.check_val_every_n_epoch=0: give 1 or more rounds"),
-        ("--trainer.limit_test_batches 1", "trainer.limit_test_batches=1: "),
-        ("--trainer.callbacks Similarity --trainer.callbacks.most 0", "Similarity(every_n_rounds=5, most=0): give"),
-        ("--trainer.logger false --folder somewhere", "folder: RunLogger writes there, and trainer.logger has none"),
-        ("--model.scheduler StepLR", "model.scheduler: give also model.scheduler.step_size."),
-        ("--model.scheduler StepLR --model.scheduler.step_size x", "model.scheduler.step_size=x: expected a whole"),
-    ],
-)  # fmt: skip
+
+@pytest.mark.parametrize(("words", "said"), REFUSED)
 def test_a_mistake_is_named_in_one_line(words, said, capsys):
-    Path("key.yaml").write_text("federation: {local_epoch: 3}")
-    Path("no_yaml.yaml").write_text("[1")
-    came = typed(capsys, "fit", *TINY, *words.split())
-    assert came.code == 2
-    [error] = came.errors
-    assert error.startswith(f"lit-pfl: error: {said}"), error
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["fit"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config configs/"),
-        (["reprot", "runs"], "there is no command 'reprot'; choose one of fit, validate, test, predict, compare, "
-                             "depth, report, export. Did you mean report?"),
-        (["test"], "model: give --model NAME, or a configuration that names it, such as: lit-pfl test --config RUN/"),
-        (["fit", "--config", "table.csv"], "config=table.csv: it holds no options by name, such as `trainer: {max_"),
-        (["fit", "--config", "empty.yaml"], "config=empty.yaml: it holds no options by name, such as `trainer: {max_"),
-        (["fit", "--config", "last.ckpt"], "config=last.ckpt: it is no text file."),
-        (["runs/mine"], "there is no command 'runs/mine'; choose one of fit, "),
-    ],
-)  # fmt: skip
-def test_a_command_that_is_none_or_not_whole_is_told_in_one_line(words, said, capsys):
-    Path("table.csv").write_text("round,acc\n1,0.5\n")
-    Path("empty.yaml").touch()
+    for name, text in FILES.items():
+        Path(name).write_text(text)
     Path("last.ckpt").write_bytes(b"PK\x80")
-    came = typed(capsys, *words)
+    came = typed(capsys, *(["fit", *TINY] if words.startswith("-") else []), *words.split())
     assert came.code == 2
     [error] = came.errors
     assert error.startswith(f"lit-pfl: error: {said}"), error
@@ -178,23 +216,6 @@ def test_one_callback_needs_no_list(capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--model.learner foreign.Regression",
-         "model.learner: Regression has no training loss for a batch of this data, (float32["),
-        ("--model.backbone ResNet9 --model.backbone.width 0",
-         "model.backbone: this network has no output for an image of shape ("),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_with_the_data_is_named_in_one_line(words, said, capsys):
-    options = "--model FedAvg --data Digits --trainer.max_epochs 1 --trainer.logger false"
-    came = typed(capsys, "fit", *options.split(), *words.split())
-    assert came.code == 2
-    [error] = came.errors
-    assert error.startswith(f"lit-pfl: error: {said}"), error
-
-
 def test_without_a_logger_no_other_run_s_checkpoint_is_overwritten(capsys):
     words = [*TINY, "--trainer.max_epochs", "1", "--trainer.logger", "false"]
     assert typed(capsys, "fit", *words).code in (0, None)
@@ -203,24 +224,6 @@ def test_without_a_logger_no_other_run_s_checkpoint_is_overwritten(capsys):
     [error] = came.errors
     assert (came.code, Path("checkpoints/last.ckpt").read_bytes()) == (2, before)
     assert error.startswith("lit-pfl: error: trainer.default_root_dir: ")
-
-
-def test_a_learner_that_cannot_do_with_the_data_is_named_whatever_threads_are_given(capsys):
-    Path("narrow.py").write_text(
-        "import lightning as L, torch\n"
-        "class Narrow(L.LightningModule):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.out = torch.nn.Linear(7, 10)\n"
-        "    def training_step(self, batch, batch_idx):\n"
-        "        return self.out(batch[0].flatten(1)).mean()\n"
-        "    def configure_optimizers(self):\n"
-        "        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
-    )
-    words = ["--model", "FedAvg", "--model.learner", "narrow.Narrow", "--federation.threads", "1"]
-    [error] = typed(capsys, "fit", *words).errors
-    said = "model.learner: Narrow has no training loss for a batch of this data, (float32[1, 1, 16, 16], int64[1]): "
-    assert error.startswith(f"lit-pfl: error: {said}")
 
 
 def test_rounds_without_end_are_not_doubled(capsys):

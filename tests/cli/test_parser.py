@@ -2,8 +2,8 @@
 
 import pytest
 import yaml
-from typed import TINY, typed
 
+from cli.typed import TINY, typed
 from lit_pfl.cli.parser import names_first
 
 
@@ -39,8 +39,7 @@ def test_other_arguments_stay_where_they_are(words):
     assert names_first(words.split()) == words.split()
 
 
-def test_a_run_of_a_class_behind_its_options(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_of_a_class_behind_its_options(tmp_path, capsys):
     options = ["--model.backbone.hidden", "8", "--model.backbone", "MLP", "--model.local", "head", "--model", "FedAvg"]
     came = typed(capsys, "fit", *TINY, *options, "--folder", "run")
     assert came.code == 0

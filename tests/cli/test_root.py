@@ -12,11 +12,6 @@ from lit_pfl.cli.compare import _root
 FIT = ["fit", *TINY, "--trainer.max_epochs", "1", "--model", "FedAvg"]
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_run_folders_are_below_it_and_a_resume_goes_on_there(capsys):
     came = typed(capsys, *FIT, "--trainer.default_root_dir", "mine")
     folder = Path("mine/FedAvg-Digits/version_0")

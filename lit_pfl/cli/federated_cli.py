@@ -12,12 +12,20 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 import lit_pfl.methods  # noqa: F401 - imported, like data and models, so that classes go by their short names
-from lit_pfl.cli.folders import check_root, root_of_runs, taken_folder
-from lit_pfl.cli.loggers import begins_anew, go_on, is_run_logger, name_of, place, refuse_missing
+from lit_pfl.cli.folders import check_root, folder_of, root_of_runs, taken_folder
 from lit_pfl.cli.messages import refuse_abstract, say
 from lit_pfl.cli.options import by_name, of_a_run
-from lit_pfl.cli.record import RunRecord
-from lit_pfl.cli.resuming import folder_of, saved_record, taken
+from lit_pfl.cli.record import (
+    RunRecord,
+    begins_anew,
+    go_on,
+    is_run_logger,
+    name_of,
+    place,
+    refuse_missing,
+    saved_record,
+    taken,
+)
 from lit_pfl.cli.stopping import Stopped, Stops
 from lit_pfl.cli.trial import (
     check_processes,
