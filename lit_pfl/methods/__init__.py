@@ -12,6 +12,7 @@ from lit_pfl.methods.fedma import FedMA
 from lit_pfl.methods.fedper import FedPer
 from lit_pfl.methods.fedprox import FedProx
 from lit_pfl.methods.fedrep import FedRep
+from lit_pfl.methods.fedrod import FedRoD
 from lit_pfl.methods.fedslr import FedSLR
 from lit_pfl.methods.fedspa import FedSpa
 from lit_pfl.methods.lgfedavg import LGFedAvg
@@ -35,6 +36,7 @@ __all__ = [
     "FedPer",
     "FedProx",
     "FedRep",
+    "FedRoD",
     "FedSLR",
     "FedSpa",
     "LGFedAvg",
