@@ -10,6 +10,7 @@ from lit_pfl.methods.feddyn import FedDyn
 from lit_pfl.methods.fedfomo import FedFOMO
 from lit_pfl.methods.fedma import FedMA
 from lit_pfl.methods.fedper import FedPer
+from lit_pfl.methods.fedproto import FedProto
 from lit_pfl.methods.fedprox import FedProx
 from lit_pfl.methods.fedrep import FedRep
 from lit_pfl.methods.fedrod import FedRoD
@@ -34,6 +35,7 @@ __all__ = [
     "FedFOMO",
     "FedMA",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
     "FedRoD",
