@@ -17,6 +17,7 @@ from lit_pfl.methods.fedrod import FedRoD
 from lit_pfl.methods.fedslr import FedSLR
 from lit_pfl.methods.fedspa import FedSpa
 from lit_pfl.methods.lgfedavg import LGFedAvg
+from lit_pfl.methods.moon import MOON
 from lit_pfl.methods.perfedavg import PerFedAvg
 from lit_pfl.methods.pfedpara import PFedPara
 from lit_pfl.methods.psi_net import PsiNet
@@ -26,6 +27,7 @@ from lit_pfl.methods.standalone import StandAlone
 
 __all__ = [
     "APFL",
+    "MOON",
     "AgnosticFL",
     "ClusteredFL",
     "Ditto",
