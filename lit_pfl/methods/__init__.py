@@ -16,6 +16,7 @@ from lit_pfl.methods.fedrep import FedRep
 from lit_pfl.methods.fedrod import FedRoD
 from lit_pfl.methods.fedslr import FedSLR
 from lit_pfl.methods.fedspa import FedSpa
+from lit_pfl.methods.knnper import KNNPer
 from lit_pfl.methods.lgfedavg import LGFedAvg
 from lit_pfl.methods.moon import MOON
 from lit_pfl.methods.perfedavg import PerFedAvg
@@ -43,6 +44,7 @@ __all__ = [
     "FedRoD",
     "FedSLR",
     "FedSpa",
+    "KNNPer",
     "LGFedAvg",
     "PFedPara",
     "PerFedAvg",
