@@ -8,12 +8,14 @@ from lit_pfl.methods.factorized_fl import FactorizedFL
 from lit_pfl.methods.fedavg import FedAvg
 from lit_pfl.methods.feddyn import FedDyn
 from lit_pfl.methods.fedfomo import FedFOMO
+from lit_pfl.methods.fedlc import FedLC
 from lit_pfl.methods.fedma import FedMA
 from lit_pfl.methods.fedper import FedPer
 from lit_pfl.methods.fedproto import FedProto
 from lit_pfl.methods.fedprox import FedProx
 from lit_pfl.methods.fedrep import FedRep
 from lit_pfl.methods.fedrod import FedRoD
+from lit_pfl.methods.fedrs import FedRS
 from lit_pfl.methods.fedslr import FedSLR
 from lit_pfl.methods.fedspa import FedSpa
 from lit_pfl.methods.knnper import KNNPer
@@ -36,10 +38,12 @@ __all__ = [
     "FedAvg",
     "FedDyn",
     "FedFOMO",
+    "FedLC",
     "FedMA",
     "FedPer",
     "FedProto",
     "FedProx",
+    "FedRS",
     "FedRep",
     "FedRoD",
     "FedSLR",
