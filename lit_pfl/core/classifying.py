@@ -1,9 +1,9 @@
 """What methods have in common that look at features, logits and class labels of a learner that classifies."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,18 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.learners import (
     HeadCall,
     SkipBatch,
+    Step,
     at_head,
+    call_with,
     find_head,
     recorded,
     sizes_of_head,
     training_loss,
     unchanged,
+    unseen,
 )
 from lit_pfl.learners.scoring import mean_loss, transferred
-from lit_pfl_callbacks.tensors import evaluating
+from lit_pfl_callbacks.tensors import evaluating, tensors_of
 
 
 class Classifying(Client):
@@ -99,16 +102,44 @@ class Classifying(Client):
                     training_loss(self.learner, batch, index)
                     yield seen.features, seen.logits, self.targets(batch) if self.needs_labels else torch.empty(0)
 
-    def class_means(self) -> tuple[Tensor, Tensor]:
-        """Return the mean features of every class over the training data, (C, d), and the class counts, (C,).
+    def network_tensors(self) -> dict[str, Tensor]:
+        """Return the learner's tensors that may change, by name: its own memory."""
+        return {name: tensor for name, tensor in tensors_of(self.learner).items() if name not in self.frozen}
 
-        Classes without samples have a mean of zeros.
+    @torch.no_grad()
+    def call_frozen(self, network: Mapping[str, Tensor], batch: Any, batch_idx: int) -> HeadCall:
+        """Return what another network of this kind makes of a batch, in evaluation mode and without gradients.
+
+        It draws the random numbers that the learner will draw next, and what it logs is not shown.
+
+        Args:
+            network: its tensors, by the learner's names.
+            batch: the batch.
+            batch_idx: the batch's index.
         """
+        draws = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        with draws, evaluating(self.learner), unseen(self.learner), self.at_head() as seen:
+            call_with({f"learner.{name}": x for name, x in network.items()}, Step(self.learner), batch, batch_idx)
+        return seen
+
+    def class_means(self, of: Literal["features", "logits"] = "features") -> tuple[Tensor, Tensor]:
+        """Return the mean features, (C, d), or logits, (C, C), of every class over the training data, and class counts.
+
+        Classes without samples have a mean of zeros. The counts are (C,) int64.
+        """
+        means, _, counts = self.class_moments(of)
+        return means.float(), counts
+
+    def class_moments(self, of: Literal["features", "logits"] = "features") -> tuple[Tensor, Tensor, Tensor]:
+        """Return (C, d) means, (C,) mean squared norms, both in double precision, and (C,) counts; see above."""
         counts = self.class_counts.to(self.device)
-        sums = torch.zeros(self.num_logits, self.num_features, dtype=torch.float64, device=self.device)
-        for features, _, labels in self.embedded():
-            sums.index_add_(0, labels, features.double())
-        return (sums / counts.clamp_min(1)[:, None]).float(), counts
+        width = self.num_features if of == "features" else self.num_logits
+        sums = torch.zeros(self.num_logits, width + 1, dtype=torch.float64, device=self.device)
+        for features, logits, labels in self.embedded():
+            values = (features if of == "features" else logits).double()
+            sums.index_add_(0, labels, torch.cat([values, values.square().sum(1, keepdim=True)], 1))
+        means = sums / counts.clamp_min(1)[:, None]
+        return means[:, :-1], means[:, -1], counts
 
     def initial(self) -> Payload:
         """Return what is sent on joining, if the learner and its data have what the method needs."""

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.sharing import EVERYTHING
-from lit_pfl.learners import Step, call_with, unseen
 from lit_pfl.nn import Memory
-from lit_pfl_callbacks.tensors import evaluating, tensors_of
 
 
 class MOON(Classifying):
@@ -52,36 +50,26 @@ class MOON(Classifying):
 
     def configure_state(self) -> None:  # noqa: D102
         if self.mu:
-            self.previous = Memory(self._network())
+            self.previous = Memory(self.network_tensors())
             self.register_buffer("has_previous", torch.tensor(False))
-
-    def _network(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in tensors_of(self.learner).items() if name not in self.frozen}
 
     def begin_round(self) -> None:  # noqa: D102
         if self.mu and self.has_previous:
-            self._received = {name: tensor.clone() for name, tensor in self._network().items()}
+            self._received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
         if not self._received:
             return super().objective(batch, batch_idx)
-        near, away = (self._features_of(dict(it.items()), batch, batch_idx) for it in (self._received, self.previous))
+        others = (self._received, dict(self.previous.items()))
+        near, away = (self.call_frozen(network, batch, batch_idx).features for network in others)
         with self.at_head() as seen:
             loss = super().objective(batch, batch_idx)
         return loss + self.mu * contrast(seen.features, near, away, self.tau)
 
-    @torch.no_grad()
-    def _features_of(self, network: dict[str, Tensor], batch: Any, batch_idx: int) -> Tensor:
-        """Return the (B, d) features of a frozen network, which sees the random numbers that the trained one will."""
-        draws = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
-        with draws, evaluating(self.learner), unseen(self.learner), self.at_head() as seen:
-            call_with({f"learner.{name}": x for name, x in network.items()}, Step(self.learner), batch, batch_idx)
-        return seen.features
-
     def end_round(self) -> None:  # noqa: D102
         self._received = {}  # a sleeping client keeps no copy
         if self.mu:
-            self.previous.copy_(self._network())
+            self.previous.copy_(self.network_tensors())
             self.has_previous.fill_(True)
 
 
