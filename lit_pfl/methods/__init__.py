@@ -10,6 +10,7 @@ from lit_pfl.methods.feddyn import FedDyn
 from lit_pfl.methods.fedfomo import FedFOMO
 from lit_pfl.methods.fedlc import FedLC
 from lit_pfl.methods.fedma import FedMA
+from lit_pfl.methods.fedpac import FedPAC
 from lit_pfl.methods.fedper import FedPer
 from lit_pfl.methods.fedproto import FedProto
 from lit_pfl.methods.fedprox import FedProx
@@ -40,6 +41,7 @@ __all__ = [
     "FedFOMO",
     "FedLC",
     "FedMA",
+    "FedPAC",
     "FedPer",
     "FedProto",
     "FedProx",
