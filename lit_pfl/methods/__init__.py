@@ -20,6 +20,7 @@ from lit_pfl.methods.fedrod import FedRoD
 from lit_pfl.methods.fedrs import FedRS
 from lit_pfl.methods.fedslr import FedSLR
 from lit_pfl.methods.fedspa import FedSpa
+from lit_pfl.methods.gpfl import GPFL
 from lit_pfl.methods.knnper import KNNPer
 from lit_pfl.methods.lgfedavg import LGFedAvg
 from lit_pfl.methods.moon import MOON
@@ -32,6 +33,7 @@ from lit_pfl.methods.standalone import StandAlone
 
 __all__ = [
     "APFL",
+    "GPFL",
     "MOON",
     "AgnosticFL",
     "ClusteredFL",
