@@ -6,6 +6,7 @@ from lit_pfl.methods.clustered_fl import ClusteredFL
 from lit_pfl.methods.ditto import Ditto
 from lit_pfl.methods.factorized_fl import FactorizedFL
 from lit_pfl.methods.fedavg import FedAvg
+from lit_pfl.methods.fedcp import FedCP
 from lit_pfl.methods.feddbe import FedDBE
 from lit_pfl.methods.feddyn import FedDyn
 from lit_pfl.methods.fedfomo import FedFOMO
@@ -40,6 +41,7 @@ __all__ = [
     "Ditto",
     "FactorizedFL",
     "FedAvg",
+    "FedCP",
     "FedDBE",
     "FedDyn",
     "FedFOMO",
