@@ -21,6 +21,7 @@ from lit_pfl.methods.fedrod import FedRoD
 from lit_pfl.methods.fedrs import FedRS
 from lit_pfl.methods.fedslr import FedSLR
 from lit_pfl.methods.fedspa import FedSpa
+from lit_pfl.methods.fml import FML
 from lit_pfl.methods.gpfl import GPFL
 from lit_pfl.methods.knnper import KNNPer
 from lit_pfl.methods.lgfedavg import LGFedAvg
@@ -34,6 +35,7 @@ from lit_pfl.methods.standalone import StandAlone
 
 __all__ = [
     "APFL",
+    "FML",
     "GPFL",
     "MOON",
     "AgnosticFL",
