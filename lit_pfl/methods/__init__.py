@@ -10,6 +10,7 @@ from lit_pfl.methods.fedcp import FedCP
 from lit_pfl.methods.feddbe import FedDBE
 from lit_pfl.methods.feddyn import FedDyn
 from lit_pfl.methods.fedfomo import FedFOMO
+from lit_pfl.methods.fedkd import FedKD
 from lit_pfl.methods.fedlc import FedLC
 from lit_pfl.methods.fedma import FedMA
 from lit_pfl.methods.fedpac import FedPAC
@@ -47,6 +48,7 @@ __all__ = [
     "FedDBE",
     "FedDyn",
     "FedFOMO",
+    "FedKD",
     "FedLC",
     "FedMA",
     "FedPAC",
