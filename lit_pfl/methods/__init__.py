@@ -5,6 +5,7 @@ from lit_pfl.methods.apfl import APFL
 from lit_pfl.methods.clustered_fl import ClusteredFL
 from lit_pfl.methods.ditto import Ditto
 from lit_pfl.methods.factorized_fl import FactorizedFL
+from lit_pfl.methods.fd import FD
 from lit_pfl.methods.fedavg import FedAvg
 from lit_pfl.methods.fedcp import FedCP
 from lit_pfl.methods.feddbe import FedDBE
@@ -36,6 +37,7 @@ from lit_pfl.methods.standalone import StandAlone
 
 __all__ = [
     "APFL",
+    "FD",
     "FML",
     "GPFL",
     "MOON",
