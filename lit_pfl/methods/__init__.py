@@ -6,6 +6,7 @@ from lit_pfl.methods.clustered_fl import ClusteredFL
 from lit_pfl.methods.ditto import Ditto
 from lit_pfl.methods.factorized_fl import FactorizedFL
 from lit_pfl.methods.fd import FD
+from lit_pfl.methods.fedah import FedAH
 from lit_pfl.methods.fedavg import FedAvg
 from lit_pfl.methods.fedcp import FedCP
 from lit_pfl.methods.feddbe import FedDBE
@@ -45,6 +46,7 @@ __all__ = [
     "ClusteredFL",
     "Ditto",
     "FactorizedFL",
+    "FedAH",
     "FedAvg",
     "FedCP",
     "FedDBE",
