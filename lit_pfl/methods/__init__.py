@@ -15,6 +15,7 @@ from lit_pfl.methods.fedfomo import FedFOMO
 from lit_pfl.methods.fedkd import FedKD
 from lit_pfl.methods.fedlc import FedLC
 from lit_pfl.methods.fedma import FedMA
+from lit_pfl.methods.fedntd import FedNTD
 from lit_pfl.methods.fedpac import FedPAC
 from lit_pfl.methods.fedper import FedPer
 from lit_pfl.methods.fedproto import FedProto
@@ -55,6 +56,7 @@ __all__ = [
     "FedKD",
     "FedLC",
     "FedMA",
+    "FedNTD",
     "FedPAC",
     "FedPer",
     "FedProto",
