@@ -15,7 +15,7 @@ from lit_pfl.methods.fml import Mutual, divergence
 from lit_pfl.nn import Memory
 from lit_pfl.ops.low_rank import LowRank, as_matrix
 
-CHANGE = "is_change"
+CHANGE, ROUNDS = "is_change", "completed_rounds"
 
 
 class FedKD(Mutual):
@@ -50,6 +50,7 @@ class FedKD(Mutual):
     may_unfreeze = False
 
     received: Memory
+    completed: Tensor  # rounds of the federation
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class FedKD(Mutual):
         super().configure_state()
         self.matched = nn.Linear(self.num_features, self.num_features, bias=False)
         self.received = Memory(self.shared_parameters())
+        self.register_buffer("completed", torch.zeros((), dtype=torch.int64))
 
     def configure_optimizers(self) -> Any:  # noqa: D102
         configured = super().configure_optimizers()
@@ -90,13 +92,14 @@ class FedKD(Mutual):
         """Return the change of the mentee, in factors."""
         own = self.shared_parameters()
         change = {name: own[name] - x for name, x in self.received.items()}
-        return in_factors(change, self.energy(self.completed_rounds))
+        return in_factors(change, self.energy(int(self.completed)))
 
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
         changes = CHANGE in reply
         new = {name: x + reply[name].to(x) if changes else reply[name] for name, x in self.received.items()}
         self.received.copy_(new)
+        self.completed.copy_(reply[ROUNDS])
         super().download(new)
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
@@ -112,7 +115,8 @@ def in_factors(tensors: Mapping[str, Tensor], energy: float) -> Payload:
     """Return tensors with matrices in as few factors as hold more than a share ``energy`` of their squares' sum."""
     factors: dict[str, LowRank] = {}
     for name, tensor in tensors.items():
-        if tensor.dim() > 1 and tensor.is_floating_point():
+        # what is not finite is sent as it is, and refused
+        if tensor.dim() > 1 and tensor.is_floating_point() and tensor.isfinite().all():
             left, values, right = torch.linalg.svd(as_matrix(tensor).double(), full_matrices=False)
             rank = needed_rank(values, energy)
             if rank is not None:
@@ -145,32 +149,42 @@ class FedKDServer(UniformServer):
         self.energy = method.energy
         self.change = Payload({})
         self.holders: set[int] = set()
+        self.completed = 0
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
-        self.change, self.holders = Payload({}), set()
+        self.change, self.holders, self.completed = Payload({}), set(), 0
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         mean = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), list(self.model))
         self.change = in_factors(mean, self.energy(round - 1))
         self.model = {name: x + self.change[name] for name, x in self.model.items()}
-        self.holders = set(uploads)
+        self.holders, self.completed = set(uploads), round
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         if client not in self.holders:
-            return self.model
+            return self.evaluation_reply(client)
+        told = {CHANGE: torch.ones((), dtype=torch.uint8), ROUNDS: torch.tensor(self.completed)}
         plain = {name: x for name, x in self.change.items() if name not in self.change.low_rank}
-        return Payload({**plain, CHANGE: torch.ones((), dtype=torch.uint8)}, low_rank=self.change.low_rank)
+        return Payload({**plain, **told}, low_rank=self.change.low_rank)
 
-    def evaluation_reply(self, client: int) -> Payload:  # noqa: D102
-        return self.model
+    def evaluation_reply(self, client: int) -> Payload:
+        """Return the whole model."""
+        return Payload({**self.model, ROUNDS: torch.tensor(self.completed)})
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
         factors = {name: [f.left, f.right, list(f.shape)] for name, f in self.change.low_rank.items()}
         plain = {name: x for name, x in self.change.items() if name not in factors}
-        return {**super().state_dict(), "change": plain, "factors": factors, "holders": sorted(self.holders)}
+        return {
+            **super().state_dict(),
+            "change": plain,
+            "factors": factors,
+            "holders": sorted(self.holders),
+            "completed": self.completed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         super().load_state_dict(state)
         factors = {name: LowRank(left, right, tuple(shape)) for name, (left, right, shape) in state["factors"].items()}
         self.change, self.holders = Payload(state["change"], low_rank=factors), set(state["holders"])
+        self.completed = state["completed"]

@@ -43,6 +43,7 @@ class KNNPer(Classifying):
         Marfoq et al. 2022.
     """
 
+    needs_automatic = "reads what goes into the head in one step of the learner"
     needs_labels = "keeps the class labels of its training data"
 
     shares = EVERYTHING

@@ -105,7 +105,7 @@ def test_every_client_holds_the_server_s_model_whenever_it_takes_part():
     class Watched(FedKD):
         def begin_round(self):
             super().begin_round()
-            held.append((self.completed_rounds, {name: x.clone() for name, x in self.received.items()}))
+            held.append((int(self.completed), {name: x.clone() for name, x in self.received.items()}))
 
     models = {}
     federation = run(client(Watched, energy_start=0.5, energy_end=0.6, rounds=4), skewed(4), rounds=5, participation=2)
