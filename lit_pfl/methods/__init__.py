@@ -32,6 +32,7 @@ from lit_pfl.methods.knnper import KNNPer
 from lit_pfl.methods.lgfedavg import LGFedAvg
 from lit_pfl.methods.moon import MOON
 from lit_pfl.methods.perfedavg import PerFedAvg
+from lit_pfl.methods.pfedhn import PFedHN
 from lit_pfl.methods.pfedpara import PFedPara
 from lit_pfl.methods.psi_net import PsiNet
 from lit_pfl.methods.scaffold import Scaffold
@@ -70,6 +71,7 @@ __all__ = [
     "FedSpa",
     "KNNPer",
     "LGFedAvg",
+    "PFedHN",
     "PFedPara",
     "PerFedAvg",
     "PsiNet",
