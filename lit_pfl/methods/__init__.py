@@ -13,6 +13,7 @@ from lit_pfl.methods.feddbe import FedDBE
 from lit_pfl.methods.feddyn import FedDyn
 from lit_pfl.methods.fedfomo import FedFOMO
 from lit_pfl.methods.fedgen import FedGen
+from lit_pfl.methods.fedgh import FedGH
 from lit_pfl.methods.fedkd import FedKD
 from lit_pfl.methods.fedlc import FedLC
 from lit_pfl.methods.fedma import FedMA
@@ -55,6 +56,7 @@ __all__ = [
     "FedDBE",
     "FedDyn",
     "FedFOMO",
+    "FedGH",
     "FedGen",
     "FedKD",
     "FedLC",
