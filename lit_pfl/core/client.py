@@ -25,6 +25,7 @@ from lit_pfl.learners import (
     ImageClassifier,
     OptimizerCallable,
     SchedulerCallable,
+    add_parameters,
     call_step,
     check_learner,
     check_shapes,
@@ -94,6 +95,9 @@ class Client(Training, Exchange, Telling):
     #: whether weights that are unfrozen during a fit may begin to travel then
     may_unfreeze: ClassVar[bool] = True
 
+    #: what is shared that only makes sense where label c means the same at every client; empty: nothing
+    needs_common_labels: ClassVar[str] = ""
+
     learner: L.LightningModule
     data: ClientData | None
 
@@ -161,6 +165,11 @@ class Client(Training, Exchange, Telling):
             raise ConfigError(
                 "model.share_head=true: heads cannot be shared where labels differ from client to client; "
                 "set it to false or leave it out."
+            )
+        if self.needs_common_labels and not spec.labels_agree:
+            raise ConfigError(
+                f"model={type(self).__name__} {self.needs_common_labels}, and labels differ from client to client; use "
+                "data whose labels agree (data.permute_labels=false), or another method."
             )
         unknown = [role for role in self.shares if role not in get_args(Role)]
         if unknown:
@@ -318,6 +327,8 @@ class Client(Training, Exchange, Telling):
         for optimizer in optimizers or [single_optimizer(configured)]:
             if self.factorization is not None:
                 self.factorization.shrink_after_steps(optimizer, self)
+        if hasattr(self, "extra"):
+            add_parameters(single_optimizer(configured), self.extra.parameters())
         return configured
 
     @property

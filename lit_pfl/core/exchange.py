@@ -15,6 +15,9 @@ from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.frozen import frozen_weights
 from lit_pfl_callbacks.tensors import load_tensors
 
+#: what names of tensors begin with that are of further modules, not of the learner
+EXTRA = "extra."
+
 
 class Exchange(ABC):
     """The part of a client that shares: a method says what travels, by role."""
@@ -26,6 +29,10 @@ class Exchange(ABC):
     share_head: bool | None
     head: str | None
     encoder: str | None
+    #: further modules that train with the learner, by name; a method makes them in ``configure_state``
+    extra: nn.ModuleDict
+    #: names of those of them that are sent and averaged; the others never are
+    shared_extras: frozenset[str] = frozenset()
     thaw: Callable[[Iterable[str]], None]
     frozen: dict[str, nn.Parameter]
     _shared: list[tuple[str, nn.Module, str]]
@@ -106,7 +113,17 @@ class Exchange(ABC):
     def upload(self) -> Payload:
         """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
         shared, f = self.shared_parameters(), self.factorization
-        return Payload(shared) if f is None else Payload(f.sent(self.learner, shared), f.masks(self.learner, shared))
+        sent = Payload(shared) if f is None else Payload(f.sent(self.learner, shared), f.masks(self.learner, shared))
+        extra = self.shared_extra_tensors()
+        return Payload({**sent, **extra}, sent.sparse) if extra else sent
+
+    def shared_extra_tensors(self) -> dict[str, Tensor]:
+        """Return what travels of further modules, by name in this client: its own memory."""
+        return {
+            f"{EXTRA}{name}.{leaf}": tensor.detach()
+            for name in sorted(self.shared_extras)
+            for leaf, tensor in self.extra[name].state_dict().items()
+        }
 
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:
@@ -114,7 +131,7 @@ class Exchange(ABC):
         f = self.factorization
         self.thaw([name for name in self.frozen if name in reply])  # somebody has unfrozen it elsewhere
         unsent = {} if f is None else f.unsent(self.learner, reply)
-        load_tensors(self.learner, reply)
+        self._load(reply)
         for name, rest in unsent.items():
             self.learner.get_parameter(name).add_(rest)
 
@@ -122,8 +139,14 @@ class Exchange(ABC):
         """Return what :meth:`download` makes equal to the reply whatever it was, by name in ``state_dict()``."""
         if type(self).download is not Exchange.download or self.factorization is not None:
             return {}
-        return {f"learner.{name}": tensor for name, tensor in reply.items()}
+        return {name if name.startswith(EXTRA) else f"learner.{name}": tensor for name, tensor in reply.items()}
 
     def load_global(self, model: Mapping[str, Tensor]) -> None:
         """Become the one model of all, see :meth:`~lit_pfl.Server.global_model`."""
-        load_tensors(self.learner, model)
+        self._load(model)
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load tensors of the learner and of further modules."""
+        load_tensors(self.learner, {name: tensor for name, tensor in tensors.items() if not name.startswith(EXTRA)})
+        if self.shared_extras:
+            load_tensors(self.extra, {k.removeprefix(EXTRA): x for k, x in tensors.items() if k.startswith(EXTRA)})

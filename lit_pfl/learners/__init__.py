@@ -11,9 +11,16 @@ from lit_pfl.learners.classifier import (
     network_of,
     quick_backbone,
 )
+from lit_pfl.learners.heads import AddLogits, HeadCall, at_head, find_head, linear_layers, log_mixture, sizes_of_head
 from lit_pfl.learners.hooks import call_hook, hand_on, place_checkpoints
 from lit_pfl.learners.logs import STAGE, Recorder, recorded, silenced
-from lit_pfl.learners.optimizers import extend, refuse_scaled_gradients, set_schedules_to, single_optimizer
+from lit_pfl.learners.optimizers import (
+    add_parameters,
+    extend,
+    refuse_scaled_gradients,
+    set_schedules_to,
+    single_optimizer,
+)
 from lit_pfl.learners.steps import (
     SkipBatch,
     Step,
@@ -29,7 +36,9 @@ from lit_pfl.learners.steps import (
 
 __all__ = [
     "STAGE",
+    "AddLogits",
     "BackboneCallable",
+    "HeadCall",
     "ImageClassifier",
     "Mixture",
     "OptimizerCallable",
@@ -37,14 +46,19 @@ __all__ = [
     "SchedulerCallable",
     "SkipBatch",
     "Step",
+    "add_parameters",
+    "at_head",
     "call_hook",
     "call_step",
     "call_with",
     "check_learner",
     "check_shapes",
     "extend",
+    "find_head",
     "hand_on",
     "holding",
+    "linear_layers",
+    "log_mixture",
     "network_of",
     "place_checkpoints",
     "quick_backbone",
@@ -54,6 +68,7 @@ __all__ = [
     "silenced",
     "single_optimizer",
     "size_of",
+    "sizes_of_head",
     "split_batch",
     "training_loss",
     "training_outputs",

@@ -1,7 +1,7 @@
 """What a learner's ``configure_optimizers`` returns, made to serve a method."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
@@ -56,13 +56,24 @@ def extend(optimizer: torch.optim.Optimizer, twin: Callable[[nn.Parameter], nn.P
     Raises:
         ConfigError: when the optimizer prepared a state for its parameters already.
     """
+    _refuse_state(optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = [*group["params"], *map(twin, group["params"])]
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer) -> None:
     if optimizer.state:
         raise ConfigError(
             f"model.learner: {type(optimizer).__name__} keeps a state of its parameters from the start, to which a "
             "second network's cannot be added; use SGD, Adam, AdamW or another that begins at its first step."
         )
-    for group in optimizer.param_groups:
-        group["params"] = [*group["params"], *map(twin, group["params"])]
+
+
+def add_parameters(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Let an optimizer train further parameters too, in its last group; see :func:`extend`."""
+    _refuse_state(optimizer)
+    group = optimizer.param_groups[-1]
+    group["params"] = [*group["params"], *parameters]
 
 
 def refuse_scaled_gradients(trainer: L.Trainer, what: str) -> None:

@@ -20,7 +20,7 @@ from lit_pfl.ops.similarity import (
     random_others,
     softmax_over,
 )
-from lit_pfl.ops.simplex import project_onto_simplex
+from lit_pfl.ops.simplex import minimize_on_simplex, project_onto_simplex
 from lit_pfl.ops.singular_values import Factors, threshold_singular_values
 from lit_pfl.ops.sparsity import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
 from lit_pfl.ops.threshold import soft_threshold
@@ -38,6 +38,7 @@ __all__ = [
     "low_rank_factors",
     "match_units",
     "merge_units",
+    "minimize_on_simplex",
     "most_similar",
     "nearest_units",
     "one_after_another",

@@ -32,3 +32,48 @@ def project_onto_simplex(values: Tensor, total: float = 1.0) -> Tensor:
     thetas = (largest.cumsum(0) - total) / torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
     k = int((largest > thetas).sum())
     return (values - thetas[k - 1]).clamp(min=0)
+
+
+def minimize_on_simplex(matrices: Tensor, steps: int = 2000, tolerance: float = 1e-12) -> Tensor:
+    """Return the points a of the simplex that minimise ``a^T Q a``, by projected gradients with momentum.
+
+    Args:
+        matrices: (N, n, n) symmetric and positive semidefinite, in double precision.
+        steps: how many at most.
+        tolerance: the change of all entries at which to stop.
+
+    Returns:
+        (N, n), rows not negative, of sum 1.
+
+    Source:
+        Beck and Teboulle 2009 (FISTA), with restarts of the momentum where it leads upwards.
+
+    Example:
+        >>> minimize_on_simplex(torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))[None])
+        tensor([[0.7500, 0.2500]], dtype=torch.float64)
+    """
+    size = matrices.shape[-1]
+    largest = matrices.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(torch.finfo(matrices.dtype).tiny)
+    scaled = matrices / largest[:, None, None]  # now no eigenvalue is above 1
+    a = torch.full((len(matrices), size), 1 / size, dtype=matrices.dtype, device=matrices.device)
+    ahead, t = a, torch.ones(len(matrices), 1, dtype=matrices.dtype, device=matrices.device)
+    for _ in range(steps):
+        target = ahead - (scaled @ ahead[:, :, None])[:, :, 0]
+        new = _rows_onto_simplex(target)
+        upwards = ((ahead - new) * (new - a)).sum(1, keepdim=True) > 0
+        t = torch.where(upwards, torch.ones_like(t), t)
+        following = (1 + (1 + 4 * t.square()).sqrt()) / 2
+        moved, a = new - a, new
+        ahead, t = torch.where(upwards, a, a + (t - 1) / following * moved), following
+        if float(moved.abs().max()) < tolerance:
+            break
+    return a
+
+
+def _rows_onto_simplex(values: Tensor) -> Tensor:
+    """Return what :func:`project_onto_simplex` makes of every row of an (N, n) tensor, with a total of 1."""
+    largest = values.sort(descending=True).values
+    counts = torch.arange(1, values.shape[1] + 1, dtype=values.dtype, device=values.device)
+    thetas = (largest.cumsum(1) - 1) / counts
+    last = (largest > thetas).sum(1, keepdim=True) - 1
+    return (values - thetas.gather(1, last)).clamp(min=0)

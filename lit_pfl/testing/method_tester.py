@@ -98,6 +98,10 @@ class MethodTester:
         method = self.make(**{"backbone": MixedNet, **options})
         return method if can_build(method) else self.make(**{"backbone": PlainNet, **options})
 
+    def digits(self, num_clients: int = 3, **options: Any) -> Digits:
+        """Return a few digits a client, under labels of its own unless the method needs common ones."""
+        return digits(num_clients, **{"permute_labels": not self.method().needs_common_labels, **options})
+
     def run(
         self,
         data: Digits | None = None,
@@ -108,7 +112,7 @@ class MethodTester:
     ) -> Federation:
         """Run a federation and return it."""
         federation = kind(method or self.method(), **self._options(options))
-        trainer(rounds).fit(federation, datamodule=data or digits())
+        trainer(rounds).fit(federation, datamodule=data or self.digits())
         return federation
 
     def run_saved(self, folder: Path, rounds: int, resume: bool = False) -> Federation:
@@ -116,7 +120,7 @@ class MethodTester:
         federation = Federation(self.method(), **self._options({"participation": 2}))
         saving: Any = LastCheckpoint(folder)
         fitting = trainer(rounds, callbacks=[saving], enable_checkpointing=True, default_root_dir=str(folder))
-        fitting.fit(federation, datamodule=digits(), ckpt_path=folder / "last.ckpt" if resume else None)
+        fitting.fit(federation, datamodule=self.digits(), ckpt_path=folder / "last.ckpt" if resume else None)
         return federation
 
     @staticmethod

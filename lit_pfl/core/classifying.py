@@ -1,0 +1,154 @@
+"""What methods have in common that look at features, logits and class labels of a learner that classifies."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_pfl.core.client import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.sharing import needs_head
+from lit_pfl.data.batches import labels_in
+from lit_pfl.data.loaders import in_order, labels_of, needed
+from lit_pfl.errors import ConfigError
+from lit_pfl.learners import (
+    HeadCall,
+    SkipBatch,
+    Step,
+    at_head,
+    call_with,
+    find_head,
+    recorded,
+    sizes_of_head,
+    training_loss,
+    unchanged,
+    unseen,
+)
+from lit_pfl.learners.scoring import mean_loss, transferred
+from lit_pfl_callbacks.tensors import evaluating, tensors_of
+
+
+class Classifying(Client):
+    """A client whose learner has a head module, from features to logits, and whose data may have class labels.
+
+    The loss stays the one of the learner's own ``training_step``, so any LightningModule serves that calls its head
+    once a step. A learner without such a head is refused before any training, as are data without class labels where
+    ``needs_labels``.
+    """
+
+    #: what the method does with class labels; empty: it needs none
+    needs_labels: ClassVar[str] = "reads class labels"
+
+    def configure_learner(self) -> None:  # noqa: D102
+        super().configure_learner()
+        needs_head(self.learner, self.head_names, type(self).__name__)
+        self.head_module  # noqa: B018  # refuses a head that is no module
+
+    @cached_property
+    def head_module(self) -> nn.Module:
+        """The learner's head."""
+        return find_head(self.learner, self.head_names, self.head is not None, type(self).__name__)
+
+    @property
+    def num_features(self) -> int:
+        """How many features d go into the head."""
+        return sizes_of_head(self.head_module, type(self).__name__)[0]
+
+    @property
+    def num_logits(self) -> int:
+        """How many logits C come out of the head."""
+        return sizes_of_head(self.head_module, type(self).__name__)[1]
+
+    def at_head(
+        self,
+        features: Callable[[Tensor], Tensor] | None = None,
+        logits: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> AbstractContextManager[HeadCall]:
+        """See what the head maps to what, and replace either; see :func:`~lit_pfl.learners.at_head`."""
+        return at_head(self.head_module, features, logits)
+
+    def targets(self, batch: Any) -> Tensor:
+        """Return the (B,) int64 class labels of a batch; by default what :func:`labels_in` finds."""
+        return labels_in(batch)
+
+    @cached_property
+    def class_counts(self) -> Tensor:
+        """(C,) int64 how many training samples of every class this client has."""
+        # Not kept in checkpoints: the data are the same in a resumed run.
+        counts = torch.bincount(labels_of(self.training_data()).cpu(), minlength=self.num_logits)
+        if len(counts) > self.num_logits:
+            raise ConfigError(
+                f"model.head: the training data has a class label {len(counts) - 1}, and the head only "
+                f"{self.num_logits} logits; {type(self).__name__} needs one for every class."
+            )
+        return counts
+
+    @torch.no_grad()
+    def embedded(self, batches: Any = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (B, d) features, (B, C) logits and (B,) labels of every batch, in evaluation mode.
+
+        The learner is left as it was, and no random number is drawn. Without ``needs_labels``, labels are empty.
+
+        Args:
+            batches: by default all training data, in order and without augmentation.
+        """
+        with evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
+            for index, batch in enumerate(in_order(self.training_data()) if batches is None else batches):
+                batch = transferred(self.learner, batch)
+                with suppress(SkipBatch), self.at_head() as seen:
+                    training_loss(self.learner, batch, index)
+                    yield seen.features, seen.logits, self.targets(batch) if self.needs_labels else torch.empty(0)
+
+    def network_tensors(self) -> dict[str, Tensor]:
+        """Return the learner's tensors that may change, by name: its own memory."""
+        return {name: tensor for name, tensor in tensors_of(self.learner).items() if name not in self.frozen}
+
+    @torch.no_grad()
+    def call_frozen(self, network: Mapping[str, Tensor], batch: Any, batch_idx: int) -> HeadCall:
+        """Return what another network of this kind makes of a batch, in evaluation mode and without gradients.
+
+        It draws the random numbers that the learner will draw next, and what it logs is not shown.
+
+        Args:
+            network: its tensors, by the learner's names.
+            batch: the batch.
+            batch_idx: the batch's index.
+        """
+        draws = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        with draws, evaluating(self.learner), unseen(self.learner), self.at_head() as seen:
+            call_with({f"learner.{name}": x for name, x in network.items()}, Step(self.learner), batch, batch_idx)
+        return seen
+
+    def class_means(self, of: Literal["features", "logits"] = "features") -> tuple[Tensor, Tensor]:
+        """Return the mean features, (C, d), or logits, (C, C), of every class over the training data, and class counts.
+
+        Classes without samples have a mean of zeros. The counts are (C,) int64.
+        """
+        means, _, counts = self.class_moments(of)
+        return means.float(), counts
+
+    def class_moments(self, of: Literal["features", "logits"] = "features") -> tuple[Tensor, Tensor, Tensor]:
+        """Return (C, d) means, (C,) mean squared norms, both in double precision, and (C,) counts; see above."""
+        counts = self.class_counts.to(self.device)
+        width = self.num_features if of == "features" else self.num_logits
+        sums = torch.zeros(self.num_logits, width + 1, dtype=torch.float64, device=self.device)
+        for features, logits, labels in self.embedded():
+            values = (features if of == "features" else logits).double()
+            sums.index_add_(0, labels, torch.cat([values, values.square().sum(1, keepdim=True)], 1))
+        means = sums / counts.clamp_min(1)[:, None]
+        return means[:, :-1], means[:, -1], counts
+
+    def initial(self) -> Payload:
+        """Return what is sent on joining, if the learner and its data have what the method needs."""
+        self.configure_model()
+        if self.data is not None and self.spec.example is not None:
+            with self.at_head() as seen:
+                mean_loss(self.learner, [self.spec.example])
+            seen.features  # noqa: B018  # refuses a step that does not call the head once
+            if self.needs_labels:
+                with needed(f"Client {self.spec.client_id}", f"{type(self).__name__} {self.needs_labels}"):
+                    self.class_counts  # noqa: B018
+        return super().initial()

@@ -1,0 +1,79 @@
+"""FD: federated distillation by the mean logits of every class."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jsonargparse.typing import NonNegativeFloat
+from torch import Tensor, nn
+
+from lit_pfl.core.classifying import Classifying
+from lit_pfl.core.payload import Payload
+from lit_pfl.methods.fedproto import COUNTS, PROTOTYPES, FedProtoServer
+from lit_pfl.nn import Memory
+
+
+class FD(Classifying):
+    """Every client trains a network of its own, whose predictions stay near all clients' mean of the sample's class.
+
+    With logits z, a client minimises its loss plus ``lam * CE(z, softmax(g_y))``, where g_y are the mean logits of all
+    clients that have the sample's class; classes without one have no such term. After training it sends the mean logits
+    of every class over its training data, (C, C), in evaluation mode; the server takes the plain mean over the clients
+    that have the class. Also known as FedDistill.
+
+    Codes of others collect logits from the batches of training. The paper leaves a client's own logits out of the mean
+    that it gets back; here, as in PFLlib, the mean is the same for all.
+
+    Args:
+        lam: strength of the term; 0 is Stand-Alone.
+        kwargs: see :class:`~lit_pfl.Client`.
+
+    Raises:
+        ConfigError: when labels differ from client to client, the learner has no head module with a linear layer, or
+            the data no class labels.
+
+    Source:
+        Jeong et al. 2018, Algorithm 1.
+    """
+
+    needs_automatic = "distils other clients' predictions"
+    needs_labels = "takes the mean logits of every class"
+    needs_common_labels = "averages logits of classes"
+
+    shares = frozenset()
+
+    own: Memory
+    common: Memory
+
+    def __init__(self, lam: NonNegativeFloat = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.lam = lam
+
+    def configure_state(self) -> None:  # noqa: D102
+        classes = self.num_logits
+        none = {PROTOTYPES: torch.zeros(classes, classes), COUNTS: torch.zeros(classes, dtype=torch.int64)}
+        self.own, self.common = Memory(none), Memory(none)
+
+    def configure_server(self) -> FedProtoServer:  # noqa: D102
+        return FedProtoServer()
+
+    def upload(self) -> Payload:
+        """Return the mean logits of every class, and how many samples of it they are of."""
+        return Payload(dict(self.own.items()))
+
+    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+        self.common.copy_(reply)
+
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+        with self.at_head() as seen:
+            loss = super().objective(batch, batch_idx)
+        if not self.lam or not self.common[COUNTS].any():
+            return loss
+        labels = self.targets(batch)
+        teacher = self.common[PROTOTYPES][labels].to(seen.logits).softmax(1)
+        by_sample = nn.functional.cross_entropy(seen.logits, teacher, reduction="none")
+        return loss + self.lam * (by_sample * (self.common[COUNTS][labels] > 0)).mean()
+
+    def end_round(self) -> None:  # noqa: D102
+        logits, counts = self.class_means("logits")
+        self.own.copy_({PROTOTYPES: logits, COUNTS: counts})

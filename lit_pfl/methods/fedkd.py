@@ -1,0 +1,190 @@
+"""FedKD: a small common model and a personal one teach each other; updates travel in factors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jsonargparse.typing import ClosedUnitInterval, PositiveInt
+from torch import Tensor, nn
+
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, UniformServer
+from lit_pfl.errors import ConfigError
+from lit_pfl.learners import add_parameters, single_optimizer
+from lit_pfl.methods.fml import Mutual, divergence
+from lit_pfl.nn import Memory
+from lit_pfl.ops.low_rank import LowRank, as_matrix
+
+CHANGE, ROUNDS = "is_change", "completed_rounds"
+
+
+class FedKD(Mutual):
+    """Beside the averaged model w, the mentee, every client trains a model v of its own, the mentor.
+
+    With losses f, probabilities p and features h, v minimises ``f(v) + [KL(p_w || p_v) + MSE(h_v, M h_w)] / s`` and w
+    ``f(w) + [KL(p_v || p_w) + MSE(h_v, M h_w)] / s``, where ``s = f(v) + f(w)`` and M, (d, d), is trained along and
+    stays at home. Teachers and s are constants: what goes badly is distilled less. What is evaluated is v.
+
+    What is sent is the change of w in the round, every matrix in factors: of its singular values as few as hold more
+    than a share T of the squares' sum. The server averages the changes, does the same to the mean, and sends that to
+    those who hold the former model, the whole model to others. T goes from ``energy_start`` to ``energy_end`` over the
+    rounds. Convolutions are matrices by :func:`~lit_pfl.ops.low_rank.as_matrix`. In the authors' code a matrix that
+    needs all of its singular values is not sent at all; here it is sent whole.
+
+    v starts as a copy of w; in the paper it is a larger network, and BERT's hidden states and attention are compared.
+
+    Args:
+        energy_start: T of the first round.
+        energy_end: T of the last round.
+        rounds: over how many rounds T changes; give the number that is run.
+        kwargs: see :class:`~lit_pfl.Client`. A factorization is refused.
+
+    Raises:
+        ConfigError: when the learner has no head module with a linear layer, the data no class labels, or there is a
+            factorization.
+
+    Source:
+        Wu et al. 2022; factors as in the authors' code.
+    """
+
+    may_unfreeze = False
+
+    received: Memory
+    completed: Tensor  # rounds of the federation
+
+    def __init__(
+        self,
+        energy_start: ClosedUnitInterval = 0.95,
+        energy_end: ClosedUnitInterval = 0.98,
+        rounds: PositiveInt = 100,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if self.factorization is not None:
+            raise ConfigError("model.factorization: FedKD sends matrices in factors of its own; leave it out.")
+        self.energy_start, self.energy_end, self.rounds = energy_start, energy_end, rounds
+
+    def energy(self, completed: int) -> float:
+        """Return T of the round after ``completed`` rounds."""
+        share = min(1.0, completed / max(1, self.rounds - 1))
+        return self.energy_start + (self.energy_end - self.energy_start) * share
+
+    def configure_state(self) -> None:  # noqa: D102
+        super().configure_state()
+        self.matched = nn.Linear(self.num_features, self.num_features, bias=False)
+        self.received = Memory(self.shared_parameters())
+        self.register_buffer("completed", torch.zeros((), dtype=torch.int64))
+
+    def configure_optimizers(self) -> Any:  # noqa: D102
+        configured = super().configure_optimizers()
+        add_parameters(single_optimizer(configured), self.matched.parameters())
+        return configured
+
+    def configure_server(self) -> "FedKDServer":  # noqa: D102
+        return FedKDServer(self)
+
+    def initial(self) -> Payload:
+        """Return the whole mentee."""
+        change = super().initial()
+        return Payload({name: x for name, x in self.shared_parameters().items() if name in change})
+
+    def upload(self) -> Payload:
+        """Return the change of the mentee, in factors."""
+        own = self.shared_parameters()
+        change = {name: own[name] - x for name, x in self.received.items()}
+        return in_factors(change, self.energy(int(self.completed)))
+
+    @torch.no_grad()
+    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+        changes = CHANGE in reply
+        new = {name: x + reply[name].to(x) if changes else reply[name] for name, x in self.received.items()}
+        self.received.copy_(new)
+        self.completed.copy_(reply[ROUNDS])
+        super().download(new)
+
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the sum of what both minimise."""
+        common, w, personal, v = self.both(batch, batch_idx)
+        distilled = divergence(w.logits, v.logits) + divergence(v.logits, w.logits)
+        # One distance serves both: it gives each of them the gradient of its own term.
+        hidden = nn.functional.mse_loss(self.matched(w.features), v.features)
+        return common + personal + (distilled + hidden) / (common + personal).detach()
+
+
+def in_factors(tensors: Mapping[str, Tensor], energy: float) -> Payload:
+    """Return tensors with matrices in as few factors as hold more than a share ``energy`` of their squares' sum."""
+    factors: dict[str, LowRank] = {}
+    for name, tensor in tensors.items():
+        # what is not finite is sent as it is, and refused
+        if tensor.dim() > 1 and tensor.is_floating_point() and tensor.isfinite().all():
+            left, values, right = torch.linalg.svd(as_matrix(tensor).double(), full_matrices=False)
+            rank = needed_rank(values, energy)
+            if rank is not None:
+                u, v = (x.to(tensor.dtype).contiguous() for x in ((left * values)[:, :rank], right[:rank]))
+                factors[name] = LowRank(u, v, tuple(tensor.shape))
+    return Payload({name: x for name, x in tensors.items() if name not in factors}, low_rank=factors)
+
+
+def needed_rank(values: Tensor, energy: float) -> int | None:
+    """Return how many of the largest singular values hold more than a share of the squares' sum; None: all of them."""
+    held = values.square().cumsum(0)
+    if not float(held[-1]):
+        return 1
+    short = int((held <= energy * held[-1]).sum())
+    return None if short >= len(values) - 1 and len(values) > 1 else short + 1
+
+
+class FedKDServer(UniformServer):
+    """Averages changes, and sends their mean in factors.
+
+    Args:
+        method: gives T by the number of rounds completed.
+
+    Attributes:
+        change: what was added to the model in the last round.
+        holders: who has the model that it was added to.
+    """
+
+    def __init__(self, method: FedKD) -> None:
+        self.energy = method.energy
+        self.change = Payload({})
+        self.holders: set[int] = set()
+        self.completed = 0
+
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+        super().start(clients)
+        self.change, self.holders, self.completed = Payload({}), set(), 0
+
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+        mean = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), list(self.model))
+        self.change = in_factors(mean, self.energy(round - 1))
+        self.model = {name: x + self.change[name] for name, x in self.model.items()}
+        self.holders, self.completed = set(uploads), round
+
+    def reply(self, client: int) -> Payload:  # noqa: D102
+        if client not in self.holders:
+            return self.evaluation_reply(client)
+        told = {CHANGE: torch.ones((), dtype=torch.uint8), ROUNDS: torch.tensor(self.completed)}
+        plain = {name: x for name, x in self.change.items() if name not in self.change.low_rank}
+        return Payload({**plain, **told}, low_rank=self.change.low_rank)
+
+    def evaluation_reply(self, client: int) -> Payload:
+        """Return the whole model."""
+        return Payload({**self.model, ROUNDS: torch.tensor(self.completed)})
+
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+        factors = {name: [f.left, f.right, list(f.shape)] for name, f in self.change.low_rank.items()}
+        plain = {name: x for name, x in self.change.items() if name not in factors}
+        return {
+            **super().state_dict(),
+            "change": plain,
+            "factors": factors,
+            "holders": sorted(self.holders),
+            "completed": self.completed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
+        super().load_state_dict(state)
+        factors = {name: LowRank(left, right, tuple(shape)) for name, (left, right, shape) in state["factors"].items()}
+        self.change, self.holders = Payload(state["change"], low_rank=factors), set(state["holders"])
+        self.completed = state["completed"]

@@ -1,0 +1,167 @@
+"""FedProto: clients exchange the mean features of their classes, and no weights."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from jsonargparse.typing import NonNegativeFloat
+from torch import Tensor, nn
+
+from lit_pfl.core.classifying import Classifying
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, Server, Weighting
+from lit_pfl.errors import ConfigError
+from lit_pfl.nn import Memory
+
+PROTOTYPES, COUNTS = "prototypes", "counts"
+
+
+class FedProto(Classifying):
+    """Every client trains a network of its own, whose features of a class stay near all clients' mean of that class.
+
+    With features h, a client minimises its loss plus ``lam * MSE(h, g_y)``, the mean over batch and features, where g_y
+    is the global prototype of the sample's class; classes without one have no such term. After training it sends its
+    prototypes: the mean features of every class over its training data, in evaluation mode and without augmentation.
+    The server averages them over the clients that have the class. What is sent is (C, d), whatever the network.
+
+    The authors' code takes prototypes from the batches of the round's last epoch, as the network trains on.
+
+    Args:
+        lam: strength of the term; 1 on MNIST and FEMNIST, 0.1 on CIFAR-10 in the authors' runs.
+        scored: what predicts: the class whose global ``prototypes`` is nearest, as in the paper (the classifier where
+            there are none yet), or the ``classifier``.
+        weighting: the mean over clients: ``uniform``, as in the authors' code, or by numbers of ``samples`` of the
+            class.
+        kwargs: see :class:`~lit_pfl.Client`.
+
+    Raises:
+        ConfigError: when labels differ from client to client, the learner has no head module, the data no class
+            labels, or clients' features are of different sizes.
+
+    Source:
+        Tan et al. 2022, Algorithm 1.
+    """
+
+    needs_automatic = "draws features towards prototypes"
+    needs_labels = "takes the mean features of every class"
+    needs_common_labels = "averages prototypes of classes"
+
+    shares = frozenset()
+
+    own: Memory
+    common: Memory
+
+    def __init__(
+        self,
+        lam: NonNegativeFloat = 1.0,
+        scored: Literal["prototypes", "classifier"] = "prototypes",
+        weighting: Weighting = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.lam, self.scored_by, self.weighting = lam, scored, weighting
+
+    def configure_state(self) -> None:  # noqa: D102
+        none = {
+            PROTOTYPES: torch.zeros(self.num_logits, self.num_features),
+            COUNTS: torch.zeros(self.num_logits, dtype=torch.int64),
+        }
+        self.own, self.common = Memory(none), Memory(none)
+
+    def configure_server(self) -> "FedProtoServer":  # noqa: D102
+        return FedProtoServer(self.weighting)
+
+    def upload(self) -> Payload:
+        """Return the prototypes, and how many samples of every class they are of."""
+        return Payload(dict(self.own.items()))
+
+    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+        self.common.copy_(reply)
+
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+        with self.at_head() as seen:
+            loss = super().objective(batch, batch_idx)
+        if not self.lam or not self.common[COUNTS].any():
+            return loss
+        labels = self.targets(batch)
+        known = (self.common[COUNTS][labels] > 0)[:, None]
+        features = seen.features
+        prototypes = torch.where(known, self.common[PROTOTYPES][labels].to(features), features.detach())
+        return loss + self.lam * nn.functional.mse_loss(features, prototypes)
+
+    def end_round(self) -> None:  # noqa: D102
+        prototypes, counts = self.class_means()
+        self.own.copy_({PROTOTYPES: prototypes, COUNTS: counts})
+
+    @contextmanager
+    def personalized(self) -> Iterator[L.LightningModule]:
+        """Let the nearest prototype predict, if it is to and there are any."""
+        if self.scored_by == "classifier" or not self.common[COUNTS].any():
+            yield self.learner
+            return
+        with self.at_head(logits=Nearest(self.common[PROTOTYPES], self.common[COUNTS] > 0)):
+            yield self.learner
+
+
+class Nearest(nn.Module):
+    """Gives the negative mean squared distances to prototypes as logits.
+
+    Args:
+        prototypes: (C, d).
+        known: (C,) which classes have one; the others are never the nearest.
+    """
+
+    prototypes: Tensor
+    known: Tensor
+
+    def __init__(self, prototypes: Tensor, known: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("prototypes", prototypes.clone())
+        self.register_buffer("known", known)
+
+    def forward(self, features: Tensor, logits: Tensor) -> Tensor:
+        """Return (B, C) logits."""
+        distances = (features[:, None] - self.prototypes.to(features)).square().mean(2)
+        return (-distances).masked_fill(~self.known, -1e4)
+
+
+class FedProtoServer(Server):
+    """Averages prototypes class by class. Classes that nobody sends in a round have none in the next.
+
+    Args:
+        weighting: see :class:`FedProto`.
+    """
+
+    def __init__(self, weighting: Weighting = "uniform") -> None:
+        self.weighting = weighting
+
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+        super().start(clients)
+        for client, info in clients.items():
+            if info.initial[PROTOTYPES].shape != self.model[PROTOTYPES].shape:
+                raise ConfigError(
+                    f"Client {client}: its prototypes are {tuple(info.initial[PROTOTYPES].shape)} (classes, features), "
+                    f"those of others {tuple(self.model[PROTOTYPES].shape)}; features must be of one size."
+                )
+
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+        counts = torch.stack([upload[COUNTS] for upload in uploads.values()])
+        prototypes = torch.stack([upload[PROTOTYPES] for upload in uploads.values()])
+        weights = counts.double() if self.weighting == "samples" else (counts > 0).double()
+        self.model = {PROTOTYPES: mean_prototypes(prototypes, weights), COUNTS: counts.sum(0)}
+
+    def global_model(self) -> None:
+        """Return nothing: every client has a network of its own."""
+
+
+def mean_prototypes(prototypes: Tensor, weights: Tensor) -> Tensor:
+    """Return the (C, d) weighted means over clients, zeros where all weights are 0.
+
+    Args:
+        prototypes: (K, C, d).
+        weights: (K, C), not negative.
+    """
+    total = weights.sum(0).clamp_min(torch.finfo(weights.dtype).tiny)
+    return (prototypes * (weights / total)[:, :, None]).sum(0).to(prototypes.dtype)

@@ -1,0 +1,49 @@
+"""What methods have in common whose rounds train the head first and the body afterwards."""
+
+import lightning as L
+from torch import nn
+
+from lit_pfl.errors import ConfigError
+
+
+class Phases:
+    """Head and body of a learner, of which one may be frozen: neither momentum nor weight decay moves it then.
+
+    Args:
+        learner: the learner.
+        head: names of the head's entries in its ``state_dict()``.
+        method: the method, for errors.
+
+    Raises:
+        ConfigError: when head or body have no weights that train.
+    """
+
+    def __init__(self, learner: L.LightningModule, head: frozenset[str], method: str) -> None:
+        trained = [(name, weight) for name, weight in learner.named_parameters() if weight.requires_grad]
+        self.parts: dict[str, list[nn.Parameter]] = {
+            "head": [weight for name, weight in trained if name in head],
+            "body": [weight for name, weight in trained if name not in head],
+        }
+        for part, weights in self.parts.items():
+            if not weights:
+                option = "model.head" if part == "head" else "model.backbone"
+                raise ConfigError(f"{option}: {method} trains the {part} by itself, and this one has no weights.")
+
+    def train(self, *parts: str) -> None:
+        """Let only these of ``head`` and ``body`` train."""
+        for part, weights in self.parts.items():
+            for weight in weights:
+                weight.requires_grad_(part in parts)
+
+
+def check_epochs(local_epochs: int | None, head_epochs: int, option: str) -> None:
+    """See that a round has an epoch left for the body after those for the head.
+
+    Raises:
+        ConfigError: when it has none.
+    """
+    if local_epochs is not None and local_epochs <= head_epochs:
+        raise ConfigError(
+            f"{option}={head_epochs} leaves none of federation.local_epochs={local_epochs} for the body; give at least "
+            f"{head_epochs + 1} local epochs."
+        )

@@ -1,0 +1,137 @@
+"""FML and FedKD against their formulas."""
+
+import numpy as np
+import pytest
+import torch
+from heads import learners, skewed, softmax
+
+from lit_pfl.core.server import UniformServer
+from lit_pfl.errors import ConfigError
+from lit_pfl.methods import FML, FedAvg, FedKD, StandAlone
+from lit_pfl.methods.fedkd import CHANGE, in_factors, needed_rank
+from lit_pfl.methods.fml import divergence
+from lit_pfl.nn.factorization import Factorization
+from lit_pfl_callbacks.tensors import tensors_of
+from tiny import assert_equal, client, digits, run, weights
+
+
+class Uniform(FedAvg):
+    def configure_server(self):
+        return UniformServer()
+
+
+def personal(federation):
+    return {k: dict(tensors_of(member.personal)) for k, member in federation.clients.items()}
+
+
+def test_without_learning_from_each_other_they_are_fedavg_and_stand_alone_bit_for_bit():
+    a = run(client(FML, alpha=1.0, beta=1.0), skewed(), rounds=3)
+    assert_equal(learners(a), weights(run(client(Uniform), skewed(), rounds=3)))
+    assert_equal(personal(a), weights(run(client(StandAlone), skewed(), rounds=3)))
+
+
+def test_divergence_equals_the_formula():
+    rng = np.random.default_rng(0)
+    teacher, student = rng.normal(size=(2, 5, 3))
+    p, q = softmax(teacher), softmax(student)
+    z = torch.tensor(teacher, requires_grad=True)
+    value = divergence(z, torch.tensor(student, requires_grad=True))
+    assert float(value.detach()) == pytest.approx((p * np.log(p / q)).sum(1).mean())
+    assert torch.autograd.grad(value, z, allow_unused=True) == (None,)
+
+
+@pytest.mark.parametrize(("method", "options"), [(FML, {"alpha": 0.3, "beta": 0.8}), (FedKD, {})])
+def test_the_objective_equals_the_formula_for_each_model(method, options):
+    member = run(client(method, **options), skewed(), rounds=2).clients[0]
+    images, labels = next(iter(member.data.train))
+    member.eval()
+    w, v = member.backbone, member.personal.backbone
+    h_w, h_v = w.body(images), v.body(images)
+    z_w, z_v = w.head(h_w), v.head(h_v)
+    f_w, f_v = (torch.nn.functional.cross_entropy(z, labels) for z in (z_w, z_v))
+    kl_v, kl_w = divergence(z_w, z_v), divergence(z_v, z_w)
+    if method is FML:
+        of_v, of_w = 0.3 * f_v + 0.7 * kl_v, 0.8 * f_w + 0.2 * kl_w
+    else:
+        s = (f_v + f_w).detach()
+        of_v = f_v + (kl_v + (h_v - member.matched(h_w).detach()).square().mean()) / s
+        of_w = f_w + (kl_w + (h_v.detach() - member.matched(h_w)).square().mean()) / s
+    expected = [
+        *torch.autograd.grad(of_v, list(v.parameters()), retain_graph=True),
+        *torch.autograd.grad(of_w, list(w.parameters())),
+    ]
+    made = torch.autograd.grad(member.objective((images, labels), 0), [*v.parameters(), *w.parameters()])
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------- factors
+
+
+def test_as_few_singular_values_as_hold_the_energy():
+    values = torch.tensor([2.0, 1.0, 1.0, 0.1]).double()  # squares 4, 1, 1, 0.01
+    assert [needed_rank(values, t) for t in (0.5, 0.8, 0.99, 0.999)] == [1, 2, 3, None]
+    assert needed_rank(torch.ones(4).double(), 1.0) is None  # sent whole
+    assert needed_rank(torch.tensor([3.0, 0.0]).double(), 0.99) == 1
+    assert needed_rank(torch.zeros(3).double(), 0.95) == 1
+
+
+def test_factors_are_the_best_approximation():
+    torch.manual_seed(0)
+    matrix, convolution, vector = torch.randn(6, 4), torch.randn(4, 3, 3, 3), torch.randn(5)
+    payload = in_factors({"a": matrix, "b": convolution, "c": vector}, 0.8)
+    assert set(payload.low_rank) == {"a", "b"}
+    assert torch.equal(payload["c"], vector)
+    u, s, vt = np.linalg.svd(matrix.double().numpy())
+    k = payload.low_rank["a"].rank
+    np.testing.assert_allclose(payload["a"], (u[:, :k] * s[:k]) @ vt[:k], atol=1e-5)
+    assert (s[:k] ** 2).sum() > 0.8 * (s**2).sum() >= (s[: k - 1] ** 2).sum()
+
+
+def test_with_all_energy_and_no_distillation_the_mentee_is_fedavg_s(monkeypatch):
+    monkeypatch.setattr("lit_pfl.methods.fedkd.divergence", lambda teacher, student: 0 * student.sum())
+    monkeypatch.setattr(torch.nn.functional, "mse_loss", lambda a, b: 0 * (a + b).sum())
+    a = run(client(FedKD, energy_start=1.0, energy_end=1.0), skewed(), rounds=3)
+    b = run(client(Uniform), skewed(), rounds=3)
+    own, other = learners(a), weights(b)
+    for k, tensors in other.items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(own[k][name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_every_client_holds_the_server_s_model_whenever_it_takes_part():
+    held = []
+
+    class Watched(FedKD):
+        def begin_round(self):
+            super().begin_round()
+            held.append((int(self.completed), {name: x.clone() for name, x in self.received.items()}))
+
+    models = {}
+    federation = run(client(Watched, energy_start=0.5, energy_end=0.6, rounds=4), skewed(4), rounds=5, participation=2)
+    server = federation.coordinator.server
+    for completed, received in held:
+        models.setdefault(completed, []).append(received)
+    for both in models.values():
+        for name in both[0]:
+            torch.testing.assert_close(both[0][name], both[1][name], atol=1e-6, rtol=0)
+    replies = {k: server.reply(k) for k in federation.clients}
+    assert {k for k, reply in replies.items() if CHANGE in reply} == server.holders
+    change, whole = (replies[k] for k in (min(server.holders), min(replies.keys() - server.holders)))
+    assert change.low_rank
+    assert set(whole) == set(change) - {CHANGE}
+
+
+def test_the_energy_rises_over_the_rounds():
+    method = FedKD(rounds=5)
+    assert [round(method.energy(t), 4) for t in (0, 2, 4, 9)] == [0.95, 0.965, 0.98, 0.98]
+
+
+def test_a_factorization_is_refused():
+    with pytest.raises(ConfigError, match="FedKD sends matrices in factors of its own"):
+        FedKD(factorization=Factorization())
+
+
+def test_labels_may_differ():
+    for method in (FML, FedKD):
+        assert run(client(method), digits(2, permute_labels=True, train_fraction=0.1)).rows
