@@ -21,7 +21,7 @@ from lit_pfl.lightning_internals import undisturbed
 CLEANING = 30.0
 #: Ray's options for a run on one machine: it is not reached from outside, and does not tell its makers that it is used
 AT_HOME = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # whatever the system: this address and no other is listened at
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -40,15 +40,18 @@ def connect(address: str | None, cores: float) -> Any:
     Raises:
         ConfigError: when Ray is not installed, or a cluster cannot be reached.
     """
-    if "ray" not in sys.modules and address is None:
-        for name, value in {**AT_HOME, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
-            os.environ.setdefault(name, value)
     try:
         import ray
+        from ray._private import ray_constants
     except ImportError as error:
         raise ConfigError('federation.engine=Ray needs Ray: pip install "lit-pfl[ray]".') from error
     if ray.is_initialized():
         return ray
+    if address is None:
+        for name, value in {**AT_HOME, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
+            os.environ.setdefault(name, value)
+        # what RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 sets, on any system: nothing but 127.0.0.1 is listened at
+        ray_constants.ENABLE_RAY_CLUSTER = False
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     with _signals_kept(), undisturbed():
@@ -61,7 +64,8 @@ def connect(address: str | None, cores: float) -> Any:
         # names of sockets must be short, and TMPDIR may not be
         folder = Path(tempfile.mkdtemp(prefix="lit-pfl-ray-", dir="/tmp" if Path("/tmp").is_dir() else None))
         _clean_up_after_this_process(folder)
-        ray.init(num_cpus=max(1, round(cores)), include_dashboard=False, _temp_dir=str(folder), **options)
+        options |= {"num_cpus": max(1, round(cores)), "include_dashboard": False, "_temp_dir": str(folder)}
+        ray.init(address="local", **options)  # also where RAY_ADDRESS names another
     return ray
 
 

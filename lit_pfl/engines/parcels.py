@@ -52,7 +52,7 @@ def _pickler() -> Any:
     """Return the class that pickles; Ray brings along what it is made of, and takes its time to import."""
     from ray import cloudpickle
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+    class Pickler(cloudpickle.Pickler):
         def __init__(self, file: io.BytesIO) -> None:
             super().__init__(file, protocol=5)
             self.tensors: list[np.ndarray] = []
@@ -83,7 +83,8 @@ def _of_a_parser(function: Any) -> bool:
 
 def _factory(args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """Return what a command line's factory does without its parser: it makes an object of the class that is first."""
-    return partial(*args, **options)
+    make: Any = partial
+    return make(*args, **options)
 
 
 def _tensor(*args: Any) -> Tensor:

@@ -1,5 +1,6 @@
 """Clients in worker processes come to what they come to in one process, bit for bit."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -23,7 +24,8 @@ from lit_pfl_callbacks import FeatureMap, PersonalizedModels, RunLogger, Similar
 from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, client, digits, run, trainer
 
-ray = pytest.importorskip("ray")
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("needs Ray", allow_module_level=True)
 NAMES = [name for name in M.__all__ if issubclass(getattr(M, name), Client)]
 
 
@@ -32,7 +34,8 @@ def cluster():
     """Ray on two cores, for all tests of this file."""
     from lit_pfl.engines.cluster import connect
 
-    yield connect(None, 2)
+    ray = connect(None, 2)
+    yield ray
     ray.shutdown()
 
 

@@ -68,7 +68,9 @@ def looked(
         The answers; None, and a warning, for a module by itself that is no classifier.
     """
     if isinstance(pl_module, HasClients):
-        return {**pl_module.ask(partial(_of_client, look), clients, as_scored)}
+        answers: dict[int | str, T] = {}
+        answers.update(pl_module.ask(partial(_of_client, look), clients, as_scored).items())
+        return answers
     loaders = _first(trainer.val_dataloaders) or _first(trainer.train_dataloader)
     try:
         with validating(trainer):
