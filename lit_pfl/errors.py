@@ -38,7 +38,3 @@ class PayloadError(ValueError):
 
 class SaveError(OSError):
     """A file cannot be written. The message names it, and says what is left."""
-
-
-class RankError(RuntimeError):
-    """Another process of the run cannot go on. The message says which one and why, as far as that is known."""

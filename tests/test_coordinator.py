@@ -3,7 +3,6 @@
 import io
 import itertools
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.server import ClientInfo, MixingServer, Server
-from lit_pfl.engines.ranks import Ranks
 from lit_pfl.errors import ConfigError, UploadError
 from tiny import assert_equal
 
@@ -411,26 +409,3 @@ def test_a_tensor_that_no_upload_may_hold_is_named_before_the_first_round():
         Coordinator(Server()).start({4: ClientInfo(10, initial)})
     assert "\n" not in str(error.value)
     Coordinator(Neighbours()).start({4: ClientInfo(10, Payload({"w": torch.zeros(2), "b": mask}))})  # not averaged
-
-
-class Two(Ranks):
-    """As if there were another process, which has no clients."""
-
-    size = 2
-
-
-class Median(Server):
-    """A server with a mean of its own."""
-
-    def mean(self, payloads, weights, names=None):
-        return Payload({name: torch.stack([p[name] for p in payloads]).median(0).values for name in names})
-
-
-def test_several_processes_average_together_unless_a_method_does_so_in_its_own_way():
-    for kind, expected in ((Server, 4.0), (Median, 1.0)):
-        coordinator = Coordinator(kind(), ranks=Two())
-        uploads = {k: Payload({"w": torch.full((3,), value)}) for k, value in enumerate((0.0, 1.0, 11.0))}
-        coordinator.start({k: ClientInfo(10, upload) for k, upload in uploads.items()})
-        coordinator.collect(uploads)
-        assert coordinator.server.model["w"].tolist() == pytest.approx([expected] * 3)
-        assert isinstance(coordinator.server.mean, partial) == (kind is Server)

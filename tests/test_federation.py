@@ -14,6 +14,8 @@ from torch import nn
 from lit_pfl import Federation, Payload
 from lit_pfl.core.scores import Row, summary
 from lit_pfl.data import Dirichlet
+from lit_pfl.engines import Local, Stacked
+from lit_pfl.engines.trainers import refuse_processes
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.learners.scoring import score
 from lit_pfl.lightning_internals import LastCheckpoint
@@ -525,15 +527,29 @@ def test_defaults_of_a_prototype_are_shared_by_no_one():
     assert federation.prototype.make_optimizer is momentum_sgd
 
 
-@pytest.mark.parametrize("option", ["evaluate", "if_not_saved", "engine"])
+@pytest.mark.parametrize("option", ["evaluate", "if_not_saved"])
 def test_what_cannot_be_chosen_is_refused_from_python_too(option):
     with pytest.raises(ConfigError, match=rf"^federation\.{option}=none: choose .*, .*\.$"):
         Federation(client(FedAvg), **{option: "none"})
 
 
-def test_a_stack_of_none_is_refused():
-    with pytest.raises(ConfigError, match=r"^federation\.stack_size=0: give 1 or more\.$"):
-        Federation(client(FedAvg), engine="stacked", stack_size=0)
+def test_what_is_no_engine_is_refused():
+    with pytest.raises(ConfigError, match=r"^federation\.engine\.size=0: give 1 or more\.$"):
+        Stacked(size=0)
+    with pytest.raises(ConfigError, match=r"^federation\.engine='stacked': give an engine, such as Local\(\)"):
+        Federation(client(FedAvg), engine="stacked")
+
+
+def test_an_engine_is_as_good_for_another_federation():
+    engine = Local()
+    one, other = (run(client(FedAvg), rounds=1, engine=engine) for _ in range(2))
+    assert_equal(weights(one), weights(other))
+    assert not engine.clients
+
+
+def test_several_devices_are_answered_by_the_options_that_there_are():
+    with pytest.raises(ConfigError, match=r"^trainer\.devices=2: .* federation\.engine=Ray and .*engine\.workers=2, "):
+        refuse_processes(trainer(1, devices=2))
 
 
 def test_a_learning_rate_monitor_may_watch_a_federation(tmp_path):

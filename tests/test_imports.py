@@ -18,8 +18,6 @@ FLOORS = [
     ("cli", "testing", "__init__"),
     ("__main__",),
 ]
-#: how processes know each other runs through all rooms, until an engine of its own takes that over
-ACROSS = ("lit_pfl.engines.parcels", "lit_pfl.engines.ranks", "lit_pfl.engines.shared_mean")
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FILES = [*(ROOT / "lit_pfl").rglob("*.py"), *(ROOT / "callbacks/lit_pfl_callbacks").rglob("*.py")]
 
@@ -52,7 +50,7 @@ def imports(path: Path) -> list[str]:
 def test_imports_run_downward(path):
     room = room_of(module_of(path))
     for name in imports(path):
-        if name.split(".")[0] in ("lit_pfl", "lit_pfl_callbacks") and name not in ACROSS:
+        if name.split(".")[0] in ("lit_pfl", "lit_pfl_callbacks"):
             other = room_of(name)
             assert other == room or FLOOR[other] < FLOOR[room], f"{module_of(path)} imports {name} from above"
 

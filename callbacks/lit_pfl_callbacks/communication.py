@@ -67,9 +67,10 @@ class CommunicationLedger(Listening):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen, before anything is sent."""
         self._table.check(trainer)
-        clients = pl_module.clients if isinstance(pl_module, HasClients) else {}
-        member = next(iter(clients.values()), pl_module)
-        self._roles = member.roles() if isinstance(member, HasRoles) else {}
+        if isinstance(pl_module, HasClients):
+            self._roles = next(iter(pl_module.ask(_roles, pl_module.client_ids[:1]).values()), {})
+        else:
+            self._roles = _roles(pl_module)
         self._names = {}
         if not is_told(trainer, pl_module):
             name = type(pl_module).__name__
@@ -148,3 +149,8 @@ class CommunicationLedger(Listening):
         self.curve = [(sent, value) for sent, value in state_dict["curve"]]
         self._bytes = {(round, client, way, group): size for round, client, way, group, size in state_dict["bytes"]}
         self._table.load_state_dict(state_dict["table"])
+
+
+def _roles(module: Any) -> Mapping[str, str]:
+    """Return which group every tensor that a client sends belongs to, as far as it says so."""
+    return module.roles() if isinstance(module, HasRoles) else {}

@@ -12,7 +12,7 @@ from torch import nn
 from lit_pfl_callbacks.clients import of_own_models
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.files import write_whole
-from lit_pfl_callbacks.protocols import HasModels, HasRanks, HasScores
+from lit_pfl_callbacks.protocols import HasClients, HasScores
 from lit_pfl_callbacks.rounds import keeps, spread
 from lit_pfl_callbacks.run_folder import run_folder
 from lit_pfl_callbacks.tensors import tensors_of
@@ -21,9 +21,9 @@ from lit_pfl_callbacks.tensors import tensors_of
 class PersonalizedModels(L.Callback):
     """Writes clients' models into the folder ``models`` when a fit ends; W&B and MLflow keep them as artifacts.
 
-    A module that has a model for every client tells so (:class:`~lit_pfl_callbacks.protocols.HasModels`); of any other
-    one its own tensors are written. The files are ``client_3.safetensors``, or ``model.safetensors``; sparse tensors
-    are dense there.
+    Of a module that tells its clients (:class:`~lit_pfl_callbacks.protocols.HasClients`) every client's model is
+    written, that of its ``standalone()`` if it has one; of any other module its own tensors. The files are
+    ``client_3.safetensors``, or ``model.safetensors``; sparse tensors are dense there.
 
     Args:
         clients: whose models; by default everybody's.
@@ -39,11 +39,7 @@ class PersonalizedModels(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """See that these clients are there, before they are trained."""
-        there = list(pl_module.clients) if isinstance(pl_module, HasModels) else []
-        if trainer.world_size > 1 and isinstance(pl_module, HasRanks):
-            there = list(pl_module.from_all_ranks({client: torch.empty(0) for client in there}))
-            if not trainer.is_global_zero:  # which knows all
-                return
+        there = list(pl_module.client_ids) if isinstance(pl_module, HasClients) else []
         for client in self.clients or ():
             if client not in there:
                 raise MisconfigurationException(
@@ -55,7 +51,7 @@ class PersonalizedModels(L.Callback):
         """Write the models of the last round."""
         if stage != "fit" or not keeps(trainer):
             return
-        files = self._files(trainer, pl_module) if isinstance(pl_module, HasModels) else {"model": _file(pl_module)}
+        files = self._files(pl_module) if isinstance(pl_module, HasClients) else {"model": _file(pl_module)}
         if not trainer.is_global_zero:
             return
         folder, paths = run_folder(trainer) / "models", []
@@ -64,17 +60,14 @@ class PersonalizedModels(L.Callback):
             write_whole(paths[-1], content)
         self._dashboard.files(trainer, "models", paths, _scores(pl_module))
 
-    def _files(self, trainer: L.Trainer, pl_module: HasModels) -> dict[str, bytes]:
-        """Return the files by name; of several processes each has some of the clients."""
-        own, most = list(pl_module.clients), self.most
-        if most is not None:
-            most = -(-most // trainer.world_size)
-        chosen = spread(own, most) if self.clients is None else [client for client in self.clients if client in own]
-        files = {client: _file(pl_module.standalone(client)) for client in chosen}
-        if trainer.world_size > 1 and isinstance(pl_module, HasRanks):
-            sent = {client: torch.frombuffer(bytearray(file), dtype=torch.uint8) for client, file in files.items()}
-            files = {client: file.numpy().tobytes() for client, file in pl_module.from_all_ranks(sent).items()}
+    def _files(self, pl_module: HasClients) -> dict[str, bytes]:
+        chosen = spread(pl_module.client_ids, self.most) if self.clients is None else self.clients
+        files = pl_module.ask(_file_of_client, chosen, as_scored=True)
         return {f"client_{client}": file for client, file in files.items()}
+
+
+def _file_of_client(client: Any) -> bytes:
+    return _file(client.standalone() if callable(getattr(client, "standalone", None)) else client)
 
 
 def _file(network: nn.Module) -> bytes:

@@ -7,15 +7,13 @@ another kind, such as a number called ``clients``, is the module's own affair.
 =======================  ===============================  =========================================================
 protocol                 attribute                        who looks for it
 =======================  ===============================  =========================================================
-:class:`HasClients`      ``clients``                      ``Similarity``, ``SparsityMonitor``, ``FeatureAlignment``,
-                                                          ``FeatureMap``
+:class:`HasClients`      ``client_ids``, ``ask(...)``     ``Similarity``, ``SparsityMonitor``, ``FeatureAlignment``,
+                                                          ``FeatureMap``, ``PersonalizedModels``
 :class:`HasScores`       ``rows``, ``higher_is_better``   ``ClientsTable``, ``PersonalizedModels``
 :class:`HasTraffic`      ``traffic``                      ``CommunicationLedger``, ``Similarity``, ``EmbeddingMap``
 :class:`HasSeconds`      ``seconds``                      ``RoundTimer``
 :class:`HasMixing`       ``mixing()``                     ``Similarity``
-:class:`HasRanks`        ``from_all_ranks(tensors)``      ``Similarity``, ``PersonalizedModels``
 :class:`HasRefusals`     ``refused``                      ``RefusedUploads``
-:class:`HasModels`       ``standalone(client)``           ``PersonalizedModels``, ``FeatureMap``
 :class:`HasTestSamples`  ``test_samples(client)``         ``Predictions``
 :class:`HasRoles`        ``roles()``, of a client         ``CommunicationLedger``
 :class:`HasWeightParts`  ``weight_parts()``, of a client  ``SparsityMonitor``
@@ -25,10 +23,10 @@ A Trainer with a :class:`~lit_pfl_callbacks.FederatedLoop` is one site of a fede
 and ``seconds``, whatever the module.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 Direction = Literal["up", "down"]
 
@@ -113,9 +111,9 @@ class Traffic(Protocol):
 
 #: of what kind attributes are
 KINDS: dict[str, Any] = {
-    "clients": Mapping, "rows": Sequence, "higher_is_better": Mapping, "traffic": Traffic, "seconds": Mapping,
-    "refused": Sequence, "mixing": Callable, "from_all_ranks": Callable, "standalone": Callable,
-    "test_samples": Callable, "roles": Callable, "weight_parts": Callable,
+    "client_ids": Sequence, "ask": Callable, "rows": Sequence, "higher_is_better": Mapping, "traffic": Traffic,
+    "seconds": Mapping, "refused": Sequence,
+    "mixing": Callable, "test_samples": Callable, "roles": Callable, "weight_parts": Callable,
 }  # fmt: skip
 
 
@@ -130,10 +128,19 @@ class _OfKinds(type(Protocol)):  # type: ignore[misc]  # there is no public name
 
 @runtime_checkable
 class HasClients(Protocol, metaclass=_OfKinds):
-    """``clients``: the clients' modules, by id."""
+    """``client_ids``: the clients' ids; ``ask(question)``: what a function of a client's module returns, by id.
+
+    Clients may live in other processes, so the question is a function of a Python module, or a ``functools.partial`` of
+    one, and what it returns can be sent.
+    """
 
     @property
-    def clients(self) -> Mapping[int, nn.Module]: ...  # noqa: D102
+    def client_ids(self) -> Sequence[int]: ...  # noqa: D102
+
+    def ask(
+        self, question: Callable[[Any], Any], clients: Iterable[int] | None = None, as_scored: bool = False
+    ) -> Mapping[int, Any]:
+        """Ask clients, by default all; ``as_scored`` in the state in which they are scored, otherwise as they are."""
 
 
 @runtime_checkable
@@ -157,7 +164,7 @@ class HasTraffic(Protocol, metaclass=_OfKinds):
 
 @runtime_checkable
 class HasSeconds(Protocol, metaclass=_OfKinds):
-    """``seconds``: what this process has spent so far, by phase: ``aggregate``, ``link``."""
+    """``seconds``: what has been spent so far, by phase: ``aggregate``, ``link``."""
 
     @property
     def seconds(self) -> Mapping[str, float]: ...  # noqa: D102
@@ -198,13 +205,6 @@ class HasMixing(Protocol, metaclass=_OfKinds):
 
 
 @runtime_checkable
-class HasRanks(Protocol, metaclass=_OfKinds):
-    """``from_all_ranks(tensors)``: tensors by client, at process 0 those of all processes, each of which calls it."""
-
-    def from_all_ranks(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]: ...  # noqa: D102
-
-
-@runtime_checkable
 class HasRoles(Protocol, metaclass=_OfKinds):
     """``roles()``: which group every tensor that is sent belongs to, by name."""
 
@@ -216,13 +216,6 @@ class HasWeightParts(Protocol, metaclass=_OfKinds):
     """``weight_parts()``: what the weights are made of, by the layer's name."""
 
     def weight_parts(self) -> Mapping[str, WeightParts]: ...  # noqa: D102
-
-
-@runtime_checkable
-class HasModels(HasClients, Protocol):
-    """``standalone(client)``: a copy of a client's own model, a network by itself."""
-
-    def standalone(self, client: int) -> nn.Module: ...  # noqa: D102
 
 
 @runtime_checkable

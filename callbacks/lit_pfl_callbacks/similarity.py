@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.federated_loop import NOT_RUNNING_STATISTICS
 from lit_pfl_callbacks.listening import Listening
-from lit_pfl_callbacks.protocols import HasClients, HasMixing, HasRanks, Transfer
+from lit_pfl_callbacks.protocols import HasClients, HasMixing, Transfer
 from lit_pfl_callbacks.rounds import RoundTable, due, round_of, spread
 from lit_pfl_callbacks.tensors import tensors_of
 from lit_pfl_callbacks.waiting import waits
@@ -28,15 +29,12 @@ CHUNK = 2**14  # columns that are multiplied at once, so that long vectors need 
 class Similarity(Listening):
     """Writes the cosine similarity of every two clients into ``similarity.csv``, and who is mixed with whom.
 
-    The module tells its ``clients`` (:class:`~lit_pfl_callbacks.protocols.HasClients`). One that tells its ``traffic``
+    The module tells its clients (:class:`~lit_pfl_callbacks.protocols.HasClients`). One that tells its ``traffic``
     is also measured by what clients upload, such as SimFed's embeddings, and by their updates: what they upload less
     what they had been sent, of the tensors in both. One that tells its ``mixing()`` gets ``matching.csv``: how often,
     of the rounds so far, a client was given something of another one. Loggers get every matrix as a heat map.
 
     A module by itself, or one site, has nobody to be compared with, which a warning says.
-
-    Of a module in several processes, each of which has some of the clients, uploads, updates and mixtures are those of
-    those of process 0, and parameters among all (:class:`~lit_pfl_callbacks.protocols.HasRanks`).
 
     The files have a line a pair of clients. Among more than ``most`` clients those of so many are compared, evenly
     spread by id, so that neither grows with their number.
@@ -84,17 +82,15 @@ class Similarity(Listening):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Choose whom to look at, and listen."""
         if not isinstance(pl_module, HasClients):
-            waits(trainer, self, f"several clients to compare; {type(pl_module).__name__} does not tell its `clients`")
+            waits(
+                trainer, self, f"several clients to compare; {type(pl_module).__name__} does not tell its `client_ids`"
+            )
             return
         self._table.check(trainer)
         self._matching_table.check(trainer)
-        self._ids = spread(list(pl_module.clients), self._share(trainer))
+        self._ids = spread(pl_module.client_ids, self.most)
         if self.uploads or self.updates:
             super().on_fit_start(trainer, pl_module)
-
-    def _share(self, trainer: L.Trainer) -> int | None:
-        """Return how many of its clients every process compares."""
-        return None if self.most is None else -(-self.most // trainer.world_size)
 
     def _note(self, sent: Transfer) -> None:
         if sent.client in self._ids and sent.tensors and due(sent.round, self.every_n_rounds):
@@ -111,9 +107,7 @@ class Similarity(Listening):
             self._table.add(trainer, [])
             self._matching_table.add(trainer, [])
             return
-        found = self._of_states({client: pl_module.clients[client] for client in self._ids})
-        if trainer.world_size > 1 and isinstance(pl_module, HasRanks):
-            found = {group: _gathered(pl_module, own) for group, own in found.items()}
+        found = self._of_states(pl_module.ask(partial(_floats, self.groups), self._ids))
         if not trainer.is_global_zero:
             self._up, self._down = {}, {}
             return
@@ -134,9 +128,8 @@ class Similarity(Listening):
         self._show_matching(trainer, round)
         self._up, self._down = {}, {}
 
-    def _of_states(self, clients: Mapping[int, nn.Module]) -> dict[str, dict[int, list[Tensor]]]:
-        """Return, by group of parameters, every client's vector in parts."""
-        states = {client: tensors_of(module) for client, module in clients.items()}
+    def _of_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict[int, list[Tensor]]]:
+        """Return, by group of parameters, every client's vector in parts, of its named tensors."""
         found = {group: _parts(states, pattern) for group, pattern in (self.groups or FACTORS).items()}
         if self.groups is None:
             found = {group: own for group, own in found.items() if own} or {
@@ -220,10 +213,16 @@ class Similarity(Listening):
             table.load_state_dict(state)
 
 
-def _gathered(pl_module: HasRanks, own: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
-    """Return the vectors of all processes' clients, at process 0."""
-    whole = {client: torch.cat([part.flatten().float() for part in parts]) for client, parts in own.items()}
-    return {client: [vector] for client, vector in pl_module.from_all_ranks(whole).items()}
+def _floats(groups: Mapping[str, str] | None, module: nn.Module) -> dict[str, Tensor]:
+    """Return those of a module's tensors that may be in one of some groups, by name; all if there are groups of none.
+
+    Of those that it does not want there is an empty one, since a message tells of all names.
+    """
+    patterns = [NOT_RUNNING_STATISTICS] if groups is None else list(groups.values())
+    return {
+        name: tensor.detach() if any(re.search(pattern, name) for pattern in patterns) else torch.empty(0)
+        for name, tensor in tensors_of(module).items()
+    }
 
 
 def cosine_matrix(vectors: Sequence[Sequence[Tensor]]) -> Tensor:

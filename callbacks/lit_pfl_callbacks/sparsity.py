@@ -1,6 +1,5 @@
 """How sparse weights are, and of what rank, layer by layer."""
 
-from collections.abc import Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -40,9 +39,8 @@ class SparsityMonitor(L.Callback):
     It works on any module: of every weight of two or more dimensions it counts the entries that are not zero, and the
     rank as a matrix of outputs times all else. A module that knows better says so in ``weight_parts()``
     (:class:`~lit_pfl_callbacks.protocols.HasWeightParts`): mu and the rank of ``u v^T`` of factorized weights, p and
-    the rank of w of FedSLR. Of a module that tells its ``clients`` each is measured by itself.
-
-    Of a module in several processes, those of process 0 are measured.
+    the rank of w of FedSLR. Of a module that tells its clients (:class:`~lit_pfl_callbacks.protocols.HasClients`) each
+    is measured by itself.
 
     The file has a line a layer, the mean over clients, called ``mean``; with ``per_client`` a line a layer and client.
 
@@ -75,8 +73,11 @@ class SparsityMonitor(L.Callback):
         if not trainer.is_global_zero or not ends_round(trainer) or not due(round, self.every_n_rounds):
             self._table.add(trainer, [])
             return
-        clients: Mapping[Any, nn.Module] = pl_module.clients if isinstance(pl_module, HasClients) else {"": pl_module}
-        found = {client: measured(clients[client]) for client in spread(list(clients), self.most)}
+        found: dict[Any, dict[str, Measured]] = {}
+        if isinstance(pl_module, HasClients):
+            found.update(pl_module.ask(measured, spread(pl_module.client_ids, self.most)))
+        else:
+            found[""] = measured(pl_module)
         self.latest = _means(list(found.values()))
         shown = found if self.per_client or "" in found else {MEAN: self.latest}
         self._table.add(trainer, [

@@ -28,7 +28,6 @@ from lit_pfl.cli.record import (
 )
 from lit_pfl.cli.stopping import Stopped, Stops
 from lit_pfl.cli.trial import (
-    check_processes,
     check_rounds,
     check_seed,
     open_wandb,
@@ -38,9 +37,8 @@ from lit_pfl.cli.trial import (
 )
 from lit_pfl.core import Client
 from lit_pfl.data import FederatedDataModule
-from lit_pfl.engines.strategy import FederatedStrategy
-from lit_pfl.engines.trainers import several
-from lit_pfl.errors import ConfigError, RankError
+from lit_pfl.engines.trainers import refuse_processes, several
+from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl_callbacks import (
@@ -133,9 +131,6 @@ class FederatedCLI(LightningCLI):
             say("No --ckpt_path is given: the weights are untrained, and nothing is written.")
         self._refuse_folder()
         self._set_up_loggers()
-        trainer = self.own.trainer
-        if trainer.strategy == "auto" and (trainer.devices not in (1, "1") or trainer.num_nodes > 1):
-            trainer.strategy = FederatedStrategy.strategy_name
 
     def _compare_with_checkpoint(self) -> None:
         path = str(self.own.ckpt_path)
@@ -195,10 +190,9 @@ class FederatedCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Make the Trainer, the data and the federation, and take the run folder."""
         super().instantiate_classes()
+        refuse_processes(self.trainer)
         self.model, trainer = Federation(self.model, **self._get(self.config_init, "federation")), self.trainer
         try_optimizer(self.model, trainer, self.given["model"].get("init_args") or {})
-        if trainer.is_global_zero:
-            check_processes(trainer, self.datamodule)
         if trainer.loggers and not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
             option = "trainer.logger.version" if self.own.folder is None else "folder"
             self.held.enter_context(taken_folder(trainer, self.folder is not None, option))
@@ -238,13 +232,8 @@ class FederatedCLI(LightningCLI):
                 signal = stopped if isinstance(stopped, Stopped) else Stopped(15)
                 self._say_how_to_go_on(signal.name)
                 raise signal from None
-            except RankError as error:
-                command = resume_command(run_folder(self.trainer)) if self.trainer.loggers else None
-                how = "" if command is None else f" The rounds before are kept; go on with: {command}"
-                raise RankError(f"{error}{how if self.trainer.is_global_zero else ''}") from error
             finally:
-                if hasattr(model, "engine"):
-                    model.engine.abort()
+                model.engine.abort()
 
     def _say_how_to_go_on(self, signal: str) -> None:
         command = resume_command(run_folder(self.trainer)) if self.trainer.loggers else None

@@ -11,8 +11,7 @@ MAY_CHANGE = (
     "data.verify",
     "data.eval_batch_size",
     "federation.threads",
-    "federation.engine",
-    "federation.stack_size",
+    "federation.engine*",
     "federation.quorum",
     "federation.if_not_saved",
 )

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_pfl.cli.federated_cli import FederatedCLI
 from lit_pfl.cli.messages import fail
 from lit_pfl.cli.parser import Parser
-from lit_pfl.errors import ConfigError, RankError, UploadError
+from lit_pfl.errors import ConfigError, UploadError
 
 DESCRIPTION = "Personalized federated learning: a round is an epoch, max_epochs the number of rounds."
 
@@ -66,7 +66,7 @@ def run(args: ArgsType) -> None:
     try:
         with ExitStack() as held:
             execute(held, args)
-    except (ConfigError, UploadError, RankError, OSError, MisconfigurationException) as error:
+    except (ConfigError, UploadError, OSError, MisconfigurationException) as error:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         fail(f"The disk is full: a file of the run cannot be written ({error})." if full else str(error))
     except KeyboardInterrupt:

@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.loggers import WandbLogger
 
 from lit_pfl.core import Client
-from lit_pfl.data import FederatedDataModule
 from lit_pfl.engines.trainers import planned_rounds
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
@@ -64,24 +63,6 @@ def _parameter(class_path: str, name: str) -> inspect.Parameter | None:
         if found is not None:
             return None if found.default in (None, inspect.Parameter.empty) else found
     return None
-
-
-def check_processes(trainer: L.Trainer, data: FederatedDataModule) -> None:
-    """See that there is a client for every process, where data are asked for a number of clients.
-
-    Raises:
-        ConfigError: when there is not.
-    """
-    processes = trainer.num_devices * trainer.num_nodes
-    if processes <= getattr(data, "num_clients", processes):
-        return
-    data.prepare_data()
-    data.setup("fit")  # where groups are clients, it is they that tell their number
-    if processes > len(data.clients):
-        raise ConfigError(
-            f"trainer.devices={trainer.num_devices}: {processes} processes are more than the {len(data.clients)} "
-            "clients; give as many at most."
-        )
 
 
 def try_optimizer(federation: Federation, trainer: L.Trainer, options: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +11,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core.encoding import Expected, Layout, misfit
-from lit_pfl.core.ledger import Ledger, Size
+from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.payload import TYPES, Payload, Upload, as_payload
 from lit_pfl.core.server import ClientInfo, Server, check_samples
-from lit_pfl.engines.parcels import alike, of_all_ranks
-from lit_pfl.engines.ranks import Ranks
-from lit_pfl.engines.shared_mean import shared_mean
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl_callbacks.frozen import FROZEN, read_table, refuse_other_weights, table_of
 from lit_pfl_callbacks.protocols import Refusal
@@ -41,33 +37,27 @@ class Trains(Protocol):
 class Coordinator:
     """Runs a server round by round: checks uploads, counts bytes, keeps the order.
 
-    In a run of several processes every one has a coordinator, which does the same with the same: all uploads are
-    everywhere, so that replies are computed where they are wanted.
-
     Args:
         server: the method's server.
         quorum: the share of a round's participants whose uploads must be usable for the round to count.
-        ranks: the processes of the run; by default this one alone.
 
     Attributes:
         round: number of rounds completed.
         under_way: whether a round has begun and not ended.
         refused: what was wrong with the uploads that were refused in the latest round.
-        seconds: time spent so far, in this process: ``aggregate``, in the server's steps and in making its replies, and
+        seconds: time spent so far: ``aggregate``, in the server's steps and in making its replies, and
             ``link``, in checking and counting what is sent.
     """
 
-    def __init__(self, server: Server, quorum: float = 0.5, ranks: Ranks | None = None) -> None:
+    def __init__(self, server: Server, quorum: float = 0.5) -> None:
         self.server = server
         self.quorum = quorum
-        self.ranks = ranks or Ranks()
         self.ledger = Ledger()
         self.round = 0
         self.under_way = False
         self.refused: list[UploadError] = []
         self.seconds = {"aggregate": 0.0, "link": 0.0}
         self._uploads: dict[int, Upload] = {}
-        self._replies: dict[int, Size] = {}
         self._frozen: Layout = {}  # what may begin to travel if it is unfrozen
         self._layout: dict[int, Layout] = {}
 
@@ -75,13 +65,12 @@ class Coordinator:
         """Take in the clients, before the first round.
 
         Args:
-            clients: those of this process, by id.
+            clients: by id.
 
         Raises:
             ConfigError: when there is no client, or one without samples, or with a tensor that cannot travel, or
                 that is not finite.
         """
-        clients = self._from_all_ranks(clients)
         if not clients:
             raise ConfigError("A federation needs at least one client.")
         clients = self._without_frozen(clients)
@@ -101,8 +90,6 @@ class Coordinator:
                 )
         self._layout = {client: info.initial.layout for client, info in clients.items()}
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
-        if self.ranks.size > 1 and type(self.server).mean is Server.mean:  # not one of the method's own
-            self.server.mean = partial(shared_mean, self.ranks)
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
 
@@ -124,46 +111,30 @@ class Coordinator:
             raise ConfigError(str(error)) from None
         return {k: ClientInfo(info.num_samples, info.initial.without(FROZEN)) for k, info in clients.items()}
 
-    def _from_all_ranks(self, clients: Mapping[int, ClientInfo]) -> Mapping[int, ClientInfo]:
-        if self.ranks.size == 1:
-            return clients
-        sizes = self.ranks.merged({client: info.num_samples for client, info in clients.items()})
-        initial = of_all_ranks(self.ranks, alike({client: info.initial for client, info in clients.items()}))
-        return {client: ClientInfo(sizes[client], payload) for client, payload in initial.items()}  # type: ignore[arg-type]
-
     def begin_round(self) -> None:
         """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state."""
         self.under_way = True
         self.ledger.new_round(self.round + 1)
-        self._uploads, self._replies = {}, {}
+        self._uploads = {}
 
     def train(self, engine: Trains, clients: Sequence[int]) -> None:
         """Let some of a round's participants train; all at once or one after another makes no difference.
 
         Args:
             engine: who lets them.
-            clients: ids of some that this process has.
+            clients: their ids.
         """
-        self._uploads |= engine.train({client: self.reply(client) for client in clients}, self.round)
+        self.take_in(engine.train({client: self.reply(client) for client in clients}, self.round))
+
+    def take_in(self, uploads: Mapping[int, Upload]) -> None:
+        """Keep uploads of a round until it ends; see :meth:`collect`."""
+        self._uploads |= uploads
 
     def end_round(self) -> None:
         """End the round with what has been uploaded; see :meth:`collect`. Without any upload it did not take place."""
-        if self.ranks.size > 1:
-            self._end_together()
-        elif self._uploads:
+        if self._uploads:
             self.collect(self._uploads)
         self._uploads, self.under_way = {}, False
-
-    def _end_together(self) -> None:
-        # Each looks at what its own clients upload: that is half of a server's step where the other half is a mean.
-        own = {client: self._checked(client, upload) for client, upload in self._uploads.items()}
-        uploads = of_all_ranks(self.ranks, own)
-        for client, size in self.ranks.merged(self._replies).items():
-            if client not in self._replies:
-                self.ledger.sent_down(client, Size(*size))
-        if uploads:
-            self._use(uploads)
-        self.ranks.exchange()  # before any client changes what others are still reading
 
     def reply(self, client: int) -> Payload:
         """Return what a participant loads, and count it as sent."""
@@ -177,9 +148,6 @@ class Coordinator:
             reply = as_payload(reply)
         with self._timed("link"):
             self.ledger.sent_down(client, reply)
-            # of what it is made, others need to know only if somebody watches; then somebody does everywhere
-            sizes = reply.sizes if self.ledger.watchers else {}
-            self._replies[client] = Size(reply.nbytes, reply.elements, sizes)
         return reply
 
     def collect(self, uploads: Mapping[int, Upload]) -> None:
@@ -191,10 +159,7 @@ class Coordinator:
         Raises:
             UploadError: when fewer uploads are usable than the quorum asks for.
         """
-        self._use({client: self._checked(client, upload) for client, upload in uploads.items()})
-
-    def _use(self, uploads: Mapping[int, Upload]) -> None:
-        """Hand those of checked uploads to the server that are any good."""
+        uploads = {client: self._checked(client, upload) for client, upload in uploads.items()}
         self.round += 1
         with self._timed("link"):
             usable = self._usable(uploads)

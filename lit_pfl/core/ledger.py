@@ -1,23 +1,9 @@
 """Counting what clients and server send each other, whatever the link."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from lit_pfl.core.payload import Payload
 from lit_pfl_callbacks.protocols import Direction, Transfer, Watcher
-
-
-class Size(NamedTuple):
-    """How much a payload is that was sent elsewhere.
-
-    Args:
-        nbytes: see :class:`~lit_pfl.Payload`.
-        elements: likewise.
-        sizes: likewise, if anybody wants to know.
-    """
-
-    nbytes: int
-    elements: int
-    sizes: dict[str, int]
 
 
 class Ledger:
@@ -53,18 +39,17 @@ class Ledger:
         self.up += upload.nbytes
         self._count(client, upload, "up")
 
-    def sent_down(self, client: int, reply: Payload | Size) -> None:
+    def sent_down(self, client: int, reply: Payload) -> None:
         """Note a reply."""
         self.down += reply.nbytes
         self._count(client, reply, "down")
 
-    def _count(self, client: int, payload: Payload | Size, direction: Direction) -> None:
+    def _count(self, client: int, payload: Payload, direction: Direction) -> None:
         self.total += payload.nbytes
         self.elements += payload.elements
         self.clients.setdefault(client, [0, 0])[direction == "down"] += payload.nbytes
         for watcher in self.watchers:
-            tensors = payload if isinstance(payload, Payload) else {}
-            watcher(Transfer(self._round, client, direction, tensors, payload.sizes, payload.nbytes))
+            watcher(Transfer(self._round, client, direction, payload, payload.sizes, payload.nbytes))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""

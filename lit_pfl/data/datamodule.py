@@ -2,8 +2,6 @@
 
 import random
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
@@ -73,6 +71,8 @@ class PartitionedDataModule(FederatedDataModule):
         Factorized-FL's released generator: all of the official train and test data together, 80/10/10. FedMA, Psi-Net
         and FedSLR: the official split.
     """
+
+    only_read = ("data",)
 
     def __init__(
         self,
@@ -245,10 +245,6 @@ class PartitionedDataModule(FederatedDataModule):
             rng = np.random.default_rng([self.seed, 1])  # of its own, so that training data are those of any option
             return [part[positions] for positions in alike_samples(labels[part], counts, self.eval_samples, rng)]
         return [part[positions] for positions in matched_split(labels[part], counts.astype(float))]
-
-    def hold_in(self, place: Callable[[Any], Any]) -> None:  # noqa: D102
-        assert self.data is not None, "setup() comes first"
-        self.data = replace(self.data, **place(vars(self.data)))
 
     def move_to(self, device: torch.device) -> None:
         """Hold the samples on a device, where batches are then made."""

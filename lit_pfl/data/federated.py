@@ -91,14 +91,10 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     def move_to(self, device: torch.device) -> None:
         """Hold the data on a device, if this kind holds data at all; otherwise batches are moved one by one."""
 
-    def hold_in(self, place: Callable[[Any], Any]) -> None:
-        """Hold the data elsewhere, if this kind holds data at all.
+    #: names of attributes whose tensors are only read, so that the processes of a machine may have them in common
+    only_read: tuple[str, ...] = ()
 
-        Args:
-            place: returns the same nested tensors, in other memory.
-        """
-
-    # A federation chooses who trains in a round, and who is scored on validation data; one of several processes takes
+    # A federation chooses who trains in a round, and who is scored on validation data; an engine may want
     # them all at once.
     all_at_once = False
     participants: Callable[[int], list[int]] | None = None

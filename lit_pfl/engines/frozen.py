@@ -39,7 +39,7 @@ class FrozenWeights:
     """
 
     def __init__(self, clients: Mapping[int, Client], first: int) -> None:
-        self.clients, self.first = clients, first
+        self.clients, self.first, self._changed = clients, first, frozenset[str]()
         self._before = {name: weight.detach() for name, weight in clients[first].frozen.items()}
         self._looked = len(clients) == 1 or not self._before
         if not self._looked:
@@ -52,15 +52,21 @@ class FrozenWeights:
             return
         self._looked, own = True, self.clients[client]
         changed = [name for name, weight in own.frozen.items() if not torch.equal(weight, self._before[name])]
+        self._changed = frozenset(changed)
         for one in self.clients.values():
             if one is not own:
                 for weights in frozen_of(one).values():
                     hold_apart(weights[name] for name in changed if name in weights)
-            one.frozen = {name: weight for name, weight in one.frozen.items() if name not in changed}
-        share_frozen(own, next(one for one in self.clients.values() if one is not own))
+            self.leave_out(one)
+        if (other := next((one for one in self.clients.values() if one is not own), None)) is not None:
+            share_frozen(own, other)
         self._before = {}
         if changed:
             rank_zero_warn(
                 f"{type(own.learner).__name__} changes {changed[0]!r} in training although it has requires_grad=False; "
                 "such weights are not sent, and every client has its own."
             )
+
+    def leave_out(self, client: Client) -> None:
+        """Take none of the weights that a module has been seen to change for a client's frozen ones."""
+        client.frozen = {name: weight for name, weight in client.frozen.items() if name not in self._changed}

@@ -135,6 +135,13 @@ class LocalHub:
                 self.resume(client, None)
         self._fits.clear()
 
+    def drop(self, client: int) -> None:
+        """End a client's fit at once, and forget its random stream."""
+        self.streams.pop(client, None)
+        if (fit := self._fits.pop(client, None)) is not None:
+            with undisturbed():
+                fit.throw(GreenletExit)
+
     def abort(self) -> None:
         """End all fits at once, as after an error."""
         with undisturbed():

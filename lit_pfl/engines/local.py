@@ -1,71 +1,103 @@
 """All clients in this process, one awake at a time."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload, as_payload
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import LateLoader
 from lit_pfl.engines.client_logger import visit
-from lit_pfl.engines.frozen import FrozenWeights
+from lit_pfl.engines.engine import Engine, Trained
+from lit_pfl.engines.frozen import FrozenWeights, share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.engines.validation import check_monitored
-from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.learners.scoring import Score, Split, predictions, score
-from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean, show_scores
+from lit_pfl.engines.work import Work
+from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.tensors import copied
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
-MakeTrainer = Callable[[Client, FederatedLoop, MemoryCheckpointIO], L.Trainer]
+T = TypeVar("T")
 
 
-class LocalEngine:
-    """Runs a federation's clients: every one's own Trainer sleeps in a :class:`~lit_pfl.links.LocalHub`.
+class Local(Engine):
+    """Trains a federation's clients one after another in this process.
 
-    A client's Trainer is made when it first takes part. A client that is resumed joins again, and is told where the
-    federation stands.
+    Every client's own Trainer sleeps in a :class:`~lit_pfl.links.LocalHub`. It is made when the client first takes
+    part. A client that is resumed joins again, and is told where the federation stands.
 
-    Args:
-        clients: the clients by id.
-        seed: the seed from which the clients' random streams are drawn.
-        local_epochs: epochs that a client trains in a round.
-        make_trainer: makes a client's Trainer around the callback that joins it and the place for its checkpoints.
+    Example::
 
-    Attributes:
-        clients: the clients by id.
-        left: ids of clients whose training has been ended by a callback of theirs (``EarlyStopping``).
-        losses: sum of the training loss over samples, and number of samples, of every client since it was last emptied.
+        Federation(FedAvg(), engine=Local())  # what a federation has by default
     """
 
-    def __init__(self, clients: dict[int, Client], seed: int, local_epochs: int, make_trainer: MakeTrainer) -> None:
-        self.clients = clients
-        self.hub = LocalHub(seed)
-        self.local_epochs = local_epochs
-        self.make_trainer = make_trainer
-        self.losses: dict[int, tuple[float, int]] = {}
-        self.left: set[int] = set()
+    work: Work
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hub = LocalHub()
         self._frozen: FrozenWeights | None = None
         self._for_visitors: L.Trainer | None = None  # a Trainer for those that have none yet, one after another
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
 
+    def setup(self, work: Work, own: Sequence[int] | None = None) -> None:
+        """Make the clients the first time; move them to the Trainer's device.
+
+        Args:
+            work: see :class:`~lit_pfl.engines.Engine`.
+            own: ids of the clients to make; by default all.
+        """
+        self.work = work
+        if not self.clients:
+            self.hub.seed = work.seed
+            self.make(work.data.clients if own is None else own)
+        self._for_visitors = None  # it is of the former Trainer
+        self._place()
+
+    def make(self, clients: Iterable[int]) -> None:
+        """Make further clients."""
+        made = dict(self.clients)
+        for client in clients:
+            module = made[client] = self.work.fresh(client, self.work.data.client(client))
+            if self._frozen is not None:
+                self._frozen.leave_out(module)
+            share_frozen(module, next(iter(made.values())))  # at once, so that memory never holds all of them
+        self.clients.update(made)
+
+    def drop(self, client: int) -> None:
+        """Let a client go, which lives elsewhere from now on."""
+        self.hub.drop(client)
+        del self.clients[client]
+        self._restored.pop(client, None)
+        self.left.discard(client)
+
+    def _place(self) -> None:
+        first = next(iter(self.clients.values()), None)
+        for module in self.clients.values():
+            assert first is not None
+            module.place_on(self.work.trainer.strategy.root_device)
+            share_frozen(module, first)
+
+    def joined(self) -> dict[int, ClientInfo]:  # noqa: D102
+        return {client: self.work.joined(module) for client, module in self.clients.items()}
+
     # ------------------------------------------------------------------------------------------------------- training
 
-    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Payload | UploadError]:
-        """Let clients load their replies and train a round, one after another; return their uploads."""
+    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Trained]:  # noqa: D102
         with random_state_kept():
             return {client: self._train(client, reply, completed) for client, reply in replies.items()}
 
-    def _train(self, client: int, reply: Payload, completed: int) -> Payload | UploadError:
+    def _train(self, client: int, reply: Payload, completed: int) -> Trained:
         before = self._prepare(client, reply, completed)
         return self._conclude(client, before, self.hub.resume(client, reply), completed)
 
@@ -84,7 +116,7 @@ class LocalEngine:
 
     def _conclude(
         self, client: int, before: LastGoodState, sent: Mapping[str, Tensor] | None, completed: int
-    ) -> Payload | UploadError:
+    ) -> Trained:
         """Return what a client has uploaded, or what is wrong with it."""
         module = self.clients[client]
         if sent is None:
@@ -100,9 +132,8 @@ class LocalEngine:
         upload = as_payload(sent)
         if trouble := before.trouble(client, upload):
             before.restore()
-            return trouble
-        self.losses[client] = loss, n
-        return upload
+            return Trained(trouble)
+        return Trained(upload, loss, n)
 
     def _add_fit(self, client: int) -> None:
         module = self.clients[client]
@@ -119,60 +150,30 @@ class LocalEngine:
 
     def _trainer(self, module: Client, memory: MemoryCheckpointIO) -> tuple[L.Trainer, FederatedLoop]:
         assert module.data is not None
-        loop = FederatedLoop(self.hub.link, every_n_epochs=self.local_epochs, num_samples=module.data.num_samples)
-        return self.make_trainer(module, loop, memory), loop
+        epochs, n = self.work.local_epochs, module.data.num_samples
+        loop = FederatedLoop(self.hub.link, every_n_epochs=epochs, num_samples=n)
+        return self.work.client_trainer(module, loop, memory), loop
 
     def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:
         assert module.data is not None
         make_lean(trainer, module, loop, data=module.data.module)
 
-    def stop(self) -> None:
-        """End all fits in good order; they can be taken up again."""
+    def stop(self) -> None:  # noqa: D102
         self._restored |= {client: self._state(client) for client in self.clients if client in self.hub}
         self.hub.stop()
+        self._place()  # a Trainer that ends takes its module to the CPU
 
-    def abort(self) -> None:
-        """End all fits at once, as after an error."""
+    def abort(self) -> None:  # noqa: D102
         self.hub.abort()
 
-    def has_trained(self, client: int) -> bool:
-        """Say whether a client has ever taken part."""
-        return client in self.hub or client in self._restored
+    # --------------------------------------------------------------------------------------------------------- asking
 
-    # ------------------------------------------------------------------------------------------------------ evaluation
+    def ask(self, question: Callable[[Client], T], replies: Mapping[int, Payload | None]) -> dict[int, T]:  # noqa: D102
+        return {client: self._ask(question, client, reply) for client, reply in replies.items()}
 
-    def evaluate(self, client: int, model: str, split: Split, reply: Payload | None) -> Score:
-        """Score one of a client's models on its own data.
-
-        Args:
-            client: the client's id.
-            model: which of ``Client.evaluated``.
-            split: which data.
-            reply: what to load first; the client is put back afterwards.
-        """
-        module = self.clients[client]
-        with self._shown(client, model, reply) as learner:
-            scored = score(learner, getattr(module.data, split), split)
-            show_scores(module.trainer, scored.logged)
-            return replace(scored, sizes=module.sizes(model)) if scored.n else scored
-
-    def predict(self, client: int, reply: Payload | None) -> list[Any]:
-        """Return what a client's personalized model predicts on its test data, batch by batch; see :meth:`evaluate`."""
-        module = self.clients[client]
-        assert module.data is not None
-        with self._shown(client, module.evaluated[0], reply) as learner:
-            return predictions(learner, module.data.test)
-
-    def standalone(self, client: int, reply: Payload | None) -> nn.Module:
-        """Return a copy of a client's personalized model as a network by itself; see :meth:`evaluate`."""
+    def _ask(self, question: Callable[[Client], T], client: int, reply: Payload | None) -> T:
         with scoring_draws(self.hub.seed, client), self._holding(client, reply) as module:
-            return module.standalone()
-
-    @contextmanager
-    def _shown(self, client: int, model: str, reply: Payload | None) -> Iterator[L.LightningModule]:
-        draws = scoring_draws(self.hub.seed, client)
-        with draws, self._holding(client, reply) as module, module.as_evaluated(model) as learner:
-            yield learner
+            return question(module)
 
     @contextmanager
     def _holding(self, client: int, reply: Payload | None) -> Iterator[Client]:
@@ -207,13 +208,17 @@ class LocalEngine:
 
     # ----------------------------------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return clients with optimizers and schedulers, and their random streams."""
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102
         left = {"left": dict.fromkeys(sorted(self.left))} if self.left else {}
+        return {**self.states(self.clients), **left}
+
+    def states(self, clients: Iterable[int]) -> dict[str, Any]:
+        """Return the same of some clients."""
+        streams = self.hub.streams
+        clients = list(clients)
         return {
-            "clients": {client: self._state(client) for client in self.clients},
-            "streams": {client: stream.state_dict() for client, stream in self.hub.streams.items()},
-            **left,
+            "clients": {client: self._state(client) for client in clients},
+            "streams": {client: streams[client].state_dict() for client in clients if client in streams},
         }
 
     def _state(self, client: int) -> dict[str, Any]:
@@ -225,17 +230,19 @@ class LocalEngine:
             return memory.checkpoint
         return self._restored.get(client, {"state_dict": module.state_dict()})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of :meth:`state_dict`.
-
-        Raises:
-            ConfigError: when it is of another network.
-        """
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+        self.hub.seed = self.work.seed = state.get("seed", self.work.seed)
         # of what these clients did before nothing is left, nor of those that have not trained yet in that state
         self._restored.clear()
         self.hub.streams.clear()
         self.left = set(state.get("left", ()))
-        for client, module in self.clients.items():
+        self.take_up(state, self.clients)
+
+    def take_up(self, state: Mapping[str, Any], clients: Iterable[int]) -> None:
+        """Put some clients into their states, as :meth:`states` returns them; whoever is training is not asked."""
+        some = {client: self.clients[client] for client in clients}
+        for client, module in some.items():
+            self.hub.drop(client)
             own = state["clients"][client]
             if len(own) > 1:  # it has trained
                 # at once, as it may be scored before it trains again; first, since shapes and names depend on it
@@ -246,7 +253,7 @@ class LocalEngine:
             names = saved.keys() | now.keys() if module.strict_loading else saved.keys() & now.keys()
             before, after = ({name: own[name] for name in own if name in names} for own in (saved, now))
             refuse_another_network(client, before, after, module.resizes)
-        for client, module in self.clients.items():
+        for client, module in some.items():
             module.load_state_dict(state["clients"][client]["state_dict"], strict=module.strict_loading)
 
 

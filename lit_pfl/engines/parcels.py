@@ -1,42 +1,117 @@
-"""What clients upload, between the processes of a run."""
+"""Objects with tensors, on their way to another process: the tensors' bytes apart, so that they need not be copied."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import io
+import pickle
+import warnings
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any, NamedTuple
 
+import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 
-from lit_pfl.core.payload import Payload, Upload
-from lit_pfl.engines.ranks import Ranks
-from lit_pfl.errors import UploadError
-from lit_pfl.ops.low_rank import LowRank
+from lit_pfl.core.payload import Payload
 
 
-def of_all_ranks(ranks: Ranks, own: Mapping[int, Upload]) -> dict[int, Upload]:
-    """Return what the clients of all processes upload, in the order of their ids.
-
-    Tensors keep type, shape and lay-out in memory, marks and factors stay what they are, so that whatever is computed
-    from them is the same in every process. They are to be used before the next exchange of any kind: they may be the
-    clients' own memory, which changes when those train on.
+class Parcel(NamedTuple):
+    """A pickled object.
 
     Args:
-        ranks: the processes.
-        own: uploads of this process's clients, by id.
+        head: all but the tensors' bytes.
+        tensors: (n,) uint8 arrays, the bytes of every distinct tensor once.
     """
-    if ranks.size == 1:
-        return dict(sorted(own.items()))
-    described: list[tuple[int, Any]] = []
-    tensors: list[Tensor] = []
-    for client, upload in own.items():
-        description, parts = _packed(upload)
-        described.append((client, description))
-        tensors += parts
-    uploads: dict[int, Upload] = {}
-    for rank, told in enumerate(ranks.exchange(described, tensors, kept=True)):
-        arrived = iter(told.tensors)
-        for client, description in told.words:
-            uploads[client] = own[client] if rank == ranks.rank else _unpacked(description, arrived)
-    return dict(sorted(uploads.items()))
+
+    head: bytes
+    tensors: list[np.ndarray]
+
+
+def packed(content: Any) -> Parcel:
+    """Pickle an object; classes and functions of a script go along. A Trainer stays behind, and None comes out."""
+    file = io.BytesIO()
+    pickler = _pickler()(file)
+    pickler.dump(content)
+    return Parcel(file.getvalue(), pickler.tensors)
+
+
+def unpacked(parcel: Parcel, copy: bool = True) -> Any:
+    """Return the object again, with tensors on the CPU in the lay-out that they had.
+
+    Args:
+        parcel: the parcel.
+        copy: whether tensors may be written to; otherwise they are in the parcel's own memory, and only read.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return _Unpickler(parcel, copy).load()
+
+
+@cache
+def _pickler() -> Any:
+    """Return the class that pickles; Ray brings along what it is made of, and takes its time to import."""
+    from ray import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def __init__(self, file: io.BytesIO) -> None:
+            super().__init__(file, protocol=5)
+            self.tensors: list[np.ndarray] = []
+
+        def persistent_id(self, content: Any) -> Any:
+            return "trainer" if isinstance(content, L.Trainer) else None
+
+        def reducer_override(self, content: Any) -> Any:
+            if isinstance(content, partial) and _of_a_parser(content.func):  # which holds all of a command line
+                first = next(place for place, value in enumerate(content.args) if isinstance(value, type))
+                return _factory, (content.args[first:], content.keywords)
+            if type(content) is not Tensor or content.layout is not torch.strided:
+                return super().reducer_override(content)
+            tensor = content.detach().cpu()
+            if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+                tensor = tensor.contiguous()
+            flat = tensor.as_strided((tensor.numel(),), (1,)) if tensor.numel() else tensor.reshape(0)
+            self.tensors.append(flat.view(torch.uint8).numpy())
+            shape, stride = tuple(tensor.shape), tensor.stride()
+            return _tensor, (len(self.tensors) - 1, tensor.dtype, shape, stride, content.requires_grad)
+
+    return Pickler
+
+
+def _of_a_parser(function: Any) -> bool:
+    return str(getattr(function, "__module__", type(function).__module__)).startswith("jsonargparse")
+
+
+def _factory(args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Return what a command line's factory does without its parser: it makes an object of the class that is first."""
+    make: Any = partial
+    return make(*args, **options)
+
+
+def _tensor(*args: Any) -> Tensor:
+    raise NotImplementedError("unpacked() does this")
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, parcel: Parcel, copy: bool) -> None:
+        super().__init__(io.BytesIO(parcel.head))
+        self._arrays, self._copy = parcel.tensors, copy
+
+    def persistent_load(self, pid: Any) -> None:
+        return None
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name == "_tensor":
+            return self._tensor
+        return super().find_class(module, name)
+
+    def _tensor(
+        self, place: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], grad: bool
+    ) -> Tensor:
+        array = self._arrays[place]
+        if not array.size:
+            return torch.empty(shape, dtype=dtype, requires_grad=grad)
+        flat = torch.from_numpy(np.array(array) if self._copy else array).view(dtype)
+        return flat.as_strided(shape, stride).requires_grad_(grad)
 
 
 def alike(payloads: Mapping[int, Payload]) -> dict[int, Payload]:
@@ -45,7 +120,8 @@ def alike(payloads: Mapping[int, Payload]) -> dict[int, Payload]:
 
     def known(name: str, tensor: Tensor) -> Tensor:
         one = first.setdefault(name, tensor)
-        return one if one.shape == tensor.shape and one.dtype == tensor.dtype and torch.equal(one, tensor) else tensor
+        same = one is tensor or (one.shape == tensor.shape and one.dtype == tensor.dtype and torch.equal(one, tensor))
+        return one if same else tensor
 
     return {
         client: payload
@@ -53,23 +129,3 @@ def alike(payloads: Mapping[int, Payload]) -> dict[int, Payload]:
         else Payload({name: known(name, tensor) for name, tensor in payload.items()}, payload.sparse)
         for client, payload in payloads.items()
     }
-
-
-def _packed(upload: Upload) -> tuple[Any, list[Tensor]]:
-    if isinstance(upload, UploadError):
-        return {"error": str(upload), "tensor": upload.tensor}, []
-    low_rank = upload.low_rank if isinstance(upload, Payload) else {}
-    plain = {name: tensor.detach() for name, tensor in upload.items() if name not in low_rank}
-    factors = [factor.detach() for pair in low_rank.values() for factor in (pair.left, pair.right)]
-    sparse = sorted(upload.sparse) if isinstance(upload, Payload) else []
-    shapes = {name: factors.shape for name, factors in low_rank.items()}
-    return [list(plain), sparse, shapes], [*plain.values(), *factors]
-
-
-def _unpacked(description: Any, parts: Iterator[Tensor]) -> Upload:
-    if isinstance(description, dict):
-        return UploadError(description["error"], description["tensor"])
-    names, sparse, shapes = description
-    plain = {name: next(parts) for name in names}
-    low_rank = {name: LowRank(next(parts), next(parts), tuple(shape)) for name, shape in shapes.items()}
-    return Payload(plain, sparse, low_rank)

@@ -159,8 +159,8 @@ class Stack:
             raise
         except (RuntimeError, ValueError) as error:
             raise ConfigError(
-                "federation.engine=stacked: this network cannot be trained for many clients at once "
-                f"({str(error).splitlines()[0]}); use federation.engine=local."
+                "federation.engine=Stacked: this network cannot be trained for many clients at once "
+                f"({str(error).splitlines()[0]}); use federation.engine=Local."
             ) from error
         losses.sum().backward()  # which gives each client the gradient of its own
         self.optimizer.step()

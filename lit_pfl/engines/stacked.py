@@ -5,13 +5,15 @@ from itertools import islice
 from typing import Any
 
 import lightning as L
+from jsonargparse.typing import PositiveInt
 
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.training import Training
-from lit_pfl.engines.local import LocalEngine
+from lit_pfl.engines.engine import Trained
+from lit_pfl.engines.local import Local
 from lit_pfl.engines.stack import ELEMENTWISE, Epoch, train_together
-from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.errors import ConfigError
 from lit_pfl.learners import ImageClassifier
 from lit_pfl.lightning_internals import make_lean
 from lit_pfl.randomness import random_state_kept
@@ -20,36 +22,49 @@ from lit_pfl.randomness import random_state_kept
 OBJECTIVE = ("objective", "loss", "penalized", "training_step")
 
 
-class StackedEngine(LocalEngine):
-    """Runs a federation's clients many at once: a batch of each in one step, by ``torch.func.vmap``.
+class Stacked(Local):
+    """Trains many clients at once in this process: a batch of each in one step, by ``torch.func.vmap``.
 
     A client's own Trainer does everything but the steps, for which it lends its client, optimizer and batches. What
     comes of them is what would have come of them one after another, but for rounding. Clients train in the same step
     as long as they have batches of one shape; those with more batches than others go on without them.
 
     Args:
-        args: see :class:`~lit_pfl.engines.local.LocalEngine`.
         size: how many clients there are in a stack at most.
+
+    Raises:
+        ConfigError: when ``size`` is no number of clients.
+
+    Example::
+
+        Federation(FedAvg(), engine=Stacked(size=64))
     """
 
-    def __init__(self, *args: Any, size: int) -> None:
-        super().__init__(*args)
-        self.size = size
+    all_at_once = True
+
+    def __init__(self, size: PositiveInt = 32) -> None:
+        super().__init__()
+        if size < 1:
+            raise ConfigError(f"federation.engine.size={size}: give 1 or more.")
+        self.size = int(size)
         self._checked: set[int] = set()
 
-    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Payload | UploadError]:
-        """Let clients load their replies and train a round, many at once; return their uploads.
+    def stacked(self, clients: int) -> int:  # noqa: D102
+        return min(self.size, clients)
+
+    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Trained]:
+        """Let clients load their replies and train a round, many at once.
 
         Raises:
             ConfigError: when they cannot train so.
         """
-        uploads: dict[int, Payload | UploadError] = {}
+        trained: dict[int, Trained] = {}
         with random_state_kept():
             for start in range(0, len(replies), self.size):
-                uploads |= self._train_together(dict(islice(replies.items(), start, start + self.size)), completed)
-        return uploads
+                trained |= self._train_together(dict(islice(replies.items(), start, start + self.size)), completed)
+        return trained
 
-    def _train_together(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Payload | UploadError]:
+    def _train_together(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Trained]:
         before = {client: self._prepare(client, reply, completed) for client, reply in replies.items()}
         sent: dict[int, Any] = {}
         for client, reply in replies.items():
@@ -95,7 +110,7 @@ def _check(client: Client, message: Any) -> None:
         reason = "trainer.precision, federation.client_trainer or a hook is about single steps of a client"
     else:
         return
-    raise ConfigError(f"federation.engine=stacked: {reason}; use federation.engine=local.")
+    raise ConfigError(f"federation.engine=Stacked: {reason}; use federation.engine=Local.")
 
 
 def _has_hooks(client: Client, optimizer: Any) -> bool:

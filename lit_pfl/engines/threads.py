@@ -14,7 +14,9 @@ from lit_pfl.learners import size_of
 from lit_pfl.learners.scoring import mean_loss
 
 
-def choose_threads(learner: L.LightningModule, example: Any, batch_size: int | None, stacked: int = 1) -> int:
+def choose_threads(
+    learner: L.LightningModule, example: Any, batch_size: int | None, stacked: int = 1, most: int | None = None
+) -> int:
     """Count one batch's work: a further thread for every 20 million operations of a forward pass.
 
     As many as there are for a learner that asks its Trainer something in its training step: it has none yet.
@@ -24,10 +26,12 @@ def choose_threads(learner: L.LightningModule, example: Any, batch_size: int | N
         example: a batch for it.
         batch_size: samples of a training batch; by default those of the example.
         stacked: how many batches make a step.
+        most: how many threads there are; by default PyTorch's own number.
 
     Raises:
         ConfigError: when the learner cannot do with such a batch.
     """
+    most = torch.get_num_threads() if most is None else most
     try:
         with FlopCounterMode(display=False) as counter:
             mean_loss(learner, [example])
@@ -35,13 +39,13 @@ def choose_threads(learner: L.LightningModule, example: Any, batch_size: int | N
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         if "is not attached to a `Trainer`" in str(error):  # which it will have, and asks for something
-            return torch.get_num_threads()
+            return most
         raise ConfigError(
             f"model.learner: {type(learner).__name__} has no training loss for a batch of this data, "
             f"{_described(example)}: {type(error).__name__}: {error}"
         ) from error
     operations = counter.get_total_flops() / size_of(example) * (batch_size or size_of(example)) * stacked
-    return max(1, min(torch.get_num_threads(), round(operations / 2e7)))
+    return max(1, min(most, round(operations / 2e7)))
 
 
 def _described(batch: Any) -> str:

@@ -102,6 +102,19 @@ def check_outer(trainer: L.Trainer) -> None:
             )
 
 
+def refuse_processes(trainer: L.Trainer) -> None:
+    """See that a federation's own Trainer has one device: an engine runs clients in several processes.
+
+    Raises:
+        ConfigError: when it has more.
+    """
+    if (devices := trainer.num_devices * trainer.num_nodes) > 1:
+        raise ConfigError(
+            f"trainer.devices={trainer.num_devices}: one process runs a federation, so give 1; to train clients in "
+            f"several give federation.engine=Ray and federation.engine.workers={devices}, see docs/engines.md."
+        )
+
+
 def _is_share(limit: float, share: float) -> bool:
     """Say whether a limit is a share of the batches: 1.0 is all of them, but 1 is one."""
     return limit == share and not (isinstance(limit, int) and limit)

@@ -1,42 +1,41 @@
 """A federation is a LightningModule: a round is an epoch, a client is a batch."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch import nn
 
-from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core import Client
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.ledger import Ledger
-from lit_pfl.core.scores import mean_over_samples
-from lit_pfl.core.server import ClientInfo
-from lit_pfl.engines.frozen import share_frozen
-from lit_pfl.engines.local import LocalEngine
-from lit_pfl.engines.ranks import Ranks
-from lit_pfl.engines.stacked import StackedEngine
-from lit_pfl.engines.strategy import FederatedStrategy, ranks_of
+from lit_pfl.core.scores import Row, mean_over_samples
+from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
+from lit_pfl.engines import Engine, Local, Work
+from lit_pfl.engines.questions import predicted, standalone
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
-from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer, planned_rounds
+from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.errors import ConfigError
-from lit_pfl.federation.checkpointing import Checkpointing
-from lit_pfl.federation.global_model import GlobalModel
-from lit_pfl.federation.scoring import Scoring
+from lit_pfl.federation.checkpoint import fingerprint, resume, saved, trained_in
+from lit_pfl.federation.scoring import GlobalModel, Scores
 from lit_pfl.federation.server_step import ServerStep
-from lit_pfl.federation.summary import summarize
-from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, lent_trainer
-from lit_pfl.randomness import Draws, check_share
-from lit_pfl_callbacks import FederatedLoop
+from lit_pfl.federation.summary import described, summarize
+from lit_pfl.learners.scoring import Split
+from lit_pfl.lightning_internals import AtomicCheckpointIO, QuickModule
+from lit_pfl.randomness import Draws, check_share, scoring_draws
+from lit_pfl_callbacks.dashboard import RoundLog
 from lit_pfl_callbacks.protocols import Refusal
-from lit_pfl_callbacks.tensors import tensors_of
+
+T = TypeVar("T")
 
 
-class Federation(Scoring, Checkpointing):
+class Federation(QuickModule):
     """Runs a method on all clients of a data module, under a stock Trainer.
 
     One epoch of that Trainer is a communication round, one batch a set of clients to train; ``max_epochs`` is the
@@ -72,15 +71,14 @@ class Federation(Scoring, Checkpointing):
             a warning. The former checkpoint is whole either way.
         higher_is_better: whether higher values of a metric are better, by its name in a learner's ``log``, for metrics
             that do not say so themselves, as torchmetrics do. Without it their worst tenth is not known.
-        engine: how clients train: ``local``, one after another, or ``stacked``, many in one step, which is faster where
-            a device is not busy with one small network: for methods that minimise the loss of an image classifier, and
-            networks without random layers. The numbers are the same but for rounding.
-        stack_size: how many clients the stacked engine trains at once.
+        engine: where clients train: ``Local``, one after another in this process; ``Stacked``, many in one step, which
+            is faster where a device is not busy with one small network: for methods that minimise the loss of an image
+            classifier, and networks without random layers; the numbers are the same but for rounding. By default
+            ``Local``.
 
     Attributes:
-        clients: the clients by id, once set up; in a run of several processes those of this one.
         coordinator: the server's side.
-        rows: the scores of the latest evaluation.
+        engine: a copy of the engine that was given, with the clients once set up.
 
     Raises:
         ConfigError: for options that do not fit the data or the Trainer.
@@ -90,6 +88,10 @@ class Federation(Scoring, Checkpointing):
         trainer = L.Trainer(max_epochs=100)
         trainer.fit(Federation(SimFed(), local_epochs=1), datamodule=CIFAR10(num_clients=20, permute_labels=True))
     """
+
+    prototype: Client
+    global_model: GlobalModel
+    coordinator: Coordinator
 
     def __init__(
         self,
@@ -104,10 +106,9 @@ class Federation(Scoring, Checkpointing):
         if_not_saved: Literal["stop", "continue"] = "stop",
         evaluate_clients: float = 1.0,
         higher_is_better: dict[str, bool] | None = None,
-        engine: Literal["local", "stacked"] = "local",
-        stack_size: PositiveInt = 32,
+        engine: Engine | None = None,
     ) -> None:
-        super().__init__(higher_is_better or {})
+        super().__init__()
         if not isinstance(client, Client):
             name = getattr(client, "__name__", type(client).__name__)
             raise ConfigError(f"{name} is no method; give one around it: Federation(FedAvg(learner={name}())).")
@@ -116,12 +117,11 @@ class Federation(Scoring, Checkpointing):
         check_client_options(client_trainer or {})
         if not 0 <= quorum <= 1:
             raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
-        if stack_size < 1:
-            raise ConfigError(f"federation.stack_size={stack_size}: give 1 or more.")
+        if not isinstance(engine, Engine | None):
+            raise ConfigError(f"federation.engine={engine!r}: give an engine, such as Local() or Stacked(size=32).")
         for name, given, choices in (
             ("evaluate", evaluate, ("before", "after", "global")),
             ("if_not_saved", if_not_saved, ("stop", "continue")),
-            ("engine", engine, ("local", "stacked")),
         ):
             if given not in choices:
                 raise ConfigError(f"federation.{name}={given}: choose {', '.join(choices)}.")
@@ -138,8 +138,12 @@ class Federation(Scoring, Checkpointing):
         self.threads = threads
         self.client_trainer = client_trainer or {}
         self.if_not_saved = if_not_saved
-        self.clients = {}
-        self.stacked, self.stack_size = engine == "stacked", int(stack_size)
+        self.engine = Local() if engine is None else copy.deepcopy(engine)  # what was given is as good for another run
+        self.scores = Scores(evaluate, higher_is_better or {})
+        self.round_log = RoundLog()
+        self._work: Work | None = None
+        self._losses: list[tuple[float, int]] = []
+        self._validated: dict[str, float] = {}
         self._given_seed = self.seed
         self._asked_to_stop = False
 
@@ -148,108 +152,97 @@ class Federation(Scoring, Checkpointing):
     def configure_callbacks(self) -> list[L.Callback]:
         """See that the Trainer's options suit a federation; of all hooks the one before Lightning's own checks."""
         check_outer(self.trainer)
+        refuse_processes(self.trainer)
         return []
 
-    def setup(self, stage: str) -> None:
-        """Build the clients and the server, once."""
-        if not isinstance(self.trainer.strategy, FederatedStrategy | SingleDeviceStrategy):
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data module that the Trainer was given."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, FederatedDataModule):
             raise ConfigError(
-                f"trainer.strategy: {type(self.trainer.strategy).__name__} trains copies of one model, one in each "
-                "process; give strategy=federated, which gives each some of the clients, or leave it out."
+                "A Federation needs a federated data module: "
+                "trainer.fit(federation, datamodule=CIFAR10(num_clients=20))."
             )
+        return data
+
+    def setup(self, stage: str) -> None:
+        """Let the engine make the clients, and make the server, once."""
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.if_not_saved)
-        data, device = self.data, self.trainer.strategy.root_device
-        self._meet(ranks_of(self.trainer))
-        if self.clients and data is not self._made_with:
+        data = self.data
+        if self._work is not None and data is not self._work.data:
             self._refuse_other_data(data)
         data.participants, data.validated = self.participants, self.validated
-        data.all_at_once = self.ranks.size > 1 or self.stacked  # processes meet once a round, and stacks are to be full
-        if not self.clients and self.ranks.size > 1 and device.type == "cpu":
-            data.hold_in(self.ranks.one_copy)
-        data.move_to(device)
-        if not self.clients:
-            check_share("federation.participation", self.participation, len(data.clients))
-            check_share("federation.evaluate_clients", self.evaluate_clients, len(data.clients))
-            if self.seed is None:
-                self.seed = self.ranks.of_first(torch.initial_seed())
-            keep_freed_memory()
-            self.draws = Draws(self.seed)
-            self._start_alike()
-            own = self.ranks.dealt({client: data.client(client).num_samples for client in data.clients})
-            self._made_with = data
-            for id in own:
-                self.clients[id] = self._build(id)
-                self._place_on(device, id)  # before the server takes its first tensors from them
-            self.engine = self._make_engine()
-            self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks)
-            self.coordinator.start({k: self._joined(k) for k in self.clients})
-            self.ranks.settle([tensor for client in self.clients.values() for tensor in client.shared_tensors()])
-            if self.evaluate == "global":
-                self.__dict__["global_model"] = GlobalModel(self._fresh(data.clients[0]), self.coordinator)
-            client = next(iter(self.clients.values()))
-            batch_size = getattr(data, "batch_size", None)
-            stacked = min(self.stack_size, len(self.clients)) if self.stacked else 1
-            # whatever is given, since this is the first look whether the learner can do with the data
-            threads = choose_threads(client.learner, client.spec.example, batch_size, stacked)
-            self.threads = self.threads or self.ranks.of_first(threads)  # others may add up in another order
-        self._place_on(device, *self.clients)
+        data.all_at_once = self.engine.all_at_once
+        data.move_to(self.trainer.strategy.root_device)
+        if self._work is None:
+            self._begin(data)
+        else:
+            self._work.trainer = self.trainer
+            self.engine.setup(self._work)
         if hasattr(self, "global_model"):
-            self.global_model.client.place_on(device)
-        summarize(self.trainer, self.clients, len(data.clients))
+            self.global_model.client.place_on(self.trainer.strategy.root_device)
+        summarize(self.trainer, self._described)
 
-    def _meet(self, ranks: Ranks) -> None:
-        """Take note of the processes of the run."""
-        if self.clients and ranks.size != self.ranks.size:
-            raise ConfigError(
-                f"trainer.devices: this federation's clients are spread over {self.ranks.size} processes, and the "
-                f"Trainer has {ranks.size}; give the same number, or a new Federation and ckpt_path."
-            )
-        self.ranks = ranks
-        if self.clients:
-            self.coordinator.ranks = ranks
-
-    def _make_engine(self) -> LocalEngine:
-        arguments: Any = self.clients, self.seed, self.local_epochs, self._make_trainer
-        return StackedEngine(*arguments, size=self.stack_size) if self.stacked else LocalEngine(*arguments)
-
-    def _place_on(self, device: torch.device, *clients: int) -> None:
-        first = next(iter(self.clients.values()))
-        for client in clients:
-            self.clients[client].place_on(device)
-            share_frozen(self.clients[client], first)
-
-    def _joined(self, client: int) -> ClientInfo:
-        with lent_trainer(self.clients[client], self.trainer):  # a learner may ask for one in its steps
-            return ClientInfo(self.data.client(client).num_samples, self.clients[client].joining())
-
-    def _build(self, client: int) -> Client:
-        module = self._fresh(client)
-        module.data = self.data.client(client)
-        return module
-
-    def _fresh(self, client: int) -> Client:
-        spec = ClientSpec.of(client, self.data.client(client), self.local_epochs)
-        with self.draws.torch("weights"):  # the same stream for all: common initial weights
-            return self.prototype.build(spec)
-
-    def _make_server(self) -> Any:
-        first = self.data.clients[0]
-        client = self.clients[first] if first in self.clients else self._build(first)
-        client.place_on(self.trainer.strategy.root_device)
+    def _begin(self, data: FederatedDataModule) -> None:
+        check_share("federation.participation", self.participation, len(data.clients))
+        check_share("federation.evaluate_clients", self.evaluate_clients, len(data.clients))
+        if self.seed is None:
+            self.seed = torch.initial_seed()
+        keep_freed_memory()
+        self.draws = Draws(self.seed)
+        work = Work(self.prototype, data, self.seed, self.local_epochs, self.client_trainer, self.trainer)
+        # a client that never trains: it makes the server, and stands for all where something is asked of any
+        example = work.fresh(data.clients[0], data.client(data.clients[0]))
         with self.draws.torch("server"):
-            return client.configure_server()
+            server = example.configure_server()
+        work.joined(example)
+        # whatever is given, since this is the first look whether the learner can do with the data
+        batch_size, stacked = getattr(data, "batch_size", None), self.engine.stacked(len(data.clients))
+        threads = choose_threads(example.learner, example.spec.example, batch_size, stacked, self.engine.cores)
+        self.threads = work.threads = self.threads or threads
+        self.engine.setup(work)
+        self.coordinator = Coordinator(server, self.quorum)
+        self.coordinator.start(self.engine.joined())
+        if self.evaluate == "global":
+            self.__dict__["global_model"] = GlobalModel(work.fresh(data.clients[0]), self.coordinator)
+        self._described = described(example, len(data.clients))
+        self._work = work
 
-    def _start_alike(self) -> None:
-        """Take process 0's weights for a learner that was given: a script need not have drawn the same ones again."""
-        learner = self.prototype.learner
-        if self.ranks.size > 1 and learner is not None:
-            lazy = UninitializedParameter | UninitializedBuffer
-            tensors = [tensor for tensor in tensors_of(learner).values() if not isinstance(tensor, lazy)]
-            first = self.ranks.exchange(tensors=tensors)[0].tensors
-            with torch.no_grad():
-                for tensor, value in zip(tensors, first, strict=True):
-                    tensor.copy_(value)
+    @property
+    def clients(self) -> dict[int, Client]:
+        """The clients' modules by id that live in this process: all, with an engine that keeps them here.
+
+        For looking at; what is to work with any engine goes by :meth:`ask`.
+        """
+        return self.engine.clients
+
+    @property
+    def client_ids(self) -> list[int]:
+        """Ids of all clients, once set up."""
+        return [] if self._work is None else self._work.data.clients
+
+    def ask(
+        self, question: Callable[[Any], T], clients: Iterable[int] | None = None, as_scored: bool = False
+    ) -> dict[int, T]:
+        """Put a question to clients where they live; return their answers by id.
+
+        Args:
+            question: a function of a module, or a ``functools.partial`` of one: it may run in another process. It is
+                given a client, whose random draws are then its own, and leaves it as it is.
+            clients: ids of the clients to ask; by default all.
+            as_scored: whether they are asked in the state in which they are scored; otherwise as they are.
+
+        Raises:
+            ConfigError: when there is no such client.
+        """
+        there = self.client_ids
+        clients = there if clients is None else list(clients)
+        if unknown := set(clients).difference(there):
+            raise ConfigError(f"There is no client {min(unknown)}; there are {_some(there)}.")
+        replies = self.scores.replies(clients, self.coordinator) if as_scored else dict.fromkeys(clients)
+        return self.engine.ask(question, replies)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the server's step as an optimizer, so that a Trainer counts rounds as it counts steps."""
@@ -268,8 +261,7 @@ class Federation(Scoring, Checkpointing):
 
     def on_train_epoch_start(self) -> None:
         """Begin a round."""
-        self.engine.losses.clear()
-        self._validated = {}
+        self._losses, self._validated = [], {}
         self.coordinator.begin_round()
 
     def training_step(self, batch: list[int], batch_idx: int) -> None:
@@ -277,7 +269,7 @@ class Federation(Scoring, Checkpointing):
         # Clients choose their own precision. The cache would survive their optimizer steps, so it is off.
         with computing(self.threads), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
             try:
-                self.coordinator.train(self.engine, [client for client in batch if self._trains(client)])
+                self._train([client for client in batch if client not in self.engine.left])
                 if self.trainer.is_last_batch:
                     optimizer = self.optimizers()
                     assert not isinstance(optimizer, list)
@@ -286,13 +278,12 @@ class Federation(Scoring, Checkpointing):
                 self.engine.abort()
                 raise
 
-    def _trains(self, client: int) -> bool:
-        return client in self.clients and client not in self.engine.left
-
-    def _make_trainer(self, client: Client, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
-        assert self.seed is not None
-        planned = planned_rounds(self.trainer)
-        return client_trainer(client, self.trainer, self.client_trainer, loop, memory, planned, self.seed)
+    def _train(self, clients: Sequence[int]) -> None:
+        replies = {client: self.coordinator.reply(client) for client in clients}
+        trained = self.engine.train(replies, self.coordinator.round)
+        self.scores.trained.update(clients)
+        self._losses += [(one.loss, one.samples) for one in trained.values()]
+        self.coordinator.take_in({client: one.upload for client, one in trained.items()})
 
     def on_train_batch_end(self, outputs: Any, batch: list[int], batch_idx: int) -> None:
         """Put a stop off until the round is over: half a round is nothing that could be kept, scored or resumed."""
@@ -303,13 +294,10 @@ class Federation(Scoring, Checkpointing):
         """Log the round."""
         if self._asked_to_stop:
             self.trainer.should_stop, self._asked_to_stop = True, False
-        if self.clients.keys() == self.engine.left:
+        if set(self.client_ids) == self.engine.left:
             rank_zero_info("All clients have ended their training; the federation ends.")
             self.trainer.should_stop = True
-        # A callback may have stopped one of several processes only; they end together.
-        self.trainer.should_stop = any(told.words for told in self.ranks.exchange(self.trainer.should_stop))
-        losses = self.ranks.merged(self.engine.losses).values()
-        metrics = {"train/loss": mean_over_samples(losses), **self._validated, **self.traffic.of_round()}
+        metrics = {"train/loss": mean_over_samples(self._losses), **self._validated, **self.traffic.of_round()}
         self._log(metrics)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
 
@@ -325,7 +313,7 @@ class Federation(Scoring, Checkpointing):
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """What this process has spent on the server's side so far: ``aggregate`` and ``link``."""
+        """What has been spent on the server's side so far: ``aggregate`` and ``link``."""
         return self.coordinator.seconds
 
     def mixing(self) -> tuple[list[int], torch.Tensor] | None:
@@ -337,4 +325,142 @@ class Federation(Scoring, Checkpointing):
         if not self.trainer.fast_dev_run and self.trainer.limit_test_batches:  # type: ignore[attr-defined]
             self._test_last_round()
         self.engine.stop()
-        self._place_on(self.device, *self.clients)
+
+    # --------------------------------------------------------------------------------------------------------- scoring
+
+    @property
+    def rows(self) -> list[Row]:
+        """The scores of the latest evaluation."""
+        return self.scores.rows
+
+    @property
+    def higher_is_better(self) -> Mapping[str, bool]:
+        """By metric, whether higher values are better, of those of which it is known."""
+        return self.scores.higher_is_better
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin an evaluation."""
+        self.scores.rows = []
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch: list[int], batch_idx: int) -> None:
+        """Evaluate a set of clients on their validation data."""
+        self._evaluate(batch, self._validated_on)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log means over clients; to the loggers they go with the rest of the round."""
+        if not self.trainer.sanity_checking:
+            self._validated = self.scores.summary(self._validated_on)
+            self._log(self._validated, write=self.trainer.state.fn != "fit")  # in a fit, with the rest of the round
+
+    def test_step(self, batch: list[int], batch_idx: int) -> None:
+        """Evaluate a set of clients on their test data."""
+        self._evaluate(batch, "test")
+
+    def on_test_epoch_end(self) -> None:
+        """Log means over clients."""
+        self._log(self.scores.summary("test"), write=True)
+
+    def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Any]:
+        """Return what every client of the set predicts on its test data, by client id: (n, classes) logits, if tensors.
+
+        Predictions that are no tensors come as a list of batches.
+        """
+        return {
+            client: torch.cat(batches) if all(isinstance(x, torch.Tensor) for x in batches) else batches
+            for client, batches in self.ask(predicted, batch, as_scored=True).items()
+            if batches  # a client may have no test samples
+        }
+
+    def test_samples(self, client: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the (n,) places in the data set of a client's test samples, and their (n,) labels if they have any."""
+        data = self.data.client(client)
+        return samples_of(data.test), None if data.num_classes is None else labels_of(data.test)
+
+    def standalone(self, client: int) -> nn.Module:
+        """Return a copy of a client's personalized model as a network by itself, in the state in which it is scored."""
+        return self.ask(standalone, [client], as_scored=True)[client]
+
+    @cached_property
+    def _validated_on(self) -> Split:
+        assert self._work is not None
+        data = self._work.data
+        return "val" if any(has_batches(data.client(client).val) for client in data.clients) else "test"
+
+    def _evaluate(self, clients: Sequence[int], split: Split) -> None:
+        with computing(self.threads):
+            if self.evaluate == "global":
+                with scoring_draws(self.draws.seed):
+                    self.scores.score_global(self.global_model, self.data.everything(split), split, self.trainer)
+            else:
+                self.scores.score(self.engine, self.prototype.evaluated, clients, split, self.coordinator)
+
+    def _test_last_round(self) -> None:
+        if self.scores.are_of(self.client_ids, self.coordinator.round, "test"):
+            return  # there were no validation data, and nobody was left out
+        self.scores.rows = []
+        with torch.no_grad(), self.trainer.precision_plugin.test_step_context():  # as in a test by the Trainer
+            self._evaluate(self.client_ids, "test")
+        metrics = self.scores.summary("test")
+        self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
+        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+
+    def _log(self, metrics: Mapping[str, float], write: bool = False) -> None:
+        """Tell the Trainer and its callbacks; the loggers only if asked to."""
+        self.round_log.name_axes(self.trainer.loggers, metrics)
+        metrics = {"round": self.coordinator.round, **metrics}
+        # as tensors, since byte counts do not fit the 32 bits that Lightning gives to plain numbers
+        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+        self.log_dict(values, logger=None if write else False, batch_size=1)
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the whole federation, see :func:`~lit_pfl.federation.checkpoint.saved`."""
+        checkpoint["federation"] = saved(self._identity(), self.coordinator, self.engine)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the whole federation.
+
+        Raises:
+            ConfigError: when the checkpoint is of another run, or not whole. It names the first thing that differs.
+        """
+        names = ["method"]
+        if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
+            names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])
+        state = resume(checkpoint, self._identity(), names, self.coordinator, self.engine)
+        self.seed = self.draws.seed = state["seed"]
+        self.scores.trained = trained_in(state)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree in, first of all: what made the run, and whose data is whose."""
+        return {
+            "method": type(self.prototype).__name__,
+            "local_epochs": self.local_epochs,
+            "participation": self.participation,
+            "seed": self.seed,
+            "data": self._fingerprints,
+        }
+
+    @cached_property
+    def _fingerprints(self) -> dict[int, str]:
+        assert self._work is not None
+        data = self._work.data
+        return {client: fingerprint(data.client(client)) for client in data.clients}
+
+    def _refuse_other_data(self, data: FederatedDataModule) -> None:
+        """See that a data module is what the clients were made with, which they go on to train and to be scored on.
+
+        Raises:
+            ConfigError: when it holds other samples, or deals them otherwise.
+        """
+        if {client: fingerprint(data.client(client)) for client in data.clients} != self._fingerprints:
+            raise ConfigError(
+                "datamodule: the clients of this federation were made with other data, or other labels; give the "
+                "data module that they were made with, or a new Federation."
+            )
+
+
+def _some(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")

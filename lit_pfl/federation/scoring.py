@@ -1,165 +1,133 @@
-"""What a federation does where a Trainer validates, tests and predicts."""
+"""The scores of a federation's clients, or of the one model of all."""
 
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
-import torch
-from torch import nn
+import lightning as L
+from torch import Tensor
 
+from lit_pfl.core import Client
+from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.scores import Row, summary
-from lit_pfl.data import has_batches, labels_of, samples_of
-from lit_pfl.engines.threads import computing
+from lit_pfl.engines import Engine
+from lit_pfl.engines.questions import scored
 from lit_pfl.errors import ConfigError
-from lit_pfl.federation.global_model import GlobalModel
-from lit_pfl.federation.parts import Parts
-from lit_pfl.learners.scoring import Split
-from lit_pfl.randomness import scoring_draws
-from lit_pfl_callbacks.dashboard import RoundLog
+from lit_pfl.learners.scoring import Score, Split, score
+from lit_pfl.lightning_internals import lent_trainer
+
+State = Literal["before", "after", "global"]
 
 
-class Scoring(Parts):
-    """The part of a federation that scores clients, a batch being some of them."""
+class Scores:
+    """Scores clients, and keeps the scores of the latest evaluation.
 
-    evaluate: Literal["before", "after", "global"]
-    global_model: GlobalModel
-    seed: int | None
-    threads: int | None
+    Args:
+        state: in which state clients are scored: ``before`` or ``after`` aggregation; or ``global``, the one model of
+            all.
+        higher_is_better: the directions of metrics that do not say so themselves.
 
-    def __init__(self, higher_is_better: dict[str, bool]) -> None:
-        super().__init__()
-        self.higher_is_better = {"acc": True, **higher_is_better}
+    Attributes:
+        rows: a score a client and model.
+        higher_is_better: the directions of all metrics that are known.
+        trained: ids of the clients that have ever trained.
+    """
+
+    def __init__(self, state: State, higher_is_better: Mapping[str, bool]) -> None:
+        self.state = state
+        self.higher_is_better: dict[str, bool] = {"acc": True, **higher_is_better}
         self.rows: list[Row] = []
-        self.round_log = RoundLog()
-        self._validated: dict[str, float] = {}
+        self.trained: set[int] = set()
 
-    def on_validation_epoch_start(self) -> None:
-        """Begin an evaluation."""
-        self.rows = []
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def validation_step(self, batch: list[int], batch_idx: int) -> None:
-        """Evaluate a set of clients on their validation data."""
-        self._evaluate(batch, self._validated_on)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log means over clients; to the loggers they go with the rest of the round."""
-        self._gather_rows()
-        if not self.trainer.sanity_checking:
-            self._validated = summary(self.rows, self._validated_on, self.higher_is_better)
-            self._log(self._validated, write=self.trainer.state.fn != "fit")  # in a fit, with the rest of the round
-
-    def test_step(self, batch: list[int], batch_idx: int) -> None:
-        """Evaluate a set of clients on their test data."""
-        self._evaluate(batch, "test")
-
-    def on_test_epoch_end(self) -> None:
-        """Log means over clients."""
-        self._gather_rows()
-        self._log(summary(self.rows, "test", self.higher_is_better), write=True)
-
-    def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Any]:
-        """Return what every client of the set predicts on its test data, by client id: (n, classes) logits, if tensors.
-
-        Predictions that are no tensors come as a list of batches.
-        """
-        own = [client for client in batch if client in self.clients]
-        predicted = {client: self.engine.predict(client, self._shown_with(client)) for client in own}
-        joined = {
-            client: torch.cat(batches) if all(isinstance(x, torch.Tensor) for x in batches) else batches
-            for client, batches in predicted.items()
-            if batches  # a client may have no test samples
-        }
-        return self.from_all_ranks(joined) if self.ranks.size > 1 else joined
-
-    def from_all_ranks(self, tensors: dict[int, Any]) -> dict[int, Any]:
-        """Return tensors of clients by id: at process 0 those of all processes' clients, elsewhere of its own.
-
-        Raises:
-            ConfigError: when they are no tensors.
-        """
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-            raise ConfigError("trainer.devices: only tensors can be gathered from several processes; give 1.")
-        told = self.ranks.exchange(list(tensors), list(tensors.values()), only_to=0)
-        pairs = [pair for one in told for pair in zip(one.words, one.tensors, strict=False)]
-        return dict(sorted((client, tensor.clone()) for client, tensor in pairs))
-
-    def test_samples(self, client: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the (n,) places in the data set of a client's test samples, and their (n,) labels if they have any."""
-        data = self.data.client(client)
-        return samples_of(data.test), None if data.num_classes is None else labels_of(data.test)
-
-    def standalone(self, client: int) -> nn.Module:
-        """Return a copy of a client's personalized model as a network by itself, in the state in which it is scored."""
-        if client not in self.clients:
-            raise ConfigError(f"There is no client {client}; there are {_some(list(self.clients))}.")
-        return self.engine.standalone(client, self._shown_with(client))
-
-    @cached_property
-    def _validated_on(self) -> Split:
-        own = {k: has_batches(client.data.val) for k, client in self.clients.items() if client.data}
-        return "val" if any(self.ranks.merged(own).values()) else "test"
-
-    def _evaluate(self, clients: list[int], split: Split) -> None:
-        with computing(self.threads):
-            if self.evaluate == "global":
-                if self.ranks.rank != 0 or self.rows:  # once is enough
-                    return
-                assert self.seed is not None
-                with scoring_draws(self.seed):
-                    score = self.global_model.score(self.data.everything(split), split, self.trainer)
-                if score is not None:
-                    self.rows = [Row(GlobalModel.ID, self.coordinator.round, split, "global", score.n, score.values)]
-                return
-            for client in [client for client in clients if client in self.clients]:
-                for model in self.clients[client].evaluated:
-                    score = self.engine.evaluate(client, model, split, self._shown_with(client))
-                    self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
-                    kind = f"{model}:{self._when(client)}"
-                    self.rows.append(
-                        Row(client, self.coordinator.round, split, kind, score.n, score.values, score.sizes)
-                    )
-
-    def _gather_rows(self) -> None:
-        """Take in the scores of all processes, in the order of clients."""
-        if self.ranks.size == 1:
-            return
-        told = [told.words for told in self.ranks.exchange((self.rows, self.higher_is_better))]
-        self.rows = sorted((Row(*row) for rows, _ in told for row in rows), key=lambda row: row.client)
-        for _, higher_is_better in told:
-            self.higher_is_better = {**higher_is_better, **self.higher_is_better}
-
-    def _when(self, client: int) -> str:
-        """Return in which state a client is evaluated, for ``clients.csv``."""
-        return self.evaluate if self.engine.has_trained(client) else "joining"
-
-    def _shown_with(self, client: int) -> Payload | None:
-        """Return what a client loads before it is evaluated."""
-        if self.evaluate == "before" and self.engine.has_trained(client):
+    def reply(self, client: int, coordinator: Coordinator) -> Payload | None:
+        """Return what a client loads before it is scored; None where it is scored as it is."""
+        if self.state == "before" and client in self.trained:
             return None
-        return self.coordinator.server.evaluation_reply(client)
+        return coordinator.server.evaluation_reply(client)
 
-    def _test_last_round(self) -> None:
-        everybody = {GlobalModel.ID} if self.evaluate == "global" else {*self.data.clients}
-        if {row[:3] for row in self.rows} == {(client, self.coordinator.round, "test") for client in everybody}:
-            return  # there were no validation data, and nobody was left out
-        self.rows = []
-        with torch.no_grad(), self.trainer.precision_plugin.test_step_context():  # as in a test by the Trainer
-            self._evaluate(list(self.clients), "test")
-        self._gather_rows()
-        metrics = summary(self.rows, "test", self.higher_is_better)
-        self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
-        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+    def replies(self, clients: Iterable[int], coordinator: Coordinator) -> dict[int, Payload | None]:
+        """Return :meth:`reply` of several clients, by id."""
+        return {client: self.reply(client, coordinator) for client in clients}
 
-    def _log(self, metrics: dict[str, float], write: bool = False) -> None:
-        """Tell the Trainer and its callbacks; the loggers only if asked to."""
-        self.round_log.name_axes(self.trainer.loggers, metrics)
-        metrics = {"round": self.coordinator.round, **metrics}
-        # as tensors, since byte counts do not fit the 32 bits that Lightning gives to plain numbers
-        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-        self.log_dict(values, logger=None if write else False, batch_size=1)
+    def score(
+        self, engine: Engine, models: Sequence[str], clients: Sequence[int], split: Split, coordinator: Coordinator
+    ) -> None:
+        """Score clients on their own data and add the rows.
+
+        Args:
+            engine: where they live.
+            models: names of their models that are scored.
+            clients: their ids.
+            split: which data.
+            coordinator: the server's side.
+        """
+        replies = self.replies(clients, coordinator)
+        found = {model: engine.ask(partial(scored, model, split), replies) for model in models}
+        for client in clients:
+            when = self.state if client in self.trained else "joining"
+            for model, scores in found.items():
+                one = scores[client]
+                self.higher_is_better = {**one.higher_is_better, **self.higher_is_better}
+                self.rows.append(Row(client, coordinator.round, split, f"{model}:{when}", one.n, one.values, one.sizes))
+
+    def score_global(self, model: "GlobalModel", batches: Iterable[Any], split: Split, trainer: L.Trainer) -> None:
+        """Score the one model of all, once an evaluation; see :meth:`GlobalModel.score`."""
+        if not self.rows and (one := model.score(batches, split, trainer)) is not None:
+            self.rows = [Row(GlobalModel.ID, model.coordinator.round, split, "global", one.n, one.values)]
+
+    def are_of(self, clients: Iterable[int], round: int, split: Split) -> bool:
+        """Say whether the rows are these clients', of this round and these data."""
+        everybody = {GlobalModel.ID} if self.state == "global" else set(clients)
+        return {row[:3] for row in self.rows} == {(client, round, split) for client in everybody}
+
+    def summary(self, split: Split) -> dict[str, float]:
+        """Return means over clients, see :func:`~lit_pfl.core.scores.summary`."""
+        return summary(self.rows, split, self.higher_is_better)
 
 
-def _some(ids: list[int]) -> str:
-    return ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
+class GlobalModel:
+    """The one model of all, for methods that have one: a network beside the clients' that is given what the server has.
+
+    Args:
+        client: a client of the method with nothing but fresh weights.
+        coordinator: of the federation.
+
+    Raises:
+        ConfigError: when the method has no such model, or not all of it.
+    """
+
+    #: what stands for a client's id where the scores of the global model are
+    ID = -1
+
+    def __init__(self, client: Client, coordinator: Coordinator) -> None:
+        self.client, self.coordinator = client, coordinator
+        self._get()
+
+    def _get(self) -> Mapping[str, Tensor]:
+        method, model = type(self.client).__name__, self.coordinator.server.global_model()
+        if model is None:
+            raise ConfigError(f"federation.evaluate=global: {method} has no model of all; use before or after.")
+        expected = [name for name in self.client.roles() if name not in self.client.frozen]
+        lacking = [name for name in expected if name not in model] if model else []
+        if lacking:
+            hint = "; set model.norm_stats=averaged" if "running" in lacking[0] else ""
+            raise ConfigError(
+                f"federation.evaluate=global: with {method} every client has a {lacking[0]!r} of its own{hint}."
+            )
+        return model
+
+    def score(self, batches: Iterable[Any], split: Split, trainer: L.Trainer) -> Score | None:
+        """Score it as it is now; None if the server has not finished one yet.
+
+        Args:
+            batches: the samples.
+            split: which of them.
+            trainer: whom the learner may ask how things are.
+        """
+        model = self._get()
+        if not model:
+            return None
+        self.client.load_global(model)
+        with lent_trainer(self.client, trainer):
+            return score(self.client.learner, batches, split)

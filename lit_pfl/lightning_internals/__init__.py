@@ -24,7 +24,6 @@ from lit_pfl.lightning_internals.hooks import (
     show_scores,
     told_evaluating,
 )
-from lit_pfl.lightning_internals.launcher import ScriptLauncher
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
 from lit_pfl.lightning_internals.undisturbed import undisturbed
 
@@ -34,7 +33,6 @@ __all__ = [
     "MemoryCheckpointIO",
     "NoProfiler",
     "QuickModule",
-    "ScriptLauncher",
     "forget_scores",
     "hand_down_trainer",
     "hand_up_hparams",

@@ -12,8 +12,8 @@ from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.encoding import Layout
 from lit_pfl.core.payload import FROM_FACTORS, Payload, Upload, as_payload
 from lit_pfl.core.server import ClientInfo, Server
-from lit_pfl.engines.processes import Processes
 from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.links.processes import Processes
 from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.federated_loop import JoinInfo
 

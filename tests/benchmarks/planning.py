@@ -3,8 +3,8 @@
     python tests/benchmarks/planning.py
 
 The costs are those of FedAvg with job C of ``speed.py``: a CNN, 64 images a client, batches of 16, one local epoch, one
-thread a process. Bytes are exact. Memory is that of clients which have all trained, with plain SGD; several machines
-hold a round's uploads once more each. Seconds are those of training, of the server's mean and of bringing
+thread a process. Bytes are exact. Memory is that of clients which have all trained, with plain SGD; machines
+hold the uploads of a round once more. Seconds are those of training, of the server's mean and of bringing
 uploads together, one after another.
 """
 
@@ -18,7 +18,7 @@ import lightning as L
 import torch
 from speed import JOBS, Images, federation, read
 
-from lit_pfl.engines.shared_memory import Shape, SharedMemory, side_by_side, size_of_all
+from lit_pfl.engines.parcels import packed
 
 GIGABIT = 1e9 / 8
 #: clients, participants of a round, processes, machines, bytes a second between machines
@@ -40,7 +40,7 @@ class Costs(NamedTuple):
         payload: bytes of an upload, and of a reply.
         train: seconds for a client's round.
         mean: seconds for an upload's share in the server's step.
-        share: seconds to put an upload where other processes of the machine see it.
+        share: seconds to put an upload into the memory that a machine's processes share.
         client: bytes of memory for a client.
         process: bytes of memory for a process without clients.
     """
@@ -84,13 +84,11 @@ def measure(clients: int = 20, rounds: int = 5) -> Costs:
     watch = Watch()
     federation(Images(*read(name, None), clients, each, batch_size), backbone, 1, rounds + 1, watch)
     upload = watch.federation.clients[0].upload()
-    shapes, memory = [Shape.of(tensor) for tensor in upload.values()], SharedMemory()
-    there = memory.sized(size_of_all(shapes))
     seconds = []
     for _ in range(20):
         began = time.perf_counter()
-        for place, tensor in zip(side_by_side(shapes, there), upload.values(), strict=True):
-            place.copy_(tensor)
+        for array in packed(upload).tensors:
+            array.copy()
         seconds.append(time.perf_counter() - began)
     step = median(watch.steps[1:]) / clients
     train = median(watch.rounds[1:]) / clients - step  # the first round starts the clients' Trainers
@@ -103,12 +101,11 @@ def planned(costs: Costs, clients: int, participants: int, processes: int, machi
     """Return a line of the table."""
     both_ways = 2 * participants * costs.payload
     memory = costs.process * processes / machines + clients * costs.client / machines
-    if machines > 1:  # all uploads of a round; on one machine everybody sees the clients' own memory
-        memory += participants * costs.payload
+    memory += participants * costs.payload / machines  # all uploads of a round
     train, mean = participants / processes * costs.train, participants * costs.mean
-    bring = participants / processes * costs.share if machines > 1 else 0.0
+    bring = participants / processes * costs.share if processes > 1 else 0.0
     if speed is not None:
-        bring += participants * costs.payload * (machines - 1) / machines / speed
+        bring += participants * costs.payload * (machines - 1) / machines / speed  # to the process of the server
     return (
         f"| {clients:,} | {participants:,} | {processes} on {machines} | {both_ways / 1e9:.2f} | {memory / 1e9:.1f} | "
         f"{train:.1f} | {mean:.2f} | {bring:.2f} |"

@@ -1,7 +1,7 @@
 """How much time a federation takes beyond the training itself, and how much memory beyond the clients' tensors.
 
     python tests/benchmarks/speed.py [A] [B] [C] [D] [tiny] [resnet] [table] [memory] [--root FOLDER] [--rounds N]
-        [--engine stacked] [--accelerator gpu]
+        [--engine Stacked] [--accelerator gpu]
 
 Every job is FedAvg with full participation, one local epoch a round, SGD with lr 0.01 and no evaluation, 400 batches a
 round (40 for ResNet-9). The federation and a bare PyTorch loop that does the same work on the same resident images take
@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
 from lit_pfl.data import FederatedDataModule, ImageDataModule, ImageSet, Partition, PerClient
+from lit_pfl.engines import Engine, Local, Stacked
 from lit_pfl.methods import FedAvg
 from lit_pfl.models import CNN, MLP, Backbone, ResNet9
 
@@ -181,8 +182,7 @@ def run(
     threads: int | None,
     rounds: int,
     *callbacks: Any,
-    engine: Any = "local",
-    stack_size: int = 32,
+    engine: Engine | None = None,
     **options: Any,
 ) -> None:
     trainer = L.Trainer(
@@ -190,7 +190,7 @@ def run(
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
         **{"accelerator": "cpu", **options},
     )  # fmt: skip
-    made = Federation(method, seed=1, threads=threads, engine=engine, stack_size=stack_size)
+    made = Federation(method, seed=1, threads=threads, engine=engine)
     made.on_fit_end = lambda: made.engine.stop()  # type: ignore[method-assign]  # without the test at the end
     trainer.fit(made, datamodule=data)
 
@@ -307,7 +307,7 @@ if __name__ == "__main__":
     parser.add_argument("jobs", nargs="*", help="default: all")
     parser.add_argument("--root", help="folder with the data sets")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that are timed")
-    parser.add_argument("--engine", choices=["local", "stacked"], default="local")
+    parser.add_argument("--engine", choices=["Local", "Stacked"], default="Local")
     parser.add_argument("--stack_size", type=int, default=32)
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--resident", type=int, help=argparse.SUPPRESS)
@@ -319,8 +319,8 @@ if __name__ == "__main__":
     print("| job | work | bare loop, ms a batch | federation, ms a batch | ratio |\n|---|---|---|---|---|")
     for job in chosen:
         if job in JOBS:
-            engine = {"engine": options.engine, "stack_size": options.stack_size}
-            speed(job, options.root, options.rounds, options.accelerator, **engine)
+            engine = Stacked(options.stack_size) if options.engine == "Stacked" else Local()
+            speed(job, options.root, options.rounds, options.accelerator, engine=engine)
     if "table" in chosen:
         table(options.rounds)
     if "memory" in chosen:

@@ -59,7 +59,7 @@ class Group(Line):
     def __init__(self) -> None:
         super().__init__()
         self.members = nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
-        self.clients = dict(enumerate(self.members))
+        self.client_ids, self.clients = [0, 1, 2], dict(enumerate(self.members))
         self.traffic = Counted()
         self.seconds = {"aggregate": 0.0, "link": 0.0}
         self.rows: list[Score] = []
@@ -91,8 +91,8 @@ class Group(Line):
     def embedding(self, client: int) -> torch.Tensor:
         return torch.tensor([float(client), client**2 - 1.0, 1.0, float(self.current_epoch)])
 
-    def standalone(self, client: int) -> nn.Module:
-        return self.clients[client]
+    def ask(self, question: Any, clients: Any = None, as_scored: bool = False) -> dict[int, Any]:
+        return {client: question(self.clients[client]) for client in (self.client_ids if clients is None else clients)}
 
 
 def batches() -> DataLoader:

@@ -31,7 +31,7 @@ def test_some_clients_of_many(tmp_path):
     }  # fmt: skip
     trainer(tmp_path / "one", 1, [PersonalizedModels([1])]).fit(group, batches())
     [path] = (tmp_path / "one" / "run" / "models").iterdir()
-    assert torch.equal(load_file(path)["weight"], group.clients[1].weight)
+    assert torch.equal(load_file(path)["weight"], group.members[1].weight)
 
 
 def test_loggers_are_told_the_scores_of_these_models_and_no_other_ones(tmp_path):

@@ -14,7 +14,7 @@ from lit_pfl_callbacks import (
     RoundTimer,
     SparsityMonitor,
 )
-from lit_pfl_callbacks.protocols import HasClients, HasModels, HasScores, HasSeconds, HasTraffic
+from lit_pfl_callbacks.protocols import HasClients, HasScores, HasSeconds, HasTraffic
 
 
 class Own(Line):
@@ -22,8 +22,8 @@ class Own(Line):
 
     def __init__(self):
         super().__init__()
-        self.clients, self.rows, self.higher_is_better, self.traffic, self.seconds = 3, 4, True, 0.5, 2.0
-        self.mixing, self.standalone, self.roles, self.weight_parts = 0.1, False, ["a"], "none"
+        self.client_ids, self.rows, self.higher_is_better, self.traffic, self.seconds = 3, 4, True, 0.5, 2.0
+        self.mixing, self.ask, self.roles, self.weight_parts = 0.1, False, ["a"], "none"
         self.hidden = nn.Linear(3, 3)
 
     def forward(self, x):
@@ -45,7 +45,7 @@ def test_attributes_of_other_kinds_are_the_module_s_own(tmp_path):
     assert (tmp_path / "run" / "models" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("protocol", [HasClients, HasModels, HasScores, HasSeconds, HasTraffic])
+@pytest.mark.parametrize("protocol", [HasClients, HasScores, HasSeconds, HasTraffic])
 def test_what_is_of_the_kind_is_told(protocol):
     assert isinstance(Group(), protocol)
     assert not isinstance(Own(), protocol)

@@ -374,16 +374,6 @@ def test_the_checkpoints_before_the_last_are_kept_and_a_damaged_one_offers_the_o
     assert "The one before" not in typed(capsys, *words, "2", "--ckpt_path", str(last)).errors[0]
 
 
-def test_a_cut_off_run_s_own_configuration_begins_it_anew_in_two_processes(run):
-    """The second process reads it after the first has taken the folder."""
-    shutil.copy(run / "config.yaml", made("cut"))
-    words = ["fit", "--config", "cut/config.yaml", "--folder", "cut", "--trainer.devices", "2"]
-    came = subprocess.run([sys.executable, "-m", "lit_pfl", *words], capture_output=True, text=True, timeout=120)
-    assert came.returncode == 0, came.stderr
-    assert Path("cut/clients.csv").read_bytes() == (run / "clients.csv").read_bytes()
-    assert Path("cut/config.cut_off.yaml").read_bytes() == (run / "config.yaml").read_bytes()
-
-
 def test_of_two_that_begin_in_one_folder_at_once_one_is_told_so(capsys, monkeypatch):
     def after_the_other(logger):
         held.append(os.open(made("both"), os.O_RDONLY))

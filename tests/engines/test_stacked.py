@@ -8,6 +8,7 @@ from torch import nn
 from lit_pfl import Federation
 from lit_pfl import methods as M
 from lit_pfl.data import ClassShards, Dirichlet
+from lit_pfl.engines import Local, Stacked
 from lit_pfl.engines.stack import Epoch, Stack, train_together
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.tensors import tensors_of
@@ -24,12 +25,12 @@ class Normed(Parts):
         super().__init__(body, nn.Linear(16, classes))
 
 
-def both(method, rounds=3, data=None, **options):
+def both(method, rounds=3, data=None, size=32, **options):
     """Return a federation that was trained one client after another, and one that was trained stacked."""
     make = {"backbone": Normed, **options.pop("model", {})}
     return [
         run(client(method, **make), (data or digits)(), rounds=rounds, engine=engine, **options)
-        for engine in ("local", "stacked")
+        for engine in (Local(), Stacked(size))
     ]
 
 
@@ -88,7 +89,7 @@ def test_clients_may_have_any_number_of_batches_and_take_part_at_times(optimizer
         model={"optimizer": optimizer, "backbone": GroupNet},
         participation=0.5,
         local_epochs=2,
-        stack_size=4,
+        size=4,
     )
     assert len({len(one.data.client(k).train) for k in one.clients}) > 3
     assert_close(one, stacked)
@@ -183,17 +184,17 @@ def test_a_stack_is_what_trains(monkeypatch):
     sizes = []
     of = Stack.of
     monkeypatch.setattr(Stack, "of", lambda epochs: sizes.append(len(epochs)) or of(epochs))
-    run(client(M.FedAvg, backbone=Normed), digits(5), rounds=2, engine="stacked", stack_size=3)
+    run(client(M.FedAvg, backbone=Normed), digits(5), rounds=2, engine=Stacked(size=3))
     assert sizes == [3, 2, 3, 2]
 
 
 @pytest.mark.parametrize("method", [M.Ditto, M.APFL, M.FedProx, M.FedDyn, M.Scaffold, M.PerFedAvg, M.FedSLR])
 def test_methods_with_more_than_a_learners_loss_are_refused(method):
     with pytest.raises(
-        ConfigError, match=rf"^federation\.engine=stacked: {method.__name__} minimises more than its"
+        ConfigError, match=rf"^federation\.engine=Stacked: {method.__name__} minimises more than its"
     ) as e:
-        run(client(method, backbone=Normed, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), engine="stacked")
-    assert str(e.value).endswith("use federation.engine=local.")
+        run(client(method, backbone=Normed, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), engine=Stacked())
+    assert str(e.value).endswith("use federation.engine=Local.")
     assert "\n" not in str(e.value)
 
 
@@ -244,16 +245,16 @@ class StepSchedule(M.FedAvg):
     ],
 )
 def test_what_is_about_single_clients_is_refused(method, model, options, reason):
-    with pytest.raises(ConfigError, match=rf"^federation\.engine=stacked: {reason}") as error:
-        run(client(method, **{"backbone": Normed, **model}), engine="stacked", **options)
-    assert str(error.value).endswith("use federation.engine=local.")
+    with pytest.raises(ConfigError, match=rf"^federation\.engine=Stacked: {reason}") as error:
+        run(client(method, **{"backbone": Normed, **model}), engine=Stacked(), **options)
+    assert str(error.value).endswith("use federation.engine=Local.")
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("engines", [("stacked", "stacked"), ("local", "stacked"), ("stacked", "local")])
+@pytest.mark.parametrize("engines", [(Stacked, Stacked), (Local, Stacked), (Stacked, Local)])
 def test_a_run_resumes_in_either_engine(tmp_path, engines):
     def federation(engine):
-        return Federation(client(M.SimFed, backbone=Normed), seed=3, threads=1, engine=engine)
+        return Federation(client(M.SimFed, backbone=Normed), seed=3, threads=1, engine=engine())
 
     def fit(made, rounds, **options):
         fitting = trainer(rounds, enable_checkpointing=False)
@@ -280,5 +281,5 @@ def test_a_client_that_runs_away_costs_the_others_nothing():
     with pytest.warns(UserWarning, match="Client 1: .* NaN or infinity"):
         one = run(client(Spoilt, backbone=Normed), rounds=3)
     with pytest.warns(UserWarning, match="Client 1: .* NaN or infinity"):
-        stacked = run(client(Spoilt, backbone=Normed), rounds=3, engine="stacked")
+        stacked = run(client(Spoilt, backbone=Normed), rounds=3, engine=Stacked())
     assert_close(one, stacked)

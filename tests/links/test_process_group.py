@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_pfl import Payload
+from lit_pfl import Federation, Payload
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import ProcessGroupLink
 from lit_pfl_callbacks import JoinInfo
-from tiny import assert_equal
+from tiny import assert_equal, digits, trainer
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples" / "torchrun"
 sys.path.append(str(EXAMPLES))
+sys.path.append(str(HERE))
+from methods_on_link import CLIENTS, METHODS, PARTICIPATION, ROUNDS, SEED  # noqa: E402
 from project import MyModule, my_data  # noqa: E402
 
 
@@ -183,3 +185,17 @@ def test_an_upload_that_is_none_is_refused_by_client_and_its_process_is_told(nam
     link.exchange(W)
     assert not link.coordinator.refused
     assert b'"refused": null' in wire.sent[-1]
+
+
+@pytest.mark.slow
+def test_a_client_a_process_ends_as_all_in_one(tmp_path):
+    """What a federation in one process makes of the same clients, of methods with all that methods have."""
+    torchrun(CLIENTS, HERE / "methods_on_link.py", tmp_path, *METHODS)
+    for name, make in METHODS.items():
+        federation = Federation(make(), seed=SEED, threads=1, participation=PARTICIPATION)
+        trainer(ROUNDS).fit(federation, datamodule=digits(CLIENTS))
+        found = [torch.load(tmp_path / f"{name}.{rank}", weights_only=False) for rank in range(CLIENTS)]
+        assert_equal({k: c.state_dict() for k, c in federation.clients.items()}, {
+            client: state for part in found for client, state in part["clients"].items()
+        }, name)  # fmt: skip
+        assert_equal(federation.coordinator.state_dict(), found[0]["coordinator"], name)

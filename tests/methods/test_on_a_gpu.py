@@ -9,6 +9,7 @@ import torch
 from test_every_method import METHODS, configured
 
 from lit_pfl import Federation
+from lit_pfl.engines import Stacked
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.testing import MethodTester
 from lit_pfl.testing.method_tester import LOCAL_EPOCHS, BackToFront, digits, trainer, weights
@@ -81,4 +82,4 @@ def test_the_order_of_clients_does_not_matter(device, name):
 
 @pytest.mark.parametrize(("device", "name"), [place for place in PLACES if place.values[1] in FEW])
 def test_stacked_clients_come_to_what_they_would_one_after_another(device, name):
-    assert_alike(fit(device, name, 2, engine="stacked"), fit(device, name, 2), 1e-4 if device == "cpu" else 1e-3)
+    assert_alike(fit(device, name, 2, engine=Stacked()), fit(device, name, 2), 1e-4 if device == "cpu" else 1e-3)

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_pfl_callbacks.batches import logits_in
-from lit_pfl_callbacks.features.classifiers import check_logits, classifiers, labelled, layers_of, looked, one_process
+from lit_pfl_callbacks.features.classifiers import check_logits, labelled, layers_of, looked
 from lit_pfl_callbacks.features.measures import (
     class_preferences,
     preference_shares,
@@ -37,8 +37,8 @@ class FeatureAlignment(L.Callback):
     It works on any LightningModule that is a classifier: its ``forward`` maps a batch's inputs to (B, classes) logits.
     Inputs and (B,) labels are a batch's first two entries, or those of a dict that have usual names, such as ``image``
     and ``label``. Validation data are used, or training data where there are none. A module that is no such classifier
-    is not measured, which a warning says. A federation tells its ``clients``, modules by id with their ``data``; then
-    each is measured on its own.
+    is not measured, which a warning says. A federation tells its clients
+    (:class:`~lit_pfl_callbacks.protocols.HasClients`), modules with their ``data``; then each is measured on its own.
 
     Args:
         every_n_epochs: epochs, or rounds, between two measurements; by default the end of the training alone.
@@ -82,7 +82,6 @@ class FeatureAlignment(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look whether it can measure, and go on with its files."""
-        one_process(trainer, pl_module, "FeatureAlignment")
         for name in ("features.csv", "preferences.csv") if writes(trainer) else ():
             checked_rows(run_folder(trainer) / name, ["epoch"], "epoch")
 
@@ -107,11 +106,11 @@ class FeatureAlignment(L.Callback):
             self.rows = read_rows_before(path, epoch, "epoch") if keeps(trainer) else []
             self._neurons = read_rows_before(neurons_path, epoch, "epoch") if keeps(trainer) else []
         new: list[dict[str, Any]] = []
-        for client, module, batches in classifiers(trainer, pl_module):
-            look = partial(measure_features, module, batches, self.batches, **self.names)
-            measured = looked(trainer, pl_module, self, look)
-            if measured is None:
-                return
+        look: Any = partial(measure_features, limit=self.batches, **self.names)  # type: ignore[arg-type]
+        found = looked(trainer, pl_module, self, look)
+        if found is None:
+            return
+        for client, measured in found.items():
             for position, (layer, preferences) in enumerate(measured.items(), start=1):
                 where = {"epoch": epoch, "client": client, "position": position, "layer": layer}
                 new.append({

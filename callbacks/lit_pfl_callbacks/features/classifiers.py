@@ -1,8 +1,9 @@
 """The classifiers that a Trainer trains: a module, or the clients of a federation, with batches and layers."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning as L
@@ -16,20 +17,6 @@ from lit_pfl_callbacks.protocols import HasClients
 from lit_pfl_callbacks.waiting import waits
 
 T = TypeVar("T")
-
-
-def classifiers(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[tuple[int | str, Any, Iterable[Any]]]:
-    """Return the modules to look at, each with a client's id, or "" if it is none, and its batches.
-
-    These are validation data, or training data where there are none.
-    """
-    if isinstance(pl_module, HasClients):
-        clients: Mapping[int, Any] = pl_module.clients
-        for client, module in clients.items():
-            yield client, module, module.data.val if len(module.data.val) else module.data.train
-        return
-    loaders = _first(trainer.val_dataloaders) or _first(trainer.train_dataloader)
-    yield "", pl_module, _transferred(trainer, pl_module, loaders)
 
 
 def _first(loaders: Any) -> list[Any]:
@@ -59,27 +46,43 @@ def validating(trainer: L.Trainer) -> Iterator[None]:
         trainer.state.stage = stage
 
 
-def looked(trainer: L.Trainer, pl_module: L.LightningModule, asker: L.Callback, look: Callable[[], T]) -> T | None:
-    """Return what a look at a classifier gives; of a module by itself that is none, None and a warning."""
+def looked(
+    trainer: L.Trainer,
+    pl_module: L.LightningModule,
+    asker: L.Callback,
+    look: Callable[[Any, Iterable[Any]], T],
+    clients: Sequence[int] | None = None,
+    as_scored: bool = False,
+) -> dict[int | str, T] | None:
+    """Return what a look at every classifier gives, by client id, or under "" for a module by itself.
+
+    Args:
+        trainer: the Trainer.
+        pl_module: a module, or one that tells its clients.
+        asker: the callback that asks.
+        look: a function of a classifier and its batches: validation data, or training data where there are none.
+        clients: whom to look at; by default all.
+        as_scored: whether clients are looked at in the state in which they are scored.
+
+    Returns:
+        The answers; None, and a warning, for a module by itself that is no classifier.
+    """
     if isinstance(pl_module, HasClients):
-        return look()
+        answers: dict[int | str, T] = {}
+        answers.update(pl_module.ask(partial(_of_client, look), clients, as_scored).items())
+        return answers
+    loaders = _first(trainer.val_dataloaders) or _first(trainer.train_dataloader)
     try:
         with validating(trainer):
-            return look()
+            return {"": look(pl_module, _transferred(trainer, pl_module, loaders))}
     except Exception as error:  # whatever somebody's forward makes of inputs alone: it must not end a whole training
         why = error if isinstance(error, MisconfigurationException) else f"{type(error).__name__}: {error}"
         waits(trainer, asker, f"a classifier ({' '.join(str(why).split()).rstrip('.')})")
         return None
 
 
-def one_process(trainer: L.Trainer, pl_module: L.LightningModule, asker: str) -> None:
-    """Refuse a federation whose clients are spread over several processes.
-
-    Raises:
-        MisconfigurationException: naming the callback that asks.
-    """
-    if trainer.world_size > 1 and isinstance(pl_module, HasClients):
-        raise MisconfigurationException(f"{asker} measures clients of one process: trainer.devices=1.")
+def _of_client(look: Callable[[Any, Iterable[Any]], T], client: Any) -> T:
+    return look(client, client.data.val if len(client.data.val) else client.data.train)
 
 
 def labelled(

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_pfl_callbacks.batches import logits_in
-from lit_pfl_callbacks.features.classifiers import check_logits, classifiers, labelled, layers_of, looked, one_process
-from lit_pfl_callbacks.protocols import HasClients, HasModels
+from lit_pfl_callbacks.features.classifiers import check_logits, labelled, layers_of, looked
+from lit_pfl_callbacks.protocols import HasClients
 from lit_pfl_callbacks.rounds import writes
 from lit_pfl_callbacks.run_folder import run_folder, write_rows
 from lit_pfl_callbacks.tensors import evaluating
@@ -28,8 +28,8 @@ class FeatureMap(L.Callback):
     near each other. How far apart groups are, and how wide, means little.
 
     It works on any LightningModule that is a classifier, as :class:`~lit_pfl_callbacks.FeatureAlignment` says it, and
-    on validation data, or on training data where there are none. A federation tells its ``clients``; of each its
-    personalized model is looked at (:class:`~lit_pfl_callbacks.protocols.HasModels`).
+    on validation data, or on training data where there are none. A federation tells its clients
+    (:class:`~lit_pfl_callbacks.protocols.HasClients`); of each its personalized model is looked at.
 
     Args:
         clients: ids of those that are looked at; by default the first four. A federation's only.
@@ -64,8 +64,7 @@ class FeatureMap(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look whether it can draw what it is asked for."""
-        one_process(trainer, pl_module, "FeatureMap")
-        there = list(pl_module.clients) if isinstance(pl_module, HasClients) else []
+        there = list(pl_module.client_ids) if isinstance(pl_module, HasClients) else []
         if unknown := [client for client in self.clients or () if client not in there]:
             known = f"there are {there[0]} to {there[-1]}" if there else f"{type(pl_module).__name__} has none"
             raise MisconfigurationException(f"FeatureMap.clients: there is no client {unknown[0]}; {known}.")
@@ -75,14 +74,13 @@ class FeatureMap(L.Callback):
         if not trainer.is_global_zero:
             return
         self.rows = []
-        for number, (client, module, batches) in enumerate(classifiers(trainer, pl_module)):
-            if client != "" and (number >= 4 if self.clients is None else client not in self.clients):
-                continue
-            network = pl_module.standalone(int(client)) if isinstance(pl_module, HasModels) else module
-            found = looked(trainer, pl_module, self, partial(represented, network, batches, self.samples, **self.names))
-            if found is None:
-                return
-            features, labels, predicted = found
+        chosen: list[int] | None = None
+        look: Any = represented
+        if isinstance(pl_module, HasClients):
+            ids, look = list(pl_module.client_ids), represented_by_its_model
+            chosen = ids[:4] if self.clients is None else [client for client in ids if client in self.clients]
+        found = looked(trainer, pl_module, self, partial(look, limit=self.samples, **self.names), chosen, True)
+        for client, (features, labels, predicted) in (found or {}).items():
             if len(features) < FEWEST or not features.isfinite().all():
                 whose = f"client {client}" if client != "" else type(pl_module).__name__
                 rank_zero_warn(f"FeatureMap leaves out {whose}: fewer than {FEWEST} samples, or features not finite.")
@@ -92,6 +90,12 @@ class FeatureMap(L.Callback):
                 self.rows.append({"client": client, "label": label, "predicted": guess, **place})
         if self.rows and writes(trainer):
             write_rows(run_folder(trainer) / "feature_map.csv", self.rows)
+
+
+def represented_by_its_model(client: Any, batches: Iterable[Any], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return :func:`represented` of a client's model: of its ``standalone()``, if it has one."""
+    model = client.standalone() if callable(getattr(client, "standalone", None)) else client
+    return represented(model, batches, **options)
 
 
 def represented(

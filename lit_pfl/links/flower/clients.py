@@ -1,6 +1,7 @@
 """The clients of a SuperNode."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,18 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict, U
 from flwr.clientapp import ClientApp
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_pfl.core import Client, ClientSpec
-from lit_pfl.core.payload import FROM_FACTORS, Payload
+from lit_pfl.core import Client
+from lit_pfl.core.payload import FROM_FACTORS, Payload, as_payload
 from lit_pfl.data import ClientData
-from lit_pfl.engines.local import LocalEngine
+from lit_pfl.engines import Local, Work
+from lit_pfl.engines.questions import scored
 from lit_pfl.engines.threads import choose_threads, computing
-from lit_pfl.engines.trainers import check_client_options, client_trainer
+from lit_pfl.engines.trainers import check_client_options
 from lit_pfl.errors import UploadError
-from lit_pfl.lightning_internals import MemoryCheckpointIO
 from lit_pfl.links.flower.messages import SIZE, clients_in, pack, unpack
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.links.flower.states import States
 from lit_pfl.randomness import Draws
-from lit_pfl_callbacks import FederatedLoop
 
 MakeMethod = Callable[[UserConfig], Client]
 MakeData = Callable[[Context], Mapping[int, ClientData]]
@@ -115,23 +115,25 @@ class Node:
     ) -> None:
         self.prototype, self.data, self.plan, self.trainer = prototype, data, plan, trainer
         self.folder = Path(str(context.node_config.get("folder", "lit-pfl-clients")))
-        self.draws = Draws(plan.seed)
-        self.local_epochs = plan.local_epochs or prototype.min_local_epochs
-        self._options = options
+        epochs = plan.local_epochs or prototype.min_local_epochs
+        self.work = Work(prototype, self, plan.seed, epochs, options, trainer, plan.rounds)
 
-    def _build(self, client: int) -> Client:
-        data = self.data[client]
-        spec = ClientSpec.of(client, data, self.local_epochs)
-        with self.draws.torch("weights"):  # the same stream for all: common initial weights
-            module = self.prototype.build(spec)
-        module.data = data
-        module.place_on(self.trainer.strategy.root_device)
-        return module
+    @property
+    def clients(self) -> list[int]:
+        """Ids of the clients of this node."""
+        return list(self.data)
+
+    def client(self, client_id: int) -> ClientData:
+        """Return a client's data."""
+        return self.data[client_id]
 
     def join(self) -> RecordDict:
         """Return who lives here: numbers of samples, and what is shared before training."""
-        records = pack({client: self._build(client).joining() for client in self.data})
-        records["samples"] = MetricRecord({str(client): data.num_samples for client, data in self.data.items()})
+        engine = Local()
+        engine.setup(self.work)
+        infos = engine.joined()
+        records = pack({client: info.initial for client, info in infos.items()})
+        records["samples"] = MetricRecord({str(client): info.num_samples for client, info in infos.items()})
         return records
 
     def train(self, records: RecordDict) -> RecordDict:
@@ -151,12 +153,12 @@ class Node:
                     troubles[str(client)] = [f"Client {client}: a callback has ended its training.", ""]
                     continue
                 with self._computing(client, engine):
-                    upload = engine.train({client: reply}, completed)[client]
+                    upload, loss, n = engine.train({client: reply}, completed)[client]
                     if isinstance(upload, UploadError):
                         troubles[str(client)] = [str(upload), upload.tensor]
                     else:
-                        uploads[client] = upload
-                        losses[str(client)] = [float(x) for x in engine.losses[client]]
+                        uploads[client] = as_payload(upload)
+                        losses[str(client)] = [float(loss), float(n)]
                 states.keep(engine, completed + 1, answered)
             finally:
                 engine.abort()
@@ -173,7 +175,7 @@ class Node:
             reply = None if round else self._reply(records, int(client), engine)
             with self._computing(int(client), engine):
                 for model in engine.clients[int(client)].evaluated:
-                    score = engine.evaluate(int(client), model, "test", reply)
+                    score = engine.ask(partial(scored, model, "test"), {int(client): reply})[int(client)]
                     answer[f"{client}/{model}"] = MetricRecord(
                         {"n": score.n, **score.values, **{SIZE + name: value for name, value in score.sizes.items()}}
                     )
@@ -181,21 +183,19 @@ class Node:
         answer["higher_is_better"] = directions
         return answer
 
-    def _reply(self, records: RecordDict, client: int, engine: LocalEngine) -> Payload:
+    def _reply(self, records: RecordDict, client: int, engine: Local) -> Payload:
         own = sum(parameter.numel() for parameter in engine.clients[client].parameters())
         return unpack(records, client, limit=max(own, FROM_FACTORS)).to(self.trainer.strategy.root_device)
 
-    def _engine(self, client: int) -> LocalEngine:
+    def _engine(self, client: int) -> Local:
         if client not in self.data:
             raise UploadError(f"Client {client} is not at this node; its clients are {sorted(self.data)}.")
-        module = self._build(client)
-        module.initial()  # as when it joined, which may change shapes
-        return LocalEngine({client: module}, self.plan.seed, self.local_epochs, self._make_trainer)
+        engine = Local()
+        engine.setup(self.work, [client])
+        engine.clients[client].initial()  # as when it joined, which may change shapes
+        return engine
 
-    def _make_trainer(self, client: Client, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
-        return client_trainer(client, self.trainer, self._options, loop, memory, self.plan.rounds, self.plan.seed)
-
-    def _computing(self, client: int, engine: LocalEngine) -> Any:
+    def _computing(self, client: int, engine: Local) -> Any:
         data, learner = self.data[client], engine.clients[client].learner
         threads = self.plan.threads or choose_threads(learner, data.example, getattr(data.train, "batch_size", None))
         return computing(threads)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lit_pfl.engines.local import LocalEngine
+from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, read_whole
 
@@ -28,7 +28,7 @@ class States:
             raise ConfigError(f"The run's name must be letters and digits, not {run!r}.")
         self.folder, self.client = folder / run / f"client{client}", client
 
-    def take_up(self, engine: LocalEngine, answered: int) -> None:
+    def take_up(self, engine: Local, answered: int) -> None:
         """Put the client into the state after the last round that it has answered; 0 is before any.
 
         Raises:
@@ -44,7 +44,7 @@ class States:
             )
         engine.load_state_dict(read_whole(path))
 
-    def keep(self, engine: LocalEngine, round: int, answered: int) -> None:
+    def keep(self, engine: Local, round: int, answered: int) -> None:
         """Write the state after a round; forget all others but that which it began with, should the answer be lost."""
         AtomicCheckpointIO().save_checkpoint(engine.state_dict(), self._path(round))
         for path in self.folder.glob("round*.ckpt"):

@@ -1,4 +1,4 @@
-"""Runs the same federations as ``methods_on_ranks``, every client in a process and under a Trainer of its own.
+"""Runs federations of several methods, every client in a process and under a Trainer of its own.
 
 torchrun --nproc-per-node 6 methods_on_link.py FOLDER METHOD [METHOD ...]
 """
@@ -9,14 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from methods_on_ranks import METHODS, PARTICIPATION, ROUNDS, SEED, data
 
 from lit_pfl.core import ClientSpec
 from lit_pfl.data import LateLoader
 from lit_pfl.links import ProcessGroupLink
+from lit_pfl.methods import Ditto, FactorizedFL, FedSLR, PsiNet, Scaffold, SimFed
+from lit_pfl.models import VGG9
 from lit_pfl.randomness import Draws, RandomStream
 from lit_pfl_callbacks import FederatedLoop
-from tiny import trainer
+from tiny import client, digits, trainer
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def small_vgg(channels: int, classes: int) -> VGG9:
+    return VGG9(channels, classes, width=8, norm="batch")
+
+
+#: methods with all that methods have
+METHODS: dict[str, Any] = {
+    "SimFed": lambda: client(SimFed),
+    "FactorizedFL": lambda: client(FactorizedFL),
+    "Scaffold": lambda: client(Scaffold, optimizer=plain_sgd, scheduler=None),
+    "Ditto": lambda: client(Ditto),
+    "FedSLR": lambda: client(FedSLR),
+    "PsiNet": lambda: PsiNet(backbone=small_vgg),
+}
+ROUNDS, CLIENTS, PARTICIPATION, SEED = 4, 6, 0.5, 3
 
 
 class Streams(ProcessGroupLink):
@@ -30,7 +51,7 @@ class Streams(ProcessGroupLink):
 
 
 def run(method: str, rank: int) -> dict[str, Any]:
-    draws, all_data = Draws(SEED), data()
+    draws, all_data = Draws(SEED), digits(CLIENTS)
     all_data.setup()
     own, prototype = all_data.client(rank), METHODS[method]()
     epochs = prototype.min_local_epochs

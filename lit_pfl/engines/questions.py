@@ -1,0 +1,36 @@
+"""What clients are asked where they live. Each is a function of a module, so that it can be sent to another process."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lit_pfl.core import Client
+from lit_pfl.learners.scoring import Score, Split, predictions, score
+from lit_pfl.lightning_internals import show_scores
+
+
+def scored(model: str, split: Split, client: Client) -> Score:
+    """Return how well one of a client's models does on its own data.
+
+    Args:
+        model: which of ``Client.evaluated``.
+        split: which data.
+        client: the client.
+    """
+    with client.as_evaluated(model) as learner:
+        found = score(learner, getattr(client.data, split), split)
+        show_scores(client.trainer, found.logged)
+        return replace(found, sizes=client.sizes(model)) if found.n else found
+
+
+def predicted(client: Client) -> list[Any]:
+    """Return what a client's personalized model predicts on its test data, batch by batch."""
+    assert client.data is not None
+    with client.as_evaluated(client.evaluated[0]) as learner:
+        return predictions(learner, client.data.test)
+
+
+def standalone(client: Client) -> nn.Module:
+    """Return a copy of a client's personalized model as a network by itself."""
+    return client.standalone()

@@ -1,0 +1,74 @@
+"""What an engine is told of a federation: how clients are made, and how their Trainers are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import lightning as L
+
+from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.server import ClientInfo
+from lit_pfl.data import ClientData
+from lit_pfl.engines.trainers import client_trainer, planned_rounds
+from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer
+from lit_pfl.randomness import Draws
+from lit_pfl_callbacks import FederatedLoop
+
+
+class HasData(Protocol):
+    """Data of clients, such as a :class:`~lit_pfl.data.FederatedDataModule`."""
+
+    @property
+    def clients(self) -> list[int]: ...  # noqa: D102
+
+    def client(self, client_id: int) -> ClientData: ...  # noqa: D102
+
+
+@dataclass
+class Work:
+    """What there is to do for an engine.
+
+    Args:
+        prototype: the method, as a prototype of all clients.
+        data: the clients' data.
+        seed: seed of everything random.
+        local_epochs: epochs that a client trains in a round.
+        options: further options of the clients' Trainers.
+        trainer: the Trainer whose device, precision and loggers clients have.
+        rounds: number of rounds, -1 for no end; by default those that the Trainer plans.
+        threads: CPU threads that clients compute with; None as long as that is not settled.
+    """
+
+    prototype: Client
+    data: HasData
+    seed: int
+    local_epochs: int
+    options: Mapping[str, Any]
+    trainer: L.Trainer
+    rounds: int | None = None
+    threads: int | None = None
+
+    def fresh(self, client: int, data: ClientData | None = None) -> Client:
+        """Return a client as it begins, on the Trainer's device; all begin with the same weights.
+
+        Args:
+            client: its id.
+            data: its data; by default read anew, and not kept by the client.
+        """
+        spec = ClientSpec.of(client, data or self.data.client(client), self.local_epochs)
+        with Draws(self.seed).torch("weights"):  # the same stream for all: common initial weights
+            module = self.prototype.build(spec)
+        module.data = data
+        module.place_on(self.trainer.strategy.root_device)
+        return module
+
+    def joined(self, module: Client) -> ClientInfo:
+        """Return what a client that has data sends on joining, which may give its tensors their shapes."""
+        assert module.data is not None
+        with lent_trainer(module, self.trainer):  # a learner may ask for one in its steps
+            return ClientInfo(module.data.num_samples, module.joining())
+
+    def client_trainer(self, client: Client, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
+        """Return a client's own Trainer, around the callback that joins it and the place for its checkpoints."""
+        rounds = planned_rounds(self.trainer) if self.rounds is None else self.rounds
+        return client_trainer(client, self.trainer, self.options, loop, memory, rounds, self.seed)

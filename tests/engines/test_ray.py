@@ -1,0 +1,272 @@
+"""Clients in worker processes come to what they come to in one process, bit for bit."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from lit_pfl import Client, Federation
+from lit_pfl import methods as M
+from lit_pfl.core.payload import Payload
+from lit_pfl.engines import Local, Ray
+from lit_pfl.engines.parcels import packed, unpacked
+from lit_pfl.engines.ray import assigned
+from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.testing import MethodTester
+from lit_pfl_callbacks import FeatureMap, PersonalizedModels, RunLogger, Similarity, SparsityMonitor
+from lit_pfl_callbacks.tensors import tensors_of
+from tiny import assert_equal, client, digits, run, trainer
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("needs Ray", allow_module_level=True)
+NAMES = [name for name in M.__all__ if issubclass(getattr(M, name), Client)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Ray on two cores, for all tests of this file."""
+    from lit_pfl.engines.cluster import connect
+
+    ray = connect(None, 2)
+    yield ray
+    ray.shutdown()
+
+
+def tensors(module):
+    return {name: tensor.clone() for name, tensor in tensors_of(module).items()}
+
+
+def states(federation):
+    return federation.ask(tensors)
+
+
+def same(one, other):
+    assert_equal(states(one), states(other))
+    assert one.rows == other.rows
+    assert_equal(one.coordinator.state_dict(), other.coordinator.state_dict())
+
+
+def pid(module):
+    return os.getpid()
+
+
+# ------------------------------------------------------------------------------------------------ without any process
+
+
+def test_the_longest_go_first_and_stay_where_they_are_while_that_is_fair():
+    assert assigned({0: 5.0, 1: 3.0, 2: 3.0, 3: 1.0}, {}, 2) == {0: 0, 1: 1, 2: 1, 3: 0}
+    assert assigned({0: 1.0, 1: 1.0}, {0: 1, 1: 0}, 2) == {0: 1, 1: 0}
+    assert assigned({0: 1.0, 1: 1.0}, {0: 1, 1: 1}, 2) == {0: 1, 1: 0}
+    assert assigned({0: 1.0, 1: 1.0}, {0: 1, 1: 1}, 2, float("inf")) == {0: 1, 1: 1}
+    assert assigned({0: 1.0, 1: 1.0}, {0: 1, 1: None}, 2, float("inf")) == {0: 1, 1: 0}
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_what_comes_out_of_a_parcel(copy):
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    content = {
+        "image": image, "number": torch.tensor(2.5), "none": torch.empty(0, 3), "half": torch.ones(3).bfloat16(),
+        "turned": torch.arange(6).view(2, 3).T, "spread": torch.ones(3).expand(2, 3),
+    }  # fmt: skip
+    assert torch.equal(unpacked(packed(torch.eye(3).to_sparse()), copy).to_dense(), torch.eye(3))
+    layer = torch.nn.Linear(2, 2)
+    layer.tied, layer.outer = layer.weight, trainer(1)
+    payload = Payload({"p": image}, {"p"})
+    found, other, again, twice = unpacked(packed((content, layer, payload, payload)), copy)
+    assert again is twice
+    assert again.sparse == {"p"}
+    assert_equal(found, content)
+    for name in ("image", "turned"):
+        assert found[name].stride() == content[name].stride()
+    assert other.tied is other.weight
+    assert other.weight.requires_grad
+    assert other.outer is None
+
+
+@pytest.mark.parametrize(("options", "name"), [({"workers": 0}, "workers")])
+def test_what_cannot_be_is_refused(options, name):
+    with pytest.raises(ConfigError, match=rf"^federation\.engine\.{name}=0: give 1 or more\.$"):
+        Ray(**options)
+
+
+# ------------------------------------------------------------------------------------------------------- on two cores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("method", NAMES)
+def test_every_method_comes_to_the_same_bits(method, workers):
+    """In a process of its own: more workers than cores need another cluster."""
+    script = f"from test_ray import compare; compare({method!r}, {workers})"
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), *sys.path])
+    came = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert came.returncode == 0, came.stderr
+
+
+def compare(method, workers):
+    torch.set_num_threads(1)
+    make = MethodTester(getattr(M, method)).method
+    options = {"participation": 0.5, "rounds": 3}
+    same(*(run(make(), digits(6), engine=engine, **options) for engine in (Local(), Ray(workers))))
+
+
+@pytest.mark.parametrize("method", [M.FedAvg, M.SimFed])
+def test_two_workers_come_to_the_same_bits(cluster, method):
+    one, two = (run(client(method), rounds=2, engine=engine) for engine in (Local(), Ray(2)))
+    same(one, two)
+    assert len(set(two.ask(pid).values())) == 2
+    assert not two.clients
+    assert two.client_ids == [0, 1, 2, 3]
+    assert_equal(one.standalone(1).state_dict(), two.standalone(1).state_dict())
+    two.engine.abort()
+
+
+def test_a_checkpoint_of_one_engine_resumes_in_the_other(cluster, tmp_path):
+    def fit(engine, rounds, **options):
+        fitting = trainer(rounds)
+        federation = Federation(client(M.Ditto), seed=3, threads=1, participation=0.5, engine=engine)
+        fitting.fit(federation, datamodule=digits(), weights_only=False, **options)
+        return fitting, federation
+
+    _, whole = fit(Local(), 4)
+    for first, second in ((Ray(2), Local()), (Local(), Ray(2))):
+        half, former = fit(first, 2)
+        half.save_checkpoint(tmp_path / "half.ckpt")
+        former.engine.abort()
+        _, resumed = fit(second, 4, ckpt_path=tmp_path / "half.ckpt")
+        same(whole, resumed)
+        resumed.engine.abort()
+
+
+class Kill(L.Callback):
+    """Ends a worker before a round's training."""
+
+    def __init__(self, completed):
+        self.completed = completed
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.current_epoch == self.completed:
+            os.kill(next(iter(pl_module.ask(pid).values())), signal.SIGKILL)
+
+
+def test_a_lost_worker_costs_time_only(cluster):
+    def fit(engine, *callbacks):
+        federation = Federation(client(M.Ditto), seed=3, threads=1, participation=0.75, engine=engine)
+        trainer(3, callbacks=list(callbacks)).fit(federation, datamodule=digits())
+        return federation
+
+    whole = fit(Local())
+    with pytest.warns(match=r"A worker on .* is lost \(.*\); its 2 clients go on from where they were"):
+        lost = fit(Ray(2), Kill(1))
+    same(whole, lost)
+    lost.engine.abort()
+    with pytest.raises(RuntimeError, match="engine.recover=false keeps no states of its clients"):
+        fit(Ray(2, recover=False), Kill(1))
+
+
+class Fails(torch.optim.SGD):
+    def step(self, closure=None):
+        raise UploadError("on purpose")
+
+
+def test_what_goes_wrong_with_a_client_names_it_and_its_machine(cluster):
+    with pytest.raises(UploadError, match="on purpose") as error:
+        run(client(M.FedAvg, optimizer=lambda parameters: Fails(parameters, lr=0.1)), engine=Ray(2))
+    notes = " ".join(error.value.__notes__)
+    assert "(in the fit of client " in notes
+    assert f"of {os.uname().nodename}" in notes
+
+
+def test_callbacks_ask_clients_wherever_they_are(cluster, tmp_path):
+    def fit(engine, name):
+        callbacks = [
+            Similarity(every_n_rounds=1),
+            SparsityMonitor(every_n_rounds=1),
+            FeatureMap(),
+            PersonalizedModels(),
+        ]
+        logger = RunLogger(tmp_path, name=name, version="run")
+        federation = Federation(client(M.FactorizedFL), seed=3, threads=1, engine=engine)
+        trainer(1, callbacks=callbacks, logger=logger).fit(federation, datamodule=digits())
+        federation.engine.abort()
+        return tmp_path / name / "run"
+
+    one, two = fit(Local(), "one"), fit(Ray(2), "two")
+    files = sorted(path.relative_to(one) for path in one.rglob("*.csv")) + [Path("models/client_2.safetensors")]
+    assert len(files) > 4
+    for path in files:
+        if path.name not in ("timing.csv",):
+            assert (one / path).read_bytes() == (two / path).read_bytes(), path
+
+
+SCRIPT = """
+import os, signal, sys
+import lightning as L
+from lit_pfl import Federation, methods as M
+from lit_pfl.engines import Ray
+from tiny import client, digits, trainer
+
+class End(L.Callback):
+    def on_train_epoch_end(self, *_):
+        os.kill(os.getpid(), signal.{signal})
+
+trainer(3, callbacks=[End()]).fit(Federation(client(M.FedAvg), seed=3, engine=Ray(1)), datamodule=digits())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGINT", "SIGTERM"])
+def test_nothing_is_left_however_a_run_ends(number):
+    before = set(Path("/tmp").glob("lit-pfl-ray-*"))
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT.format(signal=number)]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
+    new: set[Path] = set()
+    while process.poll() is None:
+        new |= set(Path("/tmp").glob("lit-pfl-ray-*")) - before
+        time.sleep(0.2)
+    assert len(new) == 1
+    [folder] = new
+    for _ in range(150):
+        found = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in _read(p)]
+        if not found and not folder.exists():
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"left: {found}, {folder.exists()}")
+
+
+def _read(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.slow
+def test_nobody_outside_can_reach_it():
+    script = """
+import subprocess
+from lit_pfl.engines.cluster import connect
+ray = connect(None, 1)
+print(subprocess.run(["ss", "-ltnp"], capture_output=True, text=True).stdout)
+"""
+    if not Path("/usr/bin/ss").exists() and not Path("/bin/ss").exists():
+        pytest.skip("needs ss")
+    came = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    lines = [line for line in came.stdout.splitlines() if "raylet" in line or "gcs_server" in line or "ray::" in line]
+    assert lines
+    for line in lines:
+        assert "127.0.0.1" in line.split()[3], line
