@@ -56,7 +56,8 @@ class FrozenWeights:
             if one is not own:
                 for weights in frozen_of(one).values():
                     hold_apart(weights[name] for name in changed if name in weights)
-            one.frozen = {name: weight for name, weight in one.frozen.items() if name not in changed}
+            for name in changed:
+                one.frozen.pop(name, None)
         share_frozen(own, next(one for one in self.clients.values() if one is not own))
         self._before = {}
         if changed:

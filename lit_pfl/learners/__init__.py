@@ -11,8 +11,8 @@ from lit_pfl.learners.classifier import (
     network_of,
     quick_backbone,
 )
-from lit_pfl.learners.hooks import call_hook, hand_on, place_checkpoints
-from lit_pfl.learners.logs import STAGE, Recorder, recorded, silenced
+from lit_pfl.learners.hooks import call_hook, hand_on, hand_on_evaluation, place_checkpoints
+from lit_pfl.learners.logs import STAGE, LossTally, Recorder, recorded, silenced
 from lit_pfl.learners.optimizers import extend, refuse_scaled_gradients, set_schedules_to, single_optimizer
 from lit_pfl.learners.steps import (
     SkipBatch,
@@ -31,6 +31,7 @@ __all__ = [
     "STAGE",
     "BackboneCallable",
     "ImageClassifier",
+    "LossTally",
     "Mixture",
     "OptimizerCallable",
     "Recorder",
@@ -44,6 +45,7 @@ __all__ = [
     "check_shapes",
     "extend",
     "hand_on",
+    "hand_on_evaluation",
     "holding",
     "network_of",
     "place_checkpoints",

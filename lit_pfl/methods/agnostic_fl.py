@@ -11,6 +11,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order
+from lit_pfl.learners.scoring import mean_loss, needs_loss
 from lit_pfl.ops import project_onto_simplex
 
 LOSS = "loss"
@@ -47,9 +48,9 @@ class AgnosticFL(Client):
         return AgnosticFLServer(self.step, self.decay)
 
     def begin_round(self) -> None:  # noqa: D102
-        self.require_loss()
+        needs_loss(self.learner, self.training_data(), "AgnosticFL")
         # neither shuffled nor augmented: it draws no random numbers
-        self._loss = self.mean_loss(in_order(self.training_data()))
+        _, self._loss = mean_loss(self.learner, in_order(self.training_data()))
 
     def upload(self) -> Payload:
         """Return the weights, and the loss of those that the round began with."""

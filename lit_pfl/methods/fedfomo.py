@@ -15,6 +15,7 @@ from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order, needed, num_samples, part_of
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners.scoring import mean_loss, needs_loss
 from lit_pfl.nn import Memory
 from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
@@ -109,7 +110,7 @@ class FedFOMO(Client):
         return in_order(part_of(super().training_data(), self._parts()[1]))
 
     def begin_round(self) -> None:  # noqa: D102
-        self.require_loss()
+        needs_loss(self.learner, self.training_data(), "FedFOMO")
         self.base.copy_(self._network())
 
     def upload(self) -> Payload:
@@ -129,14 +130,14 @@ class FedFOMO(Client):
         held_back = self.held_back()
 
         load_tensors(self.learner, base)
-        start = self.mean_loss(held_back)
+        _, start = mean_loss(self.learner, held_back)
         load_tensors(self.learner, trained)
         sent = super().upload().clone()
         candidates = [*models.values(), {name: sent[name] for name in self.shared_parameters()}]
         losses = []
         for candidate in candidates:
             load_tensors(self.learner, candidate)
-            losses.append(self.mean_loss(held_back))
+            losses.append(mean_loss(self.learner, held_back)[1])
 
         gains = gains_per_distance(start, losses, [self._distance(base, candidate) for candidate in candidates])
         self.affinity[: len(models)] = (gains / max(abs(float(gains.sum())), 1e-9))[:-1]
