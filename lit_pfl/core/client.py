@@ -127,10 +127,14 @@ class Client(QuickModule, ABC):
     needs_automatic: ClassVar[str] = ""
     #: whether weights that are unfrozen during a fit may begin to travel then
     may_unfreeze: ClassVar[bool] = True
+    #: whether :attr:`received` holds what a round began with
+    remembers: ClassVar[bool] = False
 
     learner: L.LightningModule
     data: ClientData | None
     spec: ClientSpec
+    #: copies of the shared weights as they were when this round began, by name; for as long as it is trained
+    received: dict[str, Tensor]
 
     def __init__(
         self,
@@ -161,6 +165,7 @@ class Client(QuickModule, ABC):
         self.completed_rounds = 0  # of the federation, which keeps it up to date
         self.epoch_ended = False
         self.alone = False  # whether a Trainer is given this client by itself
+        self.received = {}
         self._losses = LossTally()
         self._outputs: Mapping[str, Any] = {}  # of the training_step of the batch, if it is a dict
 
@@ -206,7 +211,7 @@ class Client(QuickModule, ABC):
         self.configure_model()
         upload, f = self.upload(), self.factorization
         whole = {} if f is None else f.first(self.learner, upload)
-        return Payload({**upload, **whole}, upload.sparse) if whole else upload
+        return upload.with_(whole) if whole else upload
 
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:
@@ -266,6 +271,7 @@ class Client(QuickModule, ABC):
         Returns:
             The sum of the training loss over the samples of this round, and their number.
         """
+        self.received = {}
         for parameter in self.parameters():
             parameter.grad = None
         return self._losses.total()
@@ -426,7 +432,7 @@ class Client(QuickModule, ABC):
     def joining(self) -> Payload:
         """Return what is sent once, on joining: the initial tensors, and what the frozen ones are, which stay here."""
         initial = self.initial()
-        return Payload({**initial, FROZEN: self.frozen_table}, initial.sparse) if self.frozen else initial
+        return initial.with_({FROZEN: self.frozen_table}) if self.frozen else initial
 
     @cached_property
     def frozen_table(self) -> Tensor:
@@ -473,6 +479,8 @@ class Client(QuickModule, ABC):
                     optimizer.state.clear()
             if self.scheduler_counts == "rounds":
                 set_schedules_to(self.completed_rounds, local_epochs, self.trainer)
+            if self.remembers:
+                self.received = {name: weight.detach().clone() for name, weight in self.shared_weights().items()}
             self.begin_round()
         self.begin_epoch(epoch, local_epochs)
 

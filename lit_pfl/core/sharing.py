@@ -143,6 +143,30 @@ def needs_head(learner: L.LightningModule, head: frozenset[str], method: str) ->
         )
 
 
+def last_layers(roles: Mapping[str, Role], count: int, option: str) -> frozenset[str]:
+    """Return the names in a learner's ``state_dict()`` of its last layers.
+
+    Args:
+        roles: the roles of its entries, see :func:`roles_of`.
+        count: how many, the classifier being one.
+        option: what the number is called, for the error.
+
+    Raises:
+        ConfigError: when there are not that many.
+    """
+    layers: list[list[str]] = []
+    owner = None
+    for name, role in sorted(roles.items(), key=lambda item: item[1] == "head"):
+        of: str = role if role == "head" else name.rpartition(".")[0]
+        if not layers or (of != owner and role not in ("norm", "norm_stats")):
+            layers.append([])
+            owner = of
+        layers[-1].append(name)
+    if not 0 <= count <= len(layers):
+        raise ConfigError(f"{option}={count}: the learner has {len(layers)} layers; give 0 to {len(layers)}.")
+    return frozenset(name for layer in layers[len(layers) - count :] for name in layer)
+
+
 def check_sharing(shares: frozenset[str], share_head: bool | None, labels_agree: bool, method: str) -> None:
     """See that what a method shares are roles, and that a head is not to be shared where labels differ.
 

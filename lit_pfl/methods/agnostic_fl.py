@@ -54,8 +54,7 @@ class AgnosticFL(Client):
 
     def upload(self) -> Payload:
         """Return the weights, and the loss of those that the round began with."""
-        payload = super().upload()
-        return Payload({**payload, LOSS: torch.tensor(self._loss)}, payload.sparse)
+        return super().upload().with_({LOSS: torch.tensor(self._loss)})
 
 
 class AgnosticFLServer(Server):
@@ -68,6 +67,8 @@ class AgnosticFLServer(Server):
     Attributes:
         lambdas: every client's weight, by id; they sum to 1.
     """
+
+    kept = ("lambdas",)
 
     lambdas: dict[int, float]
 
@@ -95,10 +96,3 @@ class AgnosticFLServer(Server):
             ascended = [self.lambdas[client] + step * float(upload[LOSS]) for client, upload in uploads.items()]
             projected = project_onto_simplex(torch.tensor(ascended, dtype=torch.float64), held)
             self.lambdas |= dict(zip(uploads, projected.tolist(), strict=True))
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return {**super().state_dict(), "lambdas": dict(self.lambdas)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.lambdas = dict(state["lambdas"])

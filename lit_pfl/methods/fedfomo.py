@@ -115,8 +115,7 @@ class FedFOMO(Client):
 
     def upload(self) -> Payload:
         """Return what is shared, and how this round's models have helped: (M,), in the order of their clients' ids."""
-        shared = super().upload()
-        return Payload({**shared, AFFINITY: self.affinity}, shared.sparse)
+        return super().upload().with_({AFFINITY: self.affinity})
 
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:
@@ -174,6 +173,9 @@ class FedFOMOServer(Server):
         affinity: (K, K); row i says how much everybody's models have helped client i so far (P in the paper).
         latest: the latest model of each of the clients seen so far, by id, in increasing order.
     """
+
+    kept = (AFFINITY, "round")
+    kept_payloads = ("latest",)
 
     affinity: Tensor
     latest: dict[int, Payload]
@@ -242,14 +244,9 @@ class FedFOMOServer(Server):
         tensors = {f"{other}/{name}": tensor for other, model in models.items() for name, tensor in model.items()}
         return Payload(tensors, [f"{other}/{name}" for other, model in models.items() for name in model.sparse])
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        latest = {client: dict(model) for client, model in self.latest.items()}
-        return {**super().state_dict(), "latest": latest, AFFINITY: self.affinity, "round": self.round}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         super().load_state_dict(state)
-        self.latest = {client: Payload(tensors, state["sparse"]) for client, tensors in state["latest"].items()}
-        self.affinity, self.round = state[AFFINITY].cpu(), state["round"]
+        self.affinity = self.affinity.cpu()  # which a few numbers are looked up in
 
 
 def by_client(reply: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
