@@ -307,6 +307,16 @@ def test_order_and_sparsity_can_be_told_again():
             arrived.laid_out(names, [])
 
 
+def test_others_in_the_place_of_some_tensors_and_further_ones():
+    payload = Payload({"mu": torch.zeros(90), "w": torch.ones(2)}, ["mu"], {"f": factors(1), "g": factors(2)})
+    changed = payload.with_({"w": torch.zeros(3), "f": torch.ones(1), "new": torch.ones(1)})
+    assert set(changed) == {"mu", "w", "f", "g", "new"}
+    assert len(changed["w"]) == 3
+    assert (changed.sparse, set(changed.low_rank)) == ({"mu"}, {"g"})
+    assert len(payload["w"]) == 2
+    assert changed["mu"] is payload["mu"]
+
+
 def test_bits_are_bytes_but_no_elements():
     tensors = {"w": torch.ones(3), "masks#bits": torch.arange(5, dtype=torch.uint8), "bits": torch.ones(2)}
     payload = Payload(tensors)

@@ -1,40 +1,45 @@
 """The client's side of a method: a learner under a method."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lit_pfl.core.exchange import Exchange
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
-from lit_pfl.core.sharing import Role, owners
-from lit_pfl.core.spec import ClientSpec
-from lit_pfl.core.telling import Telling
-from lit_pfl.core.training import Training
+from lit_pfl.core.sharing import Role, SharedTensors, check_sharing, encoder_of, names_of_head, roles_of
 from lit_pfl.data import ClientData
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import (
     BackboneCallable,
     ImageClassifier,
+    LossTally,
     OptimizerCallable,
     SchedulerCallable,
+    SkipBatch,
     add_parameters,
     call_step,
     check_learner,
     check_shapes,
     hand_on,
+    hand_on_evaluation,
+    network_of,
     place_checkpoints,
     quick_backbone,
+    set_schedules_to,
     single_optimizer,
+    size_of,
+    training_outputs,
 )
 from lit_pfl.lightning_internals import (
+    QuickModule,
     hand_down_trainer,
     hand_up_hparams,
     lend_data,
@@ -42,11 +47,44 @@ from lit_pfl.lightning_internals import (
     optimizers_in,
     own_copy,
 )
+from lit_pfl.nn import factorized_parts
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.frozen import FROZEN, hold_apart, table_of
+from lit_pfl_callbacks.protocols import WeightParts
+from lit_pfl_callbacks.sparsity import dense_parts
+from lit_pfl_callbacks.tensors import load_tensors
+
+#: what names of tensors begin with that are of further modules, not of the learner
+EXTRA = "extra."
 
 
-class Client(Training, Exchange, Telling):
+@dataclass(frozen=True)
+class ClientSpec:
+    """What a client is to learn.
+
+    Args:
+        client_id: the client's id.
+        example: a batch of its data, with the shapes and types of all others; None where it is not known.
+        num_classes: number of classes it tells apart; None where that is not its task, or not known.
+        labels_agree: whether label c means the same at every client.
+        local_epochs: epochs that the client trains in a round; None where it is not known yet.
+    """
+
+    client_id: int = 0
+    example: Any = None
+    num_classes: int | None = None
+    labels_agree: bool = True
+    local_epochs: int | None = None
+
+    @classmethod
+    def of(cls, client_id: int, data: ClientData, local_epochs: int) -> "ClientSpec":
+        """Return what a client with some data is to learn."""
+        return cls(client_id, data.example, data.num_classes, data.labels_agree, local_epochs)
+
+
+# Abstract also because the command line takes a base class that can be made itself for the default, and then does not
+# see what a method puts in place of a default of None.
+class Client(QuickModule, ABC):
     """One client of a federation: a learner under a method. A method is a subclass that says what travels, what is
     minimised and which server it needs.
 
@@ -86,20 +124,28 @@ class Client(Training, Exchange, Telling):
     """
 
     #: whether training changes the shapes of the learner's tensors
-    resizes = False
+    resizes: ClassVar[bool] = False
     #: names of the models that are scored, see :meth:`as_evaluated`; the first is the client's own
     evaluated: ClassVar[tuple[str, ...]] = ("personalized",)
-
     #: why a learner that steps its optimizers itself (manual optimization) cannot be trained so; empty: it can
     needs_automatic: ClassVar[str] = ""
     #: whether weights that are unfrozen during a fit may begin to travel then
     may_unfreeze: ClassVar[bool] = True
+    #: whether :attr:`received` holds what a round began with
+    remembers: ClassVar[bool] = False
 
     #: what is shared that only makes sense where label c means the same at every client; empty: nothing
     needs_common_labels: ClassVar[str] = ""
+    #: names of those of the modules in :attr:`extra` that are sent and averaged; the others never are
+    shared_extras: frozenset[str] = frozenset()
 
     learner: L.LightningModule
+    #: further modules that train with the learner, by name; a method makes them in :meth:`configure_state`
+    extra: nn.ModuleDict
     data: ClientData | None
+    spec: ClientSpec
+    #: copies of the shared weights as they were when this round began, by name; for as long as it is trained
+    received: dict[str, Tensor]
 
     def __init__(
         self,
@@ -119,29 +165,173 @@ class Client(Training, Exchange, Telling):
         shares: str | None = None,
     ) -> None:
         super().__init__()
-        self.make_backbone = backbone
-        self.make_optimizer = optimizer
-        self.make_scheduler = scheduler
-        self.scheduler_counts = scheduler_counts
-        self.factorization = factorization
-        self.norm_stats = norm_stats
-        self.reset_optimizer = reset_optimizer
-        self.share_head = share_head
-        self.local = local
-        self.channels_last = channels_last
+        self.make_backbone, self.make_optimizer, self.make_scheduler = backbone, optimizer, scheduler
+        self.scheduler_counts, self.reset_optimizer = scheduler_counts, reset_optimizer
+        self.factorization, self.channels_last = factorization, channels_last
+        self.norm_stats, self.share_head, self.local, self.only = norm_stats, share_head, local, shares
         self.learner = learner  # type: ignore[assignment]  # configure() makes one where there is none
-        self.head = head
-        self.encoder = encoder
-        self.only = shares
+        self.head, self.encoder = head, encoder
         self.data = None
         self.checkpoint_folder: Callable[[], Path] | None = None
+        self.completed_rounds = 0  # of the federation, which keeps it up to date
+        self.epoch_ended = False
+        self.alone = False  # whether a Trainer is given this client by itself
+        self.received = {}
+        self._losses = LossTally()
+        self._outputs: Mapping[str, Any] = {}  # of the training_step of the batch, if it is a dict
+
+    # --------------------------------------------------- what a method may override, in the order in which it is asked
+
+    @property
+    @abstractmethod
+    def shares(self) -> frozenset[Role]:
+        """Which parameters travel; a method sets it to the roles it shares."""
+
+    @property
+    def min_local_epochs(self) -> int:
+        """The fewest local epochs that a round of this method has room for; the federation's default."""
+        return 1
+
+    def configure_learner(self) -> None:
+        """Change ``self.learner`` before it is known what travels; by default factorize it if that is asked for."""
+        if self.factorization is not None:
+            self.factorization.factorize(self.learner)
+
+    def is_shared(self, name: str, role: Role) -> bool:
+        """Say whether an entry of the learner's ``state_dict()`` is sent and received."""
+        if role == "norm_stats":
+            return self.norm_stats == "averaged" and "norm" in self.shares
+        if role == "head":
+            return "head" in self.shares and (self.spec.labels_agree if self.share_head is None else self.share_head)
+        return role in self.shares
+
+    def configure_state(self) -> None:
+        """Make what the client keeps from round to round beside its learner; what travels is known."""
+
+    @property
+    def learners(self) -> dict[str, L.LightningModule]:
+        """The client's learners by name: ``learner``, whose tensors may travel, and others that a method adds."""
+        return {"learner": self.learner}
+
+    def configure_server(self) -> Server:
+        """Return the server that goes with this kind of client."""
+        return Server()
+
+    def initial(self) -> Payload:
+        """Return what is sent once, on joining: by default what an upload would hold, with every mu as it starts."""
+        self.configure_model()
+        upload, f = self.upload(), self.factorization
+        whole = {} if f is None else f.first(self.learner, upload)
+        return upload.with_(whole) if whole else upload
+
+    @torch.no_grad()
+    def download(self, reply: Mapping[str, Tensor]) -> None:
+        """Load a reply of the server, and add to it what this client has of every mu in it and did not send."""
+        f = self.factorization
+        self.thaw([name for name in self.frozen if name in reply])  # somebody has unfrozen it elsewhere
+        unsent = {} if f is None else f.unsent(self.learner, reply)
+        self._load(reply)
+        for name, rest in unsent.items():
+            self.learner.get_parameter(name).add_(rest)
+
+    def training_data(self) -> Any:
+        """Return the batches to train on; a method may hold some of its training data back."""
+        if self.data is not None:
+            return self.data.train
+        if self.trainer.sanity_checking:  # before a Trainer of one's own has made its loader
+            self.trainer.fit_loop.setup_data()
+        return self.trainer.train_dataloader
+
+    def begin_round(self) -> None:
+        """Prepare for a round's training; the reply is loaded."""
+
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Prepare for a local epoch, counted from 0 in every round of ``local_epochs``."""
+
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return what is minimised on a batch; a method adds to it."""
+        return self.loss(self.learner, batch, batch_idx)
+
+    def loss(self, learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
+        """Return what a learner minimises by itself: its own training loss, and ``l1 * sum |mu|`` if it is factorized.
+
+        Raises:
+            SkipBatch: when its ``training_step`` returns None.
+        """
+        loss, outputs = training_outputs(learner, batch, batch_idx)
+        if outputs and (learner is self.learner or not self._outputs):
+            self._outputs = outputs
+        return self.penalized(loss, learner)
+
+    def penalized(self, loss: Tensor, learner: nn.Module) -> Tensor:
+        """Return a loss with the L1 norm of a learner's masks, if it is factorized."""
+        f = self.factorization
+        return loss + f.penalty(learner) if f is not None and f.penalizes else loss
+
+    def end_round(self) -> None:
+        """Finish a round's training; :meth:`upload` comes next."""
+
+    def upload(self) -> Payload:
+        """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
+        shared, f = self.shared_parameters(), self.factorization
+        sent = Payload(shared) if f is None else Payload(f.sent(self.learner, shared), f.masks(self.learner, shared))
+        extra = self.shared_extra_tensors()
+        return sent.with_(extra) if extra else sent
+
+    def release_round_state(self) -> tuple[float, int]:
+        """Drop what the next round does not need; the upload is handed over.
+
+        Returns:
+            The sum of the training loss over the samples of this round, and their number.
+        """
+        self.received = {}
+        for parameter in self.parameters():
+            parameter.grad = None
+        return self._losses.total()
+
+    @property
+    def scored(self) -> L.LightningModule:
+        """The learner that is the personalized model, inside of :meth:`personalized`."""
+        return self.learner
+
+    @contextmanager
+    def personalized(self) -> Iterator[L.LightningModule]:
+        """Make ``scored`` the personalized model; put it back afterwards. By default it is at any time."""
+        yield self.scored
+
+    def as_evaluated(self, model: str) -> AbstractContextManager[L.LightningModule]:
+        """Make a learner one of the models in ``evaluated``; put it back afterwards."""
+        return self.personalized()
+
+    def sizes(self, model: str) -> Mapping[str, float]:
+        """Return what else is told of one of the models beside its scores; by default nothing."""
+        return {}
+
+    def standalone(self) -> nn.Module:
+        """Return a copy of the personalized model as a network by itself, see :func:`~lit_pfl.learners.network_of`."""
+        with self.personalized() as learner:
+            return network_of(learner)
+
+    def weight_parts(self) -> dict[str, WeightParts]:
+        """Return what the learner's weights are made of, by the layer's name."""
+        return factorized_parts(self.learner) or dense_parts(self.learner)
+
+    def load_global(self, model: Mapping[str, Tensor]) -> None:
+        """Become the one model of all, see :meth:`~lit_pfl.Server.global_model`."""
+        self._load(model)
+
+    # ------------------------------------------------------------------------------------------------ making a client
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if configure_server := cls.__dict__.get("configure_server"):
-            cls.configure_server = _once_configured(configure_server)  # type: ignore[method-assign]
+        if make := cls.__dict__.get("configure_server"):
 
-    # ------------------------------------------------------------------------------------------------ making a client
+            @wraps(make)
+            def configure_server(self: Client) -> Server:
+                self.configure_model()  # a method finds a client that is ready, also before any Trainer has seen it
+                return make(self)
+
+            cls.configure_server = configure_server  # type: ignore[method-assign]
 
     def build(self, spec: ClientSpec) -> "Client":
         """Return a client of this kind, with a learner of its own.
@@ -161,128 +351,106 @@ class Client(Training, Exchange, Telling):
             spec: what it is to learn.
             alone: whether a Trainer is given this client by itself, and asks it for loaders and evaluation.
         """
-        if self.share_head and not spec.labels_agree:
-            raise ConfigError(
-                "model.share_head=true: heads cannot be shared where labels differ from client to client; "
-                "set it to false or leave it out."
-            )
         if self.needs_common_labels and not spec.labels_agree:
             raise ConfigError(
                 f"model={type(self).__name__} {self.needs_common_labels}, and labels differ from client to client; use "
                 "data whose labels agree (data.permute_labels=false), or another method."
             )
-        unknown = [role for role in self.shares if role not in get_args(Role)]
-        if unknown:
-            raise ConfigError(
-                f"{type(self).__name__}.shares: {unknown[0]!r} is no role; it must be a set of some of "
-                f"{', '.join(get_args(Role))}."
-            )
+        check_sharing(self.shares, self.share_head, spec.labels_agree, type(self).__name__)
         self.spec, self.alone = spec, alone
+        self._make_learner()
+        self.configure_learner()
+        self._settle_shared_tensors()
+        self.configure_state()
+        self._wire_hooks()
+
+    def _make_learner(self) -> None:
         if self.learner is None:
-            options = {name: getattr(self, f"make_{name}") for name in ("optimizer", "scheduler")}
             self.learner = ImageClassifier.for_data(
                 self.make_backbone or quick_backbone,
-                spec.example,
-                spec.num_classes,
+                self.spec.example,
+                self.spec.num_classes,
                 channels_last=self.channels_last,
-                **options,
+                optimizer=self.make_optimizer,
+                scheduler=self.make_scheduler,
             )
         if isinstance(self.learner, Client):
             raise ConfigError(
                 f"model.learner: {type(self.learner).__name__} is a method itself; give the LightningModule that it "
                 "should train."
             )
-        check_learner(self.learner, self.why_automatic())
+        check_learner(self.learner, self._why_automatic())
         self.automatic_optimization = self.learner.automatic_optimization
-        self.configure_learner()
-        if self.shares and not spec.labels_agree and not self.head_names:
-            raise ConfigError(
-                f"model.head: labels differ from client to client, so heads stay at home; say which parameters of "
-                f"{type(self.learner).__name__} are its head by a regular expression, such as --model.head '^out'."
-            )
-        self._known = frozenset(self.learner.state_dict())
-        self.settle_what_travels(self.local, self.only)
-        self.configure_state()
-        hand_down_trainer(self)
-        for name, learner in self.learners.items():
-            name_metrics(learner, f"{name}.")
-        hand_on(self, self.learners, self.scored, Client, alone)
-        if alone:
-            hand_up_hparams(self.learner, self)
-            for step in ("validation_step", "test_step", "predict_step"):
-                if is_overridden(step, self.scored):
-                    self.__dict__[step] = self._evaluating_step(step)
 
-    def why_automatic(self) -> str:
+    def _why_automatic(self) -> str:
         """Return why a learner cannot step its optimizers itself under this method; nothing if it can."""
         if self.needs_automatic:
             return f"{type(self).__name__} {self.needs_automatic}"
-        if any(getattr(type(self), name) is not getattr(Training, name) for name in ("objective", "loss", "penalized")):
+        if any(getattr(type(self), name) is not getattr(Client, name) for name in ("objective", "loss", "penalized")):
             return f"{type(self).__name__} minimizes more than the learner's loss"
         if self.factorization is not None and self.factorization.penalizes:
             return "model.factorization adds the L1 norm of mu to the loss (model.factorization.l1_mode=subgradient)"
         return ""
 
-    def place_on(self, device: torch.device) -> None:
-        """Move to a device, and take the memory lay-out that suits it."""
-        self.to(device)
-        for learner in self.learners.values():
-            if isinstance(learner, ImageClassifier):
-                learner.lay_out()
+    def _settle_shared_tensors(self) -> None:
+        if self.shares and not self.spec.labels_agree and not self.head_names:
+            raise ConfigError(
+                f"model.head: labels differ from client to client, so heads stay at home; say which parameters of "
+                f"{type(self.learner).__name__} are its head by a regular expression, such as --model.head '^out'."
+            )
+        self._shared = SharedTensors(self.learner, self.roles(), self.is_shared, self.local, self.only)
 
-    def configure_learner(self) -> None:
-        """Change ``self.learner`` before it is known what travels; by default factorize it if that is asked for."""
-        if self.factorization is not None:
-            self.factorization.factorize(self.learner)
+    def _wire_hooks(self) -> None:
+        hand_down_trainer(self)
+        for name, learner in self.learners.items():
+            name_metrics(learner, f"{name}.")
+        hand_on(self, self.learners, self.scored, Client, self.alone)
+        if self.alone:
+            hand_up_hparams(self.learner, self)
+            hand_on_evaluation(self, self.scored, self.personalized)
 
-    def configure_state(self) -> None:
-        """Make what the client keeps from round to round beside its learner; what travels is known."""
+    # -------------------------------------------------------------------------------------------------- what is shared
 
-    def configure_server(self) -> Server:
-        """Return the server that goes with this kind of client."""
-        return Server()
+    @property
+    def head_names(self) -> frozenset[str]:
+        """Names of the head's entries in the learner's ``state_dict()``."""
+        return names_of_head(self.learner, self.head)
 
-    def configure_callbacks(self) -> Any:
-        """Get ready for a Trainer, of all hooks in the one before Lightning looks which steps there are."""
-        self.configure_model()
-        callbacks = self.learner.configure_callbacks()
-        if self.checkpoint_folder is not None:
-            place_checkpoints(callbacks if isinstance(callbacks, Sequence) else [callbacks], self.checkpoint_folder)
-        return callbacks
+    @property
+    def encoder_module(self) -> nn.Module | None:
+        """The part of the learner that embeds its input, if it is known."""
+        return encoder_of(self.learner, self.encoder)
 
-    def setup(self, stage: str) -> None:
-        """Let the learner find the client's own data module where it has one: ``self.trainer.datamodule``."""
-        # Not before: a Trainer that is given one prepares it and sets it up, as has been done.
-        if self.data is not None and self.data.module is not None:
-            lend_data(self.trainer, self.data.module)
+    @property
+    def backbone(self) -> nn.Module:
+        """The image classifier's network."""
+        return self.learner.backbone  # type: ignore[return-value]
 
-    def on_fit_end(self) -> None:
-        """Take the data module away from the Trainer, which would tear it down."""
-        if self.data is not None and self.data.module is not None:
-            lend_data(self.trainer, None)
+    def roles(self) -> dict[str, Role]:
+        """Return the role of every entry of the learner's ``state_dict()``, see :func:`roles_of`."""
+        return roles_of(self.learner, self.head_names)
 
-    def teardown(self, stage: str) -> None:
-        """Let the learner find the client's own data module again: it may be scored further."""
-        self.setup(stage)
+    def shared_parameters(self) -> dict[str, Tensor]:
+        """Return what travels, by name in the learner: the client's own memory, not copies."""
+        return self._shared.tensors()
 
-    def configure_model(self) -> None:
-        """Get ready for a Trainer that is given this client by itself."""
-        if not self.is_configured:
-            self.configure(ClientSpec(example=getattr(self.learner, "example_input_array", None)), alone=True)
+    def shared_weights(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters among what travels, by name."""
+        return self._shared.weights()
 
-    def initial(self) -> Payload:
-        """Return what is sent once, on joining: by default what an upload would hold, with every mu as it starts."""
-        self.configure_model()
-        upload, f = self.upload(), self.factorization
-        whole = {} if f is None else f.first(self.learner, upload)
-        return Payload({**upload, **whole}, upload.sparse) if whole else upload
+    def shared_tensors(self) -> list[Tensor]:
+        """Return what travels as the learner itself holds it: parameters and buffers."""
+        return self._shared.held()
 
-    # -------------------------------------------------------------------------------------------------- frozen weights
+    @property
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """The weights that never train, and so do not travel, by name in the learner."""
+        return self._shared.frozen
 
     def joining(self) -> Payload:
         """Return what is sent once, on joining: the initial tensors, and what the frozen ones are, which stay here."""
         initial = self.initial()
-        return Payload({**initial, FROZEN: self.frozen_table}, initial.sparse) if self.frozen else initial
+        return initial.with_({FROZEN: self.frozen_table}) if self.frozen else initial
 
     @cached_property
     def frozen_table(self) -> Tensor:
@@ -301,24 +469,103 @@ class Client(Training, Exchange, Telling):
                     f"model.learner: {name!r} is unfrozen in training, and {type(self).__name__} keeps something for "
                     "every weight that it sends; unfreeze it before the fit."
                 )
-            del self.frozen[name]
             hold_apart(learner.get_parameter(name) for learner in self.learners.values())
-            if name in self._may_travel:
-                self._shared += owners(self.learner, [name])
-
-    def notice_unfrozen(self) -> None:
-        """Let those frozen weights travel from now on that somebody has unfrozen."""
-        if unfrozen := [name for name, weight in self.frozen.items() if weight.requires_grad]:
-            self.thaw(unfrozen)
+            self._shared.thaw(name)
 
     def constant(self) -> frozenset[str]:
         """Return the names in ``state_dict()`` of tensors that stay as they are: frozen in all learners."""
         return frozenset(f"{part}.{name}" for part in self.learners for name in self.frozen)
 
-    @property
-    def is_configured(self) -> bool:
-        """Whether :meth:`configure` has been called."""
-        return hasattr(self, "_shared")
+    def overwritten(self, reply: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what :meth:`download` makes equal to the reply whatever it was, by name in ``state_dict()``."""
+        if type(self).download is not Client.download or self.factorization is not None:
+            return {}
+        return {name if name.startswith(EXTRA) else f"learner.{name}": tensor for name, tensor in reply.items()}
+
+    def shared_extra_tensors(self) -> dict[str, Tensor]:
+        """Return what is sent of further modules, by name in this client: its own memory."""
+        return {
+            f"{EXTRA}{name}.{leaf}": tensor.detach()
+            for name in sorted(self.shared_extras)
+            for leaf, tensor in self.extra[name].state_dict().items()
+        }
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load tensors of the learner and of further modules."""
+        load_tensors(self.learner, {name: tensor for name, tensor in tensors.items() if not name.startswith(EXTRA)})
+        if self.shared_extras:
+            load_tensors(self.extra, {k.removeprefix(EXTRA): x for k, x in tensors.items() if k.startswith(EXTRA)})
+
+    # --------------------------------------------------------------------------------------------------------- training
+
+    def start_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Call :meth:`begin_round` at the first of a round's local epochs, and :meth:`begin_epoch` at each.
+
+        :class:`~lit_pfl_callbacks.FederatedLoop` calls this, which knows where rounds begin.
+        """
+        self.epoch_ended = False
+        if epoch == 0:
+            self._shared.refuse_new()
+            if self.reset_optimizer:
+                for optimizer in self.trainer.optimizers:
+                    optimizer.state.clear()
+            if self.scheduler_counts == "rounds":
+                set_schedules_to(self.completed_rounds, local_epochs, self.trainer)
+            if self.remembers:
+                self.received = {name: weight.detach().clone() for name, weight in self.shared_weights().items()}
+            self.begin_round()
+        self.begin_epoch(epoch, local_epochs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the objective of a batch, beside what else the learner returns, or None where it skips the batch.
+
+        A learner that steps its optimizers itself does that here, and returns what it returns.
+        """
+        if unfrozen := self._shared.unfrozen():
+            self.thaw(unfrozen)
+        if not self.automatic_optimization:
+            outputs = call_step(self.learner, "training_step", batch, batch_idx)
+            self.note_loss(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, size_of(batch))
+            return outputs
+        try:
+            loss = self.objective(batch, batch_idx)
+        except SkipBatch:
+            self._outputs = {}
+            return None
+        self.note_loss(loss, size_of(batch))
+        outputs, self._outputs = self._outputs, {}
+        return {**outputs, "loss": loss} if outputs else loss
+
+    def note_loss(self, loss: Any, size: int) -> None:
+        """Take note of the loss of a batch of so many samples, if it is one."""
+        if not self.alone:  # a federation collects them, nobody else does
+            self._losses.note(loss, size)
+
+    def end_epoch(self, epoch: int, local_epochs: int) -> None:
+        """Call the learner's ``on_train_epoch_end``, and :meth:`end_round` at the last of a round's local epochs.
+
+        A Trainer of one's own calls that hook after those of its callbacks, and so after the upload. But what is
+        uploaded, and what is scored and saved while the client sleeps, has to be of an epoch that is over.
+        """
+        self.on_train_epoch_end()
+        self.epoch_ended = True
+        if epoch == local_epochs - 1:
+            self.end_round()
+
+    # ------------------------------------------------------------------------------------------------- under a Trainer
+
+    def configure_callbacks(self) -> Any:
+        """Get ready for a Trainer, of all hooks in the one before Lightning looks which steps there are."""
+        self.configure_model()
+        callbacks = self.learner.configure_callbacks()
+        if self.checkpoint_folder is not None:
+            place_checkpoints(callbacks if isinstance(callbacks, Sequence) else [callbacks], self.checkpoint_folder)
+        return callbacks
+
+    def configure_model(self) -> None:
+        """Get ready for a Trainer that is given this client by itself, unless :meth:`configure` has been called."""
+        if not hasattr(self, "_shared"):
+            self.configure(ClientSpec(example=getattr(self.learner, "example_input_array", None)), alone=True)
 
     def configure_optimizers(self) -> Any:
         """Return what the learner's own returns."""
@@ -331,49 +578,33 @@ class Client(Training, Exchange, Telling):
             add_parameters(single_optimizer(configured), self.extra.parameters())
         return configured
 
-    @property
-    def learners(self) -> dict[str, L.LightningModule]:
-        """The client's learners by name: ``learner``, whose tensors may travel, and others that a method adds."""
-        return {"learner": self.learner}
+    def setup(self, stage: str) -> None:
+        """Let the learner find the client's own data module where it has one: ``self.trainer.datamodule``."""
+        # Not before: a Trainer that is given one prepares it and sets it up, as has been done.
+        if self.data is not None and self.data.module is not None:
+            lend_data(self.trainer, self.data.module)
+
+    def on_fit_end(self) -> None:
+        """Take the data module away from the Trainer, which would tear it down."""
+        if self.data is not None and self.data.module is not None:
+            lend_data(self.trainer, None)
+
+    def teardown(self, stage: str) -> None:
+        """Let the learner find the client's own data module again: it may be scored further."""
+        self.setup(stage)
 
     @L.LightningModule.strict_loading.getter  # type: ignore[attr-defined]
     def strict_loading(self) -> bool:
         """Whether a checkpoint has to hold every tensor, and no other; the learner may say that it need not."""
         return super().strict_loading and (self.learner is None or self.learner.strict_loading)
 
-    @property
-    def backbone(self) -> nn.Module:
-        """The image classifier's network."""
-        return self.learner.backbone  # type: ignore[return-value]
-
-    # ------------------------------------------------------------------------------------------------------ evaluating
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the learner."""
         return self.scored(*args, **kwargs)
 
-    def as_evaluated(self, model: str) -> AbstractContextManager[L.LightningModule]:
-        """Make a learner one of the models in ``evaluated``; put it back afterwards."""
-        return self.personalized()
-
-    def sizes(self, model: str) -> Mapping[str, float]:
-        """Return what else is told of one of the models beside its scores; by default nothing."""
-        return {}
-
-    def _evaluating_step(self, name: str) -> Any:
-        def step(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            with self.personalized() as learner:
-                return call_step(learner, name, batch, batch_idx, dataloader_idx)
-
-        return step
-
-
-def _once_configured(configure_server: Any) -> Any:
-    """Let a method's ``configure_server`` find a client that is ready, also before any Trainer has seen it."""
-
-    def configured(self: Client) -> Server:
-        self.configure_model()
-        return configure_server(self)
-
-    configured.__doc__ = configure_server.__doc__
-    return configured
+    def place_on(self, device: torch.device) -> None:
+        """Move to a device, and take the memory lay-out that suits it."""
+        self.to(device)
+        for learner in self.learners.values():
+            if isinstance(learner, ImageClassifier):
+                learner.lay_out()

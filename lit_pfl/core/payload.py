@@ -116,6 +116,12 @@ class Payload(Mapping[str, Tensor]):
         payload._tensors = {name: payload[name] for name in self}  # in the same order
         return payload
 
+    def with_(self, tensors: Mapping[str, Tensor]) -> "Payload":
+        """Return the same payload with others in the place of some of its tensors, and with further ones."""
+        plain = {name: tensor for name, tensor in self.items() if name not in self.low_rank}
+        left = {name: factors for name, factors in self.low_rank.items() if name not in tensors}
+        return Payload({**plain, **tensors}, self.sparse, left)
+
     def without(self, name: str) -> "Payload":
         """Return the same payload without one of its plain tensors."""
         return Payload(

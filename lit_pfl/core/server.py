@@ -1,8 +1,8 @@
 """The server's side of a method. It sees payloads only: never a client's data, module or Trainer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.errors import ConfigError
+from lit_pfl.ops.low_rank import LowRank
 
 #: how much an upload counts in a mean: as any other, or by its client's number of samples
 Weighting = Literal["uniform", "samples"]
@@ -57,6 +58,11 @@ class Server:
     #: averages payloads in :meth:`aggregate`, as :func:`~lit_pfl.core.averaging.weighted_mean` does; several processes,
     #: which all do that at once, do a part each, unless a method has a mean of its own here
     mean: Callable[..., Payload] = staticmethod(weighted_mean)
+    #: attributes that a checkpoint holds beside the model and the seed: tensors, plain values, and dicts of them
+    kept: ClassVar[tuple[str, ...]] = ()
+    #: further ones that are payloads, or dicts of payloads; sparse in them is what is sparse in the model
+    kept_payloads: ClassVar[tuple[str, ...]] = ()
+
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
@@ -123,11 +129,36 @@ class Server:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed server needs, as tensors and plain values."""
-        return {"model": dict(self.model), "sparse": sorted(self.model.sparse), "seed": self.seed}
+        model, factors = self.model, self.model.low_rank
+        state = {
+            "model": {name: tensor for name, tensor in model.items() if name not in factors},
+            "sparse": sorted(model.sparse),
+            "seed": self.seed,
+        }
+        if factors:
+            state["factors"] = {name: (f.left, f.right, f.shape) for name, f in factors.items()}
+        return state | {name: _plain(getattr(self, name)) for name in (*self.kept, *self.kept_payloads)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
-        self.model, self.seed = Payload(state["model"], state["sparse"]), state["seed"]
+        factors = {name: LowRank(*parts) for name, parts in state.get("factors", {}).items()}
+        self.model, self.seed = Payload(state["model"], state["sparse"], factors), state["seed"]
+        for name in state.keys() & self.kept:
+            setattr(self, name, _plain(state[name]))
+        for name in state.keys() & self.kept_payloads:
+            setattr(self, name, _payloads(state[name], state["sparse"], like=getattr(self, name)))
+
+
+def _plain(value: Any) -> Any:
+    """Return what a checkpoint holds of a value: a payload, like any mapping, as a dict."""
+    return {key: _plain(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+
+
+def _payloads(value: Mapping[Any, Any], sparse: Iterable[str], like: Any) -> Any:
+    """Return the payload, or the dict of payloads, that a checkpoint's value is of."""
+    if isinstance(like, Payload):
+        return Payload(value, sparse)
+    return {key: Payload(tensors, sparse) for key, tensors in value.items()}
 
 
 class UniformServer(Server):
@@ -150,12 +181,15 @@ class MixingServer(Server):
     takes no part in anybody's mixture, and gets the initial tensors.
     """
 
+    kept = ("weights",)
+    kept_payloads = ("latest",)
+
     latest: dict[int, Payload]
     weights: Tensor
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
-        self.latest = {}
+        self.latest, self.weights = {}, torch.empty(0)
 
     def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:
         """Return the weights of the mixtures.
@@ -188,15 +222,3 @@ class MixingServer(Server):
 
     def global_model(self) -> None:
         """Return nothing: every client has a mixture of its own."""
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        state = super().state_dict()
-        if self.latest:
-            state["latest"] = {client: dict(upload) for client, upload in self.latest.items()}
-            state["weights"] = self.weights
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.latest = {client: Payload(tensors, state["sparse"]) for client, tensors in state.get("latest", {}).items()}
-        self.weights = state.get("weights", torch.empty(0))

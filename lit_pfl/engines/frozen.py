@@ -69,4 +69,5 @@ class FrozenWeights:
 
     def leave_out(self, client: Client) -> None:
         """Take none of the weights that a module has been seen to change for a client's frozen ones."""
-        client.frozen = {name: weight for name, weight in client.frozen.items() if name not in self._changed}
+        for name in self._changed:
+            client.frozen.pop(name, None)

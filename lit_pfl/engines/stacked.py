@@ -9,7 +9,6 @@ from jsonargparse.typing import PositiveInt
 
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.training import Training
 from lit_pfl.engines.engine import Trained
 from lit_pfl.engines.local import Local
 from lit_pfl.engines.stack import ELEMENTWISE, Epoch, train_together
@@ -96,7 +95,7 @@ def _check(client: Client, message: Any) -> None:
     """
     kind: Any = type(client)
     optimizer: Any = client.trainer.optimizers[0]
-    if any(getattr(kind, name) is not getattr(Training, name) for name in OBJECTIVE):
+    if any(getattr(kind, name) is not getattr(Client, name) for name in OBJECTIVE):
         reason = f"{kind.__name__} minimises more than its learner's loss"
     elif type(client.learner) is not ImageClassifier:
         reason = f"a step of {type(client.learner).__name__} may do what cannot be done for many clients at once"

@@ -12,8 +12,8 @@ from lit_pfl.learners.classifier import (
     quick_backbone,
 )
 from lit_pfl.learners.heads import AddLogits, HeadCall, at_head, find_head, linear_layers, log_mixture, sizes_of_head
-from lit_pfl.learners.hooks import call_hook, hand_on, place_checkpoints
-from lit_pfl.learners.logs import STAGE, Recorder, recorded, silenced
+from lit_pfl.learners.hooks import call_hook, hand_on, hand_on_evaluation, place_checkpoints
+from lit_pfl.learners.logs import STAGE, LossTally, Recorder, recorded, silenced
 from lit_pfl.learners.optimizers import (
     add_parameters,
     extend,
@@ -40,6 +40,7 @@ __all__ = [
     "BackboneCallable",
     "HeadCall",
     "ImageClassifier",
+    "LossTally",
     "Mixture",
     "OptimizerCallable",
     "Recorder",
@@ -56,6 +57,7 @@ __all__ = [
     "extend",
     "find_head",
     "hand_on",
+    "hand_on_evaluation",
     "holding",
     "linear_layers",
     "log_mixture",

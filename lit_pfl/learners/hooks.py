@@ -1,7 +1,7 @@
 """A Trainer calls the hooks of the module that it is given: a client, which hands them on to its learner."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.learners.logs import silenced
+from lit_pfl.learners.steps import call_step
 from lit_pfl.lightning_internals import in_hook, saved_hparams
 
 STAGES = ("validation", "test", "predict")
@@ -67,6 +68,31 @@ def hand_on(
             if not is_overridden(hook, client, base):
                 client.__dict__[hook] = _keeping(hook, learners)
     client.__dict__["on_train_epoch_end"] = _once_an_epoch(client, client.on_train_epoch_end)
+
+
+def hand_on_evaluation(
+    client: L.LightningModule,
+    scored: L.LightningModule,
+    personalized: Callable[[], AbstractContextManager[L.LightningModule]],
+) -> None:
+    """Make a client evaluate by those of its learner's own steps that it has.
+
+    Args:
+        client: the module that the Trainer knows.
+        scored: the learner that is evaluated.
+        personalized: makes it the client's personalized model for a while.
+    """
+    for name in (f"{stage}_step" for stage in STAGES):
+        if is_overridden(name, scored):
+            client.__dict__[name] = _evaluating(name, personalized)
+
+
+def _evaluating(name: str, personalized: Callable[[], AbstractContextManager[L.LightningModule]]) -> Callable[..., Any]:
+    def step(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        with personalized() as learner:
+            return call_step(learner, name, batch, batch_idx, dataloader_idx)
+
+    return step
 
 
 def _once_an_epoch(client: Any, hook: Callable[[], None]) -> Callable[[], None]:

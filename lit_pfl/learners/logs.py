@@ -1,4 +1,4 @@
-"""What a learner logs, caught outside of any loop of a Trainer."""
+"""What a learner logs, caught outside of any loop of a Trainer, and the losses that it trains on."""
 
 import re
 from collections import Counter
@@ -94,6 +94,28 @@ class Recorder:
             for name, metric in self._metrics.items()
             if metric.higher_is_better is not None
         }
+
+
+class LossTally:
+    """Adds up the training losses of a round."""
+
+    def __init__(self) -> None:
+        self._losses: list[tuple[Tensor, int]] = []
+
+    def note(self, loss: Any, size: int) -> None:
+        """Take note of the loss of a batch of so many samples; of what is no loss, a single number, nothing."""
+        # Kept here, on the device: one self.log costs as much as a small network's step.
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append((loss.detach().reshape(()), size))
+
+    def total(self) -> tuple[float, int]:
+        """Return the sum of the loss over the samples, and their number, and begin anew."""
+        if not self._losses:
+            return 0.0, 0
+        losses = torch.stack([loss for loss, _ in self._losses]).tolist()
+        sizes = [size for _, size in self._losses]
+        self._losses.clear()
+        return sum(loss * size for loss, size in zip(losses, sizes, strict=True)), sum(sizes)
 
 
 @contextmanager

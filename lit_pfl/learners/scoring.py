@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import lightning as L
@@ -12,6 +13,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.data.transfer import BATCH_HOOKS, batch_hook
+from lit_pfl.errors import ConfigError
 from lit_pfl.learners import (
     Recorder,
     SkipBatch,
@@ -150,3 +152,16 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
                 continue
             n += size
     return n, total / n if n else math.nan
+
+
+def needs_loss(learner: L.LightningModule, batches: Iterable[Any], method: str) -> None:
+    """Refuse a learner with manual optimization that returns no loss, for a method that compares losses.
+
+    Raises:
+        ConfigError: when it returns none on the first of some batches.
+    """
+    if not learner.automatic_optimization and not mean_loss(learner, islice(batches, 1))[0]:
+        raise ConfigError(
+            f"model.learner: training_step of {type(learner).__name__} returns no loss, and {method} compares losses; "
+            "let it return one."
+        )

@@ -11,6 +11,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order
+from lit_pfl.learners.scoring import mean_loss, needs_loss
 from lit_pfl.ops import project_onto_simplex
 
 LOSS = "loss"
@@ -47,14 +48,13 @@ class AgnosticFL(Client):
         return AgnosticFLServer(self.step, self.decay)
 
     def begin_round(self) -> None:  # noqa: D102
-        self.require_loss()
+        needs_loss(self.learner, self.training_data(), "AgnosticFL")
         # neither shuffled nor augmented: it draws no random numbers
-        self._loss = self.mean_loss(in_order(self.training_data()))
+        _, self._loss = mean_loss(self.learner, in_order(self.training_data()))
 
     def upload(self) -> Payload:
         """Return the weights, and the loss of those that the round began with."""
-        payload = super().upload()
-        return Payload({**payload, LOSS: torch.tensor(self._loss)}, payload.sparse)
+        return super().upload().with_({LOSS: torch.tensor(self._loss)})
 
 
 class AgnosticFLServer(Server):
@@ -67,6 +67,8 @@ class AgnosticFLServer(Server):
     Attributes:
         lambdas: every client's weight, by id; they sum to 1.
     """
+
+    kept = ("lambdas",)
 
     lambdas: dict[int, float]
 
@@ -94,10 +96,3 @@ class AgnosticFLServer(Server):
             ascended = [self.lambdas[client] + step * float(upload[LOSS]) for client, upload in uploads.items()]
             projected = project_onto_simplex(torch.tensor(ascended, dtype=torch.float64), held)
             self.lambdas |= dict(zip(uploads, projected.tolist(), strict=True))
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return {**super().state_dict(), "lambdas": dict(self.lambdas)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.lambdas = dict(state["lambdas"])

@@ -119,6 +119,9 @@ class ClusteredFLServer(Server):
         place: every client's cluster.
     """
 
+    kept = ("place", "scale")
+    kept_payloads = ("models",)
+
     models: dict[int, Payload]
     place: dict[int, int]
 
@@ -200,18 +203,10 @@ class ClusteredFLServer(Server):
         return self.models[self.place[client]]
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return {
-            **super().state_dict(),
-            "models": {cluster: dict(model) for cluster, model in self.models.items()},
-            "place": dict(self.place),
-            "forks": {cluster: fork._asdict() for cluster, fork in self.forks.items()},
-            "scale": self.scale,
-        }
+        return {**super().state_dict(), "forks": {cluster: fork._asdict() for cluster, fork in self.forks.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         super().load_state_dict(state)
-        self.models = {cluster: Payload(tensors, state["sparse"]) for cluster, tensors in state["models"].items()}
-        self.place, self.scale = dict(state["place"]), state["scale"]
         self.forks = {cluster: Fork(**fork) for cluster, fork in state["forks"].items()}
 
 

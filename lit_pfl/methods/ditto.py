@@ -10,6 +10,7 @@ from lit_pfl.core.server import Server, Weighting, averaging
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import single_optimizer
 from lit_pfl.methods.two_models import TwoModels
+from lit_pfl.ops import squared_distance
 
 
 class Ditto(TwoModels):
@@ -50,7 +51,6 @@ class Ditto(TwoModels):
         self.lam, self.schedule, self.personal_epochs = lam, schedule, personal_epochs
         self.weighting = weighting
         self._trains_common = self._trains_personal = True
-        self._start: list[Tensor] = []  # w_t, while a round is trained
 
     def configure_state(self) -> None:  # noqa: D102
         super().configure_state()
@@ -74,8 +74,9 @@ class Ditto(TwoModels):
             optimizer.register_step_post_hook(lambda optimizer, *_: self._pull(optimizer.param_groups[0]["lr"]))
         return configured
 
-    def begin_round(self) -> None:  # noqa: D102
-        self._start = [weight.detach().clone() for weight in self.learner.parameters()]
+    def begin_round(self) -> None:
+        """Note w_t, with what of it does not travel."""
+        self.received = {name: weight.detach().clone() for name, weight in self.learner.named_parameters()}
 
     def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
         self._check(local_epochs)
@@ -90,10 +91,8 @@ class Ditto(TwoModels):
             with self.same_draws():
                 losses.append(self.personal_loss(batch, batch_idx))
             if self.lam and self.schedule == "interleaved":
-                distances = [
-                    (v - w).square().sum() for v, w in zip(self.personal.parameters(), self._start, strict=True)
-                ]
-                losses.append(self.lam / 2 * torch.stack(distances).sum())
+                distance = squared_distance(dict(self.personal.named_parameters()), self.received)
+                losses.append(self.lam / 2 * distance)
         if self._trains_common:
             losses.append(super().objective(batch, batch_idx))
         return torch.stack(losses).sum()
@@ -102,8 +101,5 @@ class Ditto(TwoModels):
     def _pull(self, lr: float) -> None:
         stepped = any(v.grad is not None for v in self.personal.parameters())  # not so after a batch that is skipped
         if self._trains_personal and stepped:
-            for v, w in zip(self.personal.parameters(), self._start, strict=True):
-                v.sub_(lr * self.lam * (v - w))
-
-    def end_round(self) -> None:  # noqa: D102
-        self._start = []  # a sleeping client keeps no copy
+            for name, v in self.personal.named_parameters():
+                v.sub_(lr * self.lam * (v - self.received[name]))

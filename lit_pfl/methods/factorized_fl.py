@@ -111,8 +111,7 @@ class FactorizedFL(Client):
 
     def upload(self) -> Payload:
         """Return what is mixed, and the v that clients are compared by."""
-        shared = super().upload()
-        return Payload({**shared, self.criterion: self.learner.get_parameter(self.criterion).detach()}, shared.sparse)
+        return super().upload().with_({self.criterion: self.learner.get_parameter(self.criterion).detach()})
 
     def configure_server(self) -> "FactorizedFLServer":  # noqa: D102
         mixed = "v" in self.shares

@@ -12,8 +12,8 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, UniformServer
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods.fedprox import squared_distance
 from lit_pfl.nn import Memory
+from lit_pfl.ops import squared_distance
 
 ALPHA = "alpha"
 
@@ -47,6 +47,7 @@ class FedDyn(Client):
 
     needs_automatic = "adds a penalty to the loss"
     may_unfreeze = False
+    remembers = True
 
     shares = EVERYTHING
 
@@ -64,7 +65,6 @@ class FedDyn(Client):
             raise ConfigError(f"model.alpha={alpha}: FedDyn needs a number above 0; without one, use FedAvg.")
         self.alpha, self.by_samples, self.scored_model = alpha, by_samples, scored_model
         self._own_alpha = alpha
-        self._centre: dict[str, Tensor] = {}
 
     def configure_state(self) -> None:  # noqa: D102
         self.deviation = Memory(self.shared_weights()).zero_()
@@ -77,13 +77,14 @@ class FedDyn(Client):
         self._own_alpha = float(reply.get(ALPHA, self.alpha))
         super().download({name: tensor for name, tensor in reply.items() if name != ALPHA})
 
-    @torch.no_grad()
-    def begin_round(self) -> None:  # noqa: D102
-        self._centre = {name: weight - self.deviation[name] for name, weight in self.shared_weights().items()}
+    def begin_round(self) -> None:
+        """Move what was received to ``w_t - h_i``, by which the penalty is measured."""
+        for name, centre in self.received.items():
+            centre.sub_(self.deviation[name])
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss, with ``alpha (w - w_t + h_i)`` added to its gradient."""
-        penalty = self._own_alpha / 2 * squared_distance(self.shared_weights(), self._centre)
+        penalty = self._own_alpha / 2 * squared_distance(self.shared_weights(), self.received)
         # Only the gradient counts: the value, about ||gradient||^2 / (2 alpha), would drown the loss that is reported.
         return super().objective(batch, batch_idx) + (penalty - penalty.detach())
 
@@ -94,11 +95,10 @@ class FedDyn(Client):
         # round. What stays at home is sent some day, so that they are apart by no more than that.
         f, own = self.factorization, self.shared_weights()
         weights = own if f is None else f.left(self.learner, own)
-        deviation = {name: weights[name] - centre for name, centre in self._centre.items()}  # h_i + w - w_t
+        deviation = {name: weights[name] - centre for name, centre in self.received.items()}  # h_i + w - w_t
         # A client whose training ran away is refused by the server, which knows of no deviation; nor may the client.
         if all(tensor.isfinite().all() for tensor in deviation.values()):
             self.deviation.copy_(deviation)
-        self._centre = {}  # a sleeping client keeps no copy
 
 
 class FedDynServer(UniformServer):
@@ -112,6 +112,8 @@ class FedDynServer(UniformServer):
     Attributes:
         deviation: mean of h_i over all clients, by name.
     """
+
+    kept = ("deviation",)
 
     deviation: dict[str, Tensor]
 
@@ -131,14 +133,14 @@ class FedDynServer(UniformServer):
             went = mean - before[name]
             self.deviation[name] = deviation + len(uploads) / everybody * went
             moved[name] = mean + self.deviation[name]
-        self.model = Payload({**self.model, **moved}, self.model.sparse)
+        self.model = self.model.with_(moved)
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         if self.alpha is None:
             return self.model
         mean = sum(self.num_samples.values()) / len(self.num_samples)
         alpha = torch.tensor(self.alpha * mean / self.num_samples[client])
-        return Payload({**self.model, ALPHA: alpha}, self.model.sparse)
+        return self.model.with_({ALPHA: alpha})
 
     def evaluation_reply(self, client: int) -> Payload:  # noqa: D102
         return self.global_model() if self.shows_mean else super().evaluation_reply(client)
@@ -146,12 +148,4 @@ class FedDynServer(UniformServer):
     def global_model(self) -> Payload:  # noqa: D102
         if not self.shows_mean:
             return self.model
-        mean = {name: self.model[name] - deviation for name, deviation in self.deviation.items()}
-        return Payload({**self.model, **mean}, self.model.sparse)
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return {**super().state_dict(), "deviation": dict(self.deviation)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.deviation = dict(state["deviation"])
+        return self.model.with_({name: self.model[name] - deviation for name, deviation in self.deviation.items()})

@@ -15,6 +15,7 @@ from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order, needed, num_samples, part_of
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners.scoring import mean_loss, needs_loss
 from lit_pfl.nn import Memory
 from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
@@ -109,13 +110,12 @@ class FedFOMO(Client):
         return in_order(part_of(super().training_data(), self._parts()[1]))
 
     def begin_round(self) -> None:  # noqa: D102
-        self.require_loss()
+        needs_loss(self.learner, self.training_data(), "FedFOMO")
         self.base.copy_(self._network())
 
     def upload(self) -> Payload:
         """Return what is shared, and how this round's models have helped: (M,), in the order of their clients' ids."""
-        shared = super().upload()
-        return Payload({**shared, AFFINITY: self.affinity}, shared.sparse)
+        return super().upload().with_({AFFINITY: self.affinity})
 
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:
@@ -129,14 +129,14 @@ class FedFOMO(Client):
         held_back = self.held_back()
 
         load_tensors(self.learner, base)
-        start = self.mean_loss(held_back)
+        _, start = mean_loss(self.learner, held_back)
         load_tensors(self.learner, trained)
         sent = super().upload().clone()
         candidates = [*models.values(), {name: sent[name] for name in self.shared_parameters()}]
         losses = []
         for candidate in candidates:
             load_tensors(self.learner, candidate)
-            losses.append(self.mean_loss(held_back))
+            losses.append(mean_loss(self.learner, held_back)[1])
 
         gains = gains_per_distance(start, losses, [self._distance(base, candidate) for candidate in candidates])
         self.affinity[: len(models)] = (gains / max(abs(float(gains.sum())), 1e-9))[:-1]
@@ -173,6 +173,9 @@ class FedFOMOServer(Server):
         affinity: (K, K); row i says how much everybody's models have helped client i so far (P in the paper).
         latest: the latest model of each of the clients seen so far, by id, in increasing order.
     """
+
+    kept = (AFFINITY, "round")
+    kept_payloads = ("latest",)
 
     affinity: Tensor
     latest: dict[int, Payload]
@@ -241,14 +244,9 @@ class FedFOMOServer(Server):
         tensors = {f"{other}/{name}": tensor for other, model in models.items() for name, tensor in model.items()}
         return Payload(tensors, [f"{other}/{name}" for other, model in models.items() for name in model.sparse])
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        latest = {client: dict(model) for client, model in self.latest.items()}
-        return {**super().state_dict(), "latest": latest, AFFINITY: self.affinity, "round": self.round}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         super().load_state_dict(state)
-        self.latest = {client: Payload(tensors, state["sparse"]) for client, tensors in state["latest"].items()}
-        self.affinity, self.round = state[AFFINITY].cpu(), state["round"]
+        self.affinity = self.affinity.cpu()  # which a few numbers are looked up in
 
 
 def by_client(reply: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:

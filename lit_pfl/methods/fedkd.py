@@ -49,7 +49,7 @@ class FedKD(Mutual):
 
     may_unfreeze = False
 
-    received: Memory
+    before_round: Memory
     completed: Tensor  # rounds of the federation
 
     def __init__(
@@ -72,7 +72,7 @@ class FedKD(Mutual):
     def configure_state(self) -> None:  # noqa: D102
         super().configure_state()
         self.matched = nn.Linear(self.num_features, self.num_features, bias=False)
-        self.received = Memory(self.shared_parameters())
+        self.before_round = Memory(self.shared_parameters())
         self.register_buffer("completed", torch.zeros((), dtype=torch.int64))
 
     def configure_optimizers(self) -> Any:  # noqa: D102
@@ -91,14 +91,14 @@ class FedKD(Mutual):
     def upload(self) -> Payload:
         """Return the change of the mentee, in factors."""
         own = self.shared_parameters()
-        change = {name: own[name] - x for name, x in self.received.items()}
+        change = {name: own[name] - x for name, x in self.before_round.items()}
         return in_factors(change, self.energy(int(self.completed)))
 
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
         changes = CHANGE in reply
-        new = {name: x + reply[name].to(x) if changes else reply[name] for name, x in self.received.items()}
-        self.received.copy_(new)
+        new = {name: x + reply[name].to(x) if changes else reply[name] for name, x in self.before_round.items()}
+        self.before_round.copy_(new)
         self.completed.copy_(reply[ROUNDS])
         super().download(new)
 

@@ -255,6 +255,9 @@ class FedMAServer(Server):
         seed: of the order in which clients are matched.
     """
 
+    kept = ("step", "seen", "assignments")
+    kept_payloads = ("finished",)
+
     def __init__(self, layers: Mapping[str, Layout], shares_last: bool, matching: Matching, seed: int = 0) -> None:
         self.layers, self.names, self.shares_last = layers, list(layers), shares_last
         self.matching, self.seed = matching, seed
@@ -294,7 +297,7 @@ class FedMAServer(Server):
             layer = {f"{name}.weight": merged[:, : like[0].numel()].reshape(-1, *like.shape[1:]).to(like)}
             if "bias" in self.layers[name]:
                 layer[f"{name}.bias"] = merged[:, -1].to(like)
-            self.model = Payload({**self.model, **layer})
+            self.model = self.model.with_(layer)
         self.seen |= dict.fromkeys(uploads, self.step)
         self.step += 1
         if last:
@@ -326,12 +329,3 @@ class FedMAServer(Server):
             if client in self.assignments.get(name, {}):
                 tensors[f"{name}.assignment"] = self.assignments[name][client]
         return Payload(tensors)
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        own = {"step": self.step, "seen": self.seen, "assignments": self.assignments, "finished": dict(self.finished)}
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.step, self.seen, self.assignments = state["step"], dict(state["seen"]), dict(state["assignments"])
-        self.finished = Payload(state["finished"])

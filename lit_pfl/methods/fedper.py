@@ -6,7 +6,7 @@ from typing import Any
 from jsonargparse.typing import NonNegativeInt
 
 from lit_pfl.core import Client
-from lit_pfl.core.sharing import EVERYTHING, Role, needs_head
+from lit_pfl.core.sharing import EVERYTHING, Role, last_layers, needs_head
 from lit_pfl.errors import ConfigError
 
 
@@ -39,9 +39,9 @@ class FedPer(Client):
         super().configure_learner()
         needs_head(self.learner, self.head_names, "FedPer")
         if isinstance(self.personal_layers, int):
-            self.private = last_layers(self, self.personal_layers, "model.personal_layers")
+            self.private = last_layers(self.roles(), self.personal_layers, "model.personal_layers")
         else:
-            self.private = last_layers(self, 1, "").union(*map(self._found, self.personal_layers))
+            self.private = last_layers(self.roles(), 1, "").union(*map(self._found, self.personal_layers))
 
     def _found(self, pattern: str) -> set[str]:
         roles = self.roles()
@@ -62,27 +62,3 @@ class FedPer(Client):
 
     def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
         return name not in self.private and super().is_shared(name, role)
-
-
-def last_layers(client: Client, count: int, option: str) -> frozenset[str]:
-    """Return the names in the learner's ``state_dict()`` of its last layers.
-
-    Args:
-        client: a client with a learner.
-        count: how many, the classifier being one.
-        option: what the number is called, for the error.
-
-    Raises:
-        ConfigError: when there are not that many.
-    """
-    layers: list[list[str]] = []
-    owner = None
-    for name, role in sorted(client.roles().items(), key=lambda item: item[1] == "head"):
-        of = role if role == "head" else name.rpartition(".")[0]
-        if not layers or (of != owner and role not in ("norm", "norm_stats")):
-            layers.append([])
-            owner = of
-        layers[-1].append(name)
-    if not 0 <= count <= len(layers):
-        raise ConfigError(f"{option}={count}: the learner has {len(layers)} layers; give 0 to {len(layers)}.")
-    return frozenset(name for layer in layers[len(layers) - count :] for name in layer)

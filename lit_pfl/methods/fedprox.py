@@ -1,14 +1,13 @@
 """FedProx: federated averaging of clients that are held near the global model."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor
 
 from lit_pfl.core import Client
 from lit_pfl.core.sharing import EVERYTHING
+from lit_pfl.ops import squared_distance
 
 
 class FedProx(Client):
@@ -26,27 +25,16 @@ class FedProx(Client):
 
     needs_automatic = "adds a proximal term to the loss"
 
+    remembers = True
+
     shares = EVERYTHING
 
     def __init__(self, mu: NonNegativeFloat = 0.01, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.mu = mu
-        self._start: dict[str, Tensor] = {}
-
-    def begin_round(self) -> None:  # noqa: D102
-        if self.mu:
-            self._start = {name: weight.detach().clone() for name, weight in self.shared_weights().items()}
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
         loss = super().objective(batch, batch_idx)
         if self.mu:
-            loss = loss + self.mu / 2 * squared_distance(self.shared_weights(), self._start)
+            loss = loss + self.mu / 2 * squared_distance(self.shared_weights(), self.received)
         return loss
-
-    def end_round(self) -> None:  # noqa: D102
-        self._start = {}  # a sleeping client keeps no copy
-
-
-def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of the squares of all differences between tensors of the same names."""
-    return torch.stack([(a[name] - b[name]).square().sum() for name in b]).sum()

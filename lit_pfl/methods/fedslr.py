@@ -83,6 +83,7 @@ class FedSLR(TwoModels):
 
     needs_automatic = "takes proximal steps on two models and one loss"
     may_unfreeze = False
+    remembers = True
 
     evaluated = (MIXED, GKR)
 
@@ -109,7 +110,7 @@ class FedSLR(TwoModels):
         self.p_init, self.personal_epochs, self.server_memory = p_init, personal_epochs, server_memory
         self.common, self.personal_structure = STRUCTURES[common], STRUCTURES[personal]
         self._trains_personal = False
-        self._aside: dict[str, Tensor] = {}  # w_t while w is trained, then w_i
+        self._trained: dict[str, Tensor] = {}  # w_i, until it is sent
         self._shrunk = Payload({})  # w as the latest local step has shrunk it
         self._own_parameters = 0  # of p, while the mixed model is in its place
 
@@ -184,7 +185,6 @@ class FedSLR(TwoModels):
     # -------------------------------------------------------------------------------------------------------- training
 
     def begin_round(self) -> None:  # noqa: D102
-        self._aside = {name: weight.detach().clone() for name, weight in self.shared_weights().items()}
         self._trains_personal = False
 
     def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
@@ -201,11 +201,10 @@ class FedSLR(TwoModels):
     def _finish_common(self) -> None:
         """Note what was learned, and put w_t back in the place of w_i, which waits to be sent."""
         for name, weight in self.shared_weights().items():
-            trained = weight.clone()
+            self._trained[name] = weight.clone()
             if self.solver.corrected:
-                self.dual[name].add_(self._aside[name] - trained, alpha=1 / self.eta_g)
-            weight.copy_(self._aside[name])
-            self._aside[name] = trained
+                self.dual[name].add_(self.received[name] - weight, alpha=1 / self.eta_g)
+            weight.copy_(self.received[name])
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
         """Return what is minimised in this epoch, its value being the loss alone."""
@@ -216,7 +215,7 @@ class FedSLR(TwoModels):
         if not self.solver.corrected:
             return loss
         away = [
-            (weight - self._aside[name]).square().sum() / (2 * self.eta_g) - (self.dual[name] * weight).sum()
+            (weight - self.received[name]).square().sum() / (2 * self.eta_g) - (self.dual[name] * weight).sum()
             for name, weight in self.shared_weights().items()
         ]
         correction = torch.stack(away).sum()
@@ -231,11 +230,11 @@ class FedSLR(TwoModels):
 
     def upload(self) -> Payload:
         """Return w_i; on joining the initial weights."""
-        if not self._aside:
+        if not self._trained:
             return super().upload()
-        sent = {**self.shared_parameters(), **self._aside}
+        sent = {**self.shared_parameters(), **self._trained}
         low_rank = {name: factors for name, factors in self._shrunk.low_rank.items() if factors.saves}
-        self._aside, shrunk, self._shrunk = {}, self._shrunk, Payload({})
+        self._trained, shrunk, self._shrunk = {}, self._shrunk, Payload({})
         return Payload({name: t for name, t in sent.items() if name not in low_rank}, shrunk.sparse, low_rank)
 
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
@@ -290,6 +289,8 @@ class FedSLRServer(UniformServer):
         duals: every client's, if these are kept.
     """
 
+    kept = ("dual", "duals")
+
     dual: dict[str, Tensor]
     duals: dict[int, dict[str, Tensor]]
 
@@ -330,16 +331,3 @@ class FedSLRServer(UniformServer):
         for name, mean in self.dual.items():
             everybody = [self.duals[client][name] for client in sorted(self.duals)]  # those of all others are zero
             mean.copy_(torch.stack(everybody).sum(0) / len(self.num_samples))
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        state = super().state_dict()
-        state["model"] = {name: tensor for name, tensor in self.model.items() if name not in self.model.low_rank}
-        state["factors"] = {name: (f.left, f.right, f.shape) for name, f in self.model.low_rank.items()}
-        return {**state, "dual": dict(self.dual), "duals": {client: dict(own) for client, own in self.duals.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        low_rank = {name: LowRank(*factors) for name, factors in state["factors"].items()}
-        self.model = Payload(state["model"], state["sparse"], low_rank)
-        self.dual = dict(state["dual"])
-        self.duals = {client: dict(own) for client, own in state["duals"].items()}

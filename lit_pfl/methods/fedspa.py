@@ -176,6 +176,8 @@ class FedSpaServer(UniformServer):
         masks: every client's masks, packed to bits in the order of ``masked``.
     """
 
+    kept = ("masks", "round")
+
     masks: dict[int, Tensor]
 
     def __init__(self, masked: Sequence[str], masks_change: bool) -> None:
@@ -206,10 +208,3 @@ class FedSpaServer(UniformServer):
         masks = unpack_bits(self.masks[client], {name: self.model[name].shape for name in self.masked})
         sparse = {name: self.model[name].masked_fill(~mask, 0) for name, mask in masks.items()}
         return Payload({**self.model, **sparse, ROUND: torch.tensor(self.round + 1)}, sparse=masks)
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return {**super().state_dict(), "masks": dict(self.masks), "round": self.round}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.masks, self.round = dict(state["masks"]), state["round"]

@@ -6,8 +6,7 @@ from jsonargparse.typing import PositiveInt
 
 from lit_pfl.core import Client
 from lit_pfl.core.server import Server, Weighting, averaging
-from lit_pfl.core.sharing import EVERYTHING, Role, needs_head
-from lit_pfl.methods.fedper import last_layers
+from lit_pfl.core.sharing import EVERYTHING, Role, last_layers, needs_head
 
 
 class LGFedAvg(Client):
@@ -45,7 +44,7 @@ class LGFedAvg(Client):
     def configure_learner(self) -> None:  # noqa: D102
         super().configure_learner()
         needs_head(self.learner, self.head_names, "LGFedAvg")
-        self.common = last_layers(self, self.shared_layers, "model.shared_layers")
+        self.common = last_layers(self.roles(), self.shared_layers, "model.shared_layers")
 
     def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
         return name in self.common and super().is_shared(name, role)

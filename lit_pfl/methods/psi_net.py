@@ -153,7 +153,7 @@ class PsiNetServer(Server):
             for name in self.row_groups.keys() & info.initial.keys():
                 if len(self.model[name]) < len(self.row_groups[name]):
                     whole = self.model[name].new_zeros(len(self.row_groups[name]), *self.model[name].shape[1:])
-                    self.model = Payload({**self.model, name: whole}, self.model.sparse)
+                    self.model = self.model.with_({name: whole})
                 if self.trim:
                     self.model[name][self.rows(client, name)] = info.initial[name]
 

@@ -43,6 +43,7 @@ class Scaffold(Client):
 
     needs_automatic = "adds control variates to the gradients of one loss"
     may_unfreeze = False
+    remembers = True
 
     shares = EVERYTHING
 
@@ -52,7 +53,6 @@ class Scaffold(Client):
         super().__init__(**kwargs)
         self.server_lr, self.by_samples = server_lr, by_samples
         self._of_all: dict[str, Tensor] = {}  # c
-        self._start: dict[str, Tensor] = {}  # w_t
         self._correction: dict[str, Tensor] = {}  # c - c_i
         self._change: dict[str, Tensor] = {}  # of c_i, until it is uploaded and the next round begins
         self._sum_of_lr = 0.0
@@ -87,7 +87,6 @@ class Scaffold(Client):
         super().download({name: tensor for name, tensor in reply.items() if not name.startswith(CONTROL)})
 
     def begin_round(self) -> None:  # noqa: D102
-        self._start = {name: weight.detach().clone() for name, weight in self.shared_weights().items()}
         self._correction = {name: self._of_all[name].to(own.device) - own for name, own in self.control.items()}
         self._sum_of_lr, self._change = 0.0, {}
 
@@ -102,13 +101,12 @@ class Scaffold(Client):
 
     def end_round(self) -> None:  # noqa: D102
         self._change = self._renew_control()
-        self._of_all, self._start, self._correction = {}, {}, {}  # a sleeping client keeps none of them
+        self._of_all, self._correction = {}, {}  # a sleeping client keeps neither
 
     def upload(self) -> Payload:
         """Return the weights and the change of c_i in this round, zero on joining."""
         change = self._change or {name: torch.zeros_like(own) for name, own in self.control.items()}
-        payload = super().upload()
-        return Payload({**payload, **{CONTROL + name: tensor for name, tensor in change.items()}}, payload.sparse)
+        return super().upload().with_({CONTROL + name: tensor for name, tensor in change.items()})
 
     def release_round_state(self) -> tuple[float, int]:  # noqa: D102
         self._change = {}
@@ -119,7 +117,7 @@ class Scaffold(Client):
         if not self._sum_of_lr:  # no step at all: nothing to read off
             return {}
         change = {
-            name: (self._start[name] - weight) / self._sum_of_lr - self._of_all[name].to(weight.device)
+            name: (self.received[name] - weight) / self._sum_of_lr - self._of_all[name].to(weight.device)
             for name, weight in self.shared_weights().items()
         }
         # A client whose training ran away is refused by the server, which then knows of no change; nor may the client.
@@ -139,6 +137,8 @@ class ScaffoldServer(UniformServer):
     Attributes:
         control: c, by the names of the weights it belongs to.
     """
+
+    kept = ("control",)
 
     control: dict[str, Tensor]
 
@@ -162,7 +162,7 @@ class ScaffoldServer(UniformServer):
                 for name, mean in self.model.items()
                 if name in self.control
             }
-            self.model = Payload({**self.model, **moved}, self.model.sparse)
+            self.model = self.model.with_(moved)
         counts = [self._size(client) / len(self.num_samples) for client in uploads]
         changes = self.mean(list(uploads.values()), counts, [CONTROL + name for name in self.control])
         self.control = {name: control + changes[CONTROL + name] for name, control in self.control.items()}
@@ -175,12 +175,4 @@ class ScaffoldServer(UniformServer):
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         size = self._size(client)
-        controls = {CONTROL + name: c if size == 1 else c / size for name, c in self.control.items()}
-        return Payload({**self.model, **controls}, self.model.sparse)
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return {**super().state_dict(), "control": dict(self.control)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.control = dict(state["control"])
+        return self.model.with_({CONTROL + name: c if size == 1 else c / size for name, c in self.control.items()})

@@ -114,8 +114,7 @@ class SimFed(Client):
 
     def upload(self) -> Payload:
         """Return the factors and the embedding of the criteria input."""
-        factors = super().upload()
-        return Payload({**factors, EMBEDDING: self.embedding()}, factors.sparse)
+        return super().upload().with_({EMBEDDING: self.embedding()})
 
 
 class _Seen(Exception):
@@ -183,4 +182,4 @@ class SimFedServer(MixingServer):
                     "same shape whatever the input, such as one behind the pooling."
                 )
         super().start(clients)
-        self.model = Payload({**self.model, **self.criteria_input}, self.model.sparse)
+        self.model = self.model.with_(self.criteria_input)

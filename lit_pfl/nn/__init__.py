@@ -9,6 +9,7 @@ from lit_pfl.nn.factorized import (
     Start,
     factorize,
     factorized_layers,
+    factorized_parts,
     l1_norm_of_masks,
 )
 from lit_pfl.nn.grouped import (
@@ -60,6 +61,7 @@ __all__ = [
     "class_groups",
     "factorize",
     "factorized_layers",
+    "factorized_parts",
     "geometry",
     "grouped_layers",
     "hadamard",

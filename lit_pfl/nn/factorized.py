@@ -14,6 +14,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.nn.composed import ComposedConv2d, ComposedLinear, geometry
 from lit_pfl.nn.replace import replace_layers
 from lit_pfl.ops import low_rank_factors
+from lit_pfl_callbacks.protocols import WeightParts
 
 Form = Literal["IFxOF", "FFxIO"]
 Pi = Literal["spatial", "rawview"]
@@ -317,6 +318,17 @@ def _keep_values(new: nn.Module, old: nn.Module) -> None:
 def factorized_layers(module: nn.Module) -> Iterator[tuple[str, _Factorized]]:
     """Return the factorized layers inside a module, by name."""
     return ((name, layer) for name, layer in module.named_modules() if isinstance(layer, _Factorized))
+
+
+def factorized_parts(module: nn.Module) -> dict[str, WeightParts]:
+    """Return what the weights of factorized layers are made of, by the layer's name.
+
+    That is mu, as it is used and sent, and the factors u and v.
+    """
+    return {
+        name: WeightParts(None if layer.sparse_mu is None else layer.sparse_mu.detach(), (layer.u, layer.v))
+        for name, layer in factorized_layers(module)
+    }
 
 
 def l1_norm_of_masks(module: nn.Module) -> Tensor:

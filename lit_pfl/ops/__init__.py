@@ -19,6 +19,7 @@ from lit_pfl.ops.similarity import (
     one_after_another,
     random_others,
     softmax_over,
+    squared_distance,
 )
 from lit_pfl.ops.simplex import minimize_on_simplex, project_onto_simplex
 from lit_pfl.ops.singular_values import Factors, threshold_singular_values
@@ -50,6 +51,7 @@ __all__ = [
     "soft_threshold",
     "softmax_over",
     "spread_inputs",
+    "squared_distance",
     "threshold_singular_values",
     "unit_matrix",
     "unpack_bits",

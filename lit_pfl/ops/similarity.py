@@ -1,5 +1,7 @@
 """How alike clients are, with whom each exchanges, and how much it takes from them."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -80,3 +82,8 @@ def one_after_another(weights: Tensor, order: list[int]) -> Tensor:
     for row in order:
         state[row] = result[row] = weights[row] @ state
     return result
+
+
+def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of the squares of all differences between tensors of the same names, those of ``b``."""
+    return torch.stack([(a[name] - b[name]).square().sum() for name in b]).sum()

@@ -124,7 +124,7 @@ def test_the_personal_model_never_travels_and_starts_as_the_common_one(schedule)
     federation = run(client(Ditto, schedule=schedule), digits(2, permute_labels=True), local_epochs=2)
     for member in federation.clients.values():
         assert set(member.upload()) == {f"backbone.body.{i}.{leaf}" for i in (0, 1) for leaf in ("weight", "bias")}
-        assert member._start == []  # a sleeping client holds two networks, not three
+        assert member.received == {}  # a sleeping client holds two networks, not three
         images, _ = next(iter(member.data.test))
         member.eval()
         with member.personalized() as learner:

@@ -195,7 +195,7 @@ def test_the_reported_loss_is_that_of_the_model():
     member = federation.clients[1]
     member.download(federation.coordinator.server.reply(1))
     images, labels = next(iter(federation.data.client(1).val))
-    member.begin_round()
+    member.start_epoch(0, 1)
     member.eval()
     with torch.no_grad():
         member.backbone.head.bias += 1

@@ -17,7 +17,7 @@ from quadratic import (
 )
 
 from lit_pfl.methods import FedAvg, FedProx
-from lit_pfl.methods.fedprox import squared_distance
+from lit_pfl.ops import squared_distance
 from tiny import assert_equal, client, digits, run, weights
 
 
@@ -90,8 +90,8 @@ def test_heads_at_home_are_not_held():
     federation = run(member, digits(3, permute_labels=True), rounds=2)
     assert not [name for name in federation.clients[0].upload() if ".head." in name]
     member = federation.clients[0]
-    member.begin_round()
-    assert not [name for name in member._start if ".head." in name]
+    member.start_epoch(0, 1)
+    assert not [name for name in member.received if ".head." in name]
     with torch.no_grad():
         for parameter in member.backbone.parameters():
             parameter += 0.1
@@ -115,7 +115,7 @@ def test_averaged_running_statistics_and_nothing_left_behind():
     federation = run(client(FedProx, norm_stats="averaged"), equal(2), rounds=2)
     mean = torch.stack([c.backbone.body[1].running_mean for c in federation.clients.values()]).mean(0)
     torch.testing.assert_close(federation.coordinator.server.model["backbone.body.1.running_mean"], mean)
-    assert all(not member._start for member in federation.clients.values())
+    assert all(not member.received for member in federation.clients.values())
 
 
 def test_squared_distance():

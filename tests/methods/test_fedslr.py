@@ -425,7 +425,7 @@ def test_between_rounds_a_client_is_where_the_round_began_and_keeps_no_copies():
     federation = run(client(FedSLR, lam=0.01), digits(2), rounds=2, local_epochs=2)
     before = run(client(FedSLR, lam=0.01), digits(2), rounds=1, local_epochs=2).coordinator.server.model
     for member in federation.clients.values():
-        assert member._aside == {}
+        assert member.received == member._trained == {}
         for name, weight in member.shared_weights().items():
             assert torch.equal(weight, before[name])
 
