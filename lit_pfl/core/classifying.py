@@ -12,7 +12,7 @@ from lit_pfl.core.client import Client
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.sharing import needs_head
 from lit_pfl.data.batches import labels_in
-from lit_pfl.data.loaders import in_order, labels_of, needed
+from lit_pfl.data.loaders import in_order, needed
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import (
     HeadCall,
@@ -78,7 +78,8 @@ class Classifying(Client):
     def class_counts(self) -> Tensor:
         """(C,) int64 how many training samples of every class this client has."""
         # Not kept in checkpoints: the data are the same in a resumed run.
-        counts = torch.bincount(labels_of(self.training_data()).cpu(), minlength=self.num_logits)
+        labels = [self.targets(batch).cpu() for batch in in_order(self.training_data())]
+        counts = torch.bincount(torch.cat(labels), minlength=self.num_logits)
         if len(counts) > self.num_logits:
             raise ConfigError(
                 f"model.head: the training data has a class label {len(counts) - 1}, and the head only "

@@ -50,10 +50,17 @@ class TrainedServer(Server):
             yield
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        own = {"module": dict(self.module.state_dict()), "optimizer": self.optimizer.state_dict()}
+        optimizer = self.optimizer.state_dict()
+        groups = [{name: _plain(value) for name, value in group.items()} for group in optimizer["param_groups"]]
+        own = {"module": dict(self.module.state_dict()), "optimizer": {**optimizer, "param_groups": groups}}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         super().load_state_dict(state)
         self.module.load_state_dict(move_data_to_device(state["module"], CPU))
         self.optimizer.load_state_dict(move_data_to_device(state["optimizer"], CPU))
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as one of Python's own: options from the command line are of classes that no checkpoint holds."""
+    return next((kind(value) for kind in (bool, int, float) if isinstance(value, kind)), value)

@@ -9,6 +9,7 @@ import torch
 import lit_pfl.methods
 from foreign import PROJECTS, Project
 from lit_pfl import Client, Federation
+from lit_pfl.core.classifying import Classifying
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.testing.method_tester import BackToFront
@@ -17,6 +18,9 @@ from tiny import assert_equal, trainer, weights
 
 METHODS = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__}
 
+#: methods that look at what goes into a head and comes out of it, and those that need class labels besides
+ON_HEADS = [name for name, kind in METHODS.items() if issubclass(kind, Classifying)]
+ON_LABELS = [name for name in ON_HEADS if METHODS[name].needs_labels]
 #: what cannot be, and the words of the one line that says why, where head and encoder are named
 REFUSED = {
     **{("FedMA", project): "has no attribute `backbone`" for project in PROJECTS},
@@ -24,7 +28,12 @@ REFUSED = {
     ("Scaffold", "Regression"): "use torch.optim.SGD without momentum",
     ("APFL", "Segmentation"): "use model.mixing=parameters",
     ("FedRep", "Boring"): "FedRep trains a body, and this one has no weights",
-}
+    **{(method, project): "has no class labels"
+       for method in ON_LABELS for project in ("Boring", "Regression", "Screening")},
+    **{(method, "Boring"): f"{method} trains the body by itself" for method in ("FedAH", "FedPAC")},
+    **{(method, project): r"model.head: .* needs a head (that returns \(B, C\) logits|with a linear layer)"
+       for method in ON_HEADS for project in ("LSTM", "Transformer", "Segmentation")},
+}  # fmt: skip
 #: what cannot be once the head is named
 NAMED = {
     ("FactorizedFL", project): "needs a convolution or a linear layer in the body" for project in ("LSTM", "Boring")
@@ -32,7 +41,7 @@ NAMED = {
 #: and where they are not named
 NAMELESS = {
     **{(method, project): f"{method} has to know which parameters of {{name}} are its head"
-       for method in ("FedPer", "FedRep", "LGFedAvg")
+       for method in ("FedPer", "FedRep", "LGFedAvg", "FedAH", *ON_HEADS)
        for project in PROJECTS if project != "Screening"},
     **{("SimFed", project): "SimFed compares what encoders make of an input; say which part of {name} is one"
        for project in ("LSTM", "Transformer", "Boring", "Regression")},
