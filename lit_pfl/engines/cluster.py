@@ -23,7 +23,6 @@ CLEANING = 30.0
 AT_HOME = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # nobody else waits for this machine more than the run does
 }
@@ -40,6 +39,9 @@ def connect(address: str | None, cores: float) -> Any:
     Raises:
         ConfigError: when Ray is not installed, or a cluster cannot be reached.
     """
+    if address is None and "ray" not in sys.modules:  # which reads this when it is imported
+        for name, value in {**AT_HOME, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
+            os.environ.setdefault(name, value)
     try:
         import ray
         from ray._private import ray_constants
@@ -48,7 +50,7 @@ def connect(address: str | None, cores: float) -> Any:
     if ray.is_initialized():
         return ray
     if address is None:
-        for name, value in {**AT_HOME, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
+        for name, value in AT_HOME.items():
             os.environ.setdefault(name, value)
         # what RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 sets, on any system: nothing but 127.0.0.1 is listened at
         ray_constants.ENABLE_RAY_CLUSTER = False

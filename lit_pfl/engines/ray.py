@@ -129,7 +129,8 @@ class Ray(Engine):
         if wanted is None:
             there = self.ray.cluster_resources()
             names = {"num_cpus": "CPU", "num_gpus": "GPU"}
-            wanted = max(1, min(int(there.get(names.get(k, k), 0) // v) for k, v in self.resources.items() if v))
+            fit = [int(there.get(names.get(k, k), 0) // v) for k, v in self.resources.items() if v]
+            wanted = max(1, min(fit, default=1))
         for _ in range(min(wanted, len(self.work.data.clients)) - len(self._hands) - len(self._coming)):
             actor = self._kind.remote(sys.path, *self._job)
             self._coming.append(Hand(actor, actor.ready.remote()))
@@ -159,7 +160,7 @@ class Ray(Engine):
     # -------------------------------------------------------------------------------------------------------- the verbs
 
     def joined(self) -> dict[int, ClientInfo]:  # noqa: D102
-        found = self._all(lambda hand: hand.actor.joined.remote())
+        found = self._everybody(lambda hand: hand.actor.joined.remote())
         infos = {client: info for own in found.values() for client, info in own.items()}
         initial = alike({client: infos[client].initial for client in self._homes})
         return {client: ClientInfo(infos[client].num_samples, initial[client]) for client in self._homes}
@@ -201,10 +202,7 @@ class Ray(Engine):
         return {client: answers[client] for client in replies}
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        found: dict[Hand, Any] = {}
-        while found.keys() != set(self._hands):
-            self._settle()
-            found = self._all(lambda hand: hand.actor.states.remote())
+        found = self._everybody(lambda hand: hand.actor.states.remote())
         parts = {key: {k: v for own in found.values() for k, v in own[key].items()} for key in ("clients", "streams")}
         left = {"left": dict.fromkeys(sorted(self.left))} if self.left else {}
         ordered = {key: {k: part[k] for k in self._homes if k in part} for key, part in parts.items()}
@@ -338,6 +336,14 @@ class Ray(Engine):
     def _all(self, call: Callable[["Hand"], Any]) -> dict["Hand", Any]:
         """Call all workers; return their answers."""
         return self._gathered({hand: call(hand) for hand in self._hands})
+
+    def _everybody(self, call: Callable[["Hand"], Any]) -> dict["Hand", Any]:
+        """Call all workers until the answers are about all clients."""
+        while True:
+            self._settle()
+            answers = self._all(call)
+            if None not in self._homes.values():
+                return answers
 
     def _gathered(self, references: Mapping["Hand", Any], copy: bool = True) -> dict["Hand", Any]:
         """Return the answers that have come, without those of workers that are lost."""
