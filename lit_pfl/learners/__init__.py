@@ -11,7 +11,7 @@ from lit_pfl.learners.classifier import (
     network_of,
     quick_backbone,
 )
-from lit_pfl.learners.hooks import call_hook, hand_on, hand_on_evaluation, place_checkpoints
+from lit_pfl.learners.handing_on import call_hook, hand_on, hand_on_evaluation, place_checkpoints
 from lit_pfl.learners.logs import STAGE, LossTally, Recorder, recorded, silenced
 from lit_pfl.learners.optimizers import extend, refuse_scaled_gradients, set_schedules_to, single_optimizer
 from lit_pfl.learners.steps import (
