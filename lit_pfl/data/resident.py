@@ -116,6 +116,7 @@ class TensorLoader(ResidentLoader):
         batch_size: samples a batch.
         label_map: (num_classes,) this client's label of every class, for batches that end with the labels; or None.
         shuffle: see :class:`~lit_pfl.data.ResidentLoader`.
+        key: where the labels are in batches that are dicts.
     """
 
     def __init__(
@@ -125,18 +126,28 @@ class TensorLoader(ResidentLoader):
         batch_size: int,
         label_map: Tensor | None = None,
         shuffle: bool = False,
+        key: str | None = None,
     ) -> None:
         super().__init__(indices, batch_size, shuffle)
         self.samples = samples
         self.label_map = label_map
+        self.key = key
 
     def batch(self, indices: Tensor) -> Any:
         """Return the samples, of the same structure."""
         batch = apply_to_collection(self.samples, Tensor, lambda tensor: tensor[indices])
-        return batch if self.label_map is None else relabelled(batch, self.label_map)
+        return batch if self.label_map is None else relabelled(batch, self.label_map, self.key)
 
 
-def relabelled(batch: Any, label_map: Tensor) -> tuple[Any, ...]:
-    """Return a batch, or a sample, with this client's labels in place of its last part, the classes."""
+def relabelled(batch: Any, label_map: Tensor, key: str | None = None) -> Any:
+    """Return a batch, or a sample, with this client's labels in place of the classes: of its last part, or of an entry.
+
+    Args:
+        batch: a sequence, or a mapping.
+        label_map: (num_classes,) the client's label of every class.
+        key: the entry of a mapping that holds the classes; None for a sequence.
+    """
+    if key is not None:
+        return {**batch, key: label_map[torch.as_tensor(batch[key])]}
     *inputs, labels = batch
     return *inputs, label_map[torch.as_tensor(labels)]

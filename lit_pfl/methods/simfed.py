@@ -70,6 +70,12 @@ class SimFed(Client):
                 f"model.learner: SimFed makes noise in the shape of an input; give {type(self.learner).__name__} an "
                 "example_input_array."
             )
+        if not self._inputs():
+            raise ConfigError(
+                f"model.learner: SimFed puts noise in the place of an input's tensors, and a batch of the type "
+                f"{type(self.spec.example).__name__} has none that can be replaced; give batches of tensors in tuples, "
+                "lists, dicts or dataclasses."
+            )
         self.criteria_input = Memory({name: torch.zeros_like(x) for name, x in self._inputs().items()})
 
     def _inputs(self) -> dict[str, Tensor]:
@@ -166,5 +172,14 @@ class SimFedServer(MixingServer):
         return name != EMBEDDING
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+        sizes = {client: info.initial[EMBEDDING].numel() for client, info in sorted(clients.items())}
+        first = next(iter(sizes))
+        for client, size in sizes.items():
+            if size != sizes[first]:
+                raise ConfigError(
+                    f"model.encoder: client {client}'s embedding has {size} numbers and client {first}'s "
+                    f"{sizes[first]}, so they cannot be compared; name a part of the network whose output has the "
+                    "same shape whatever the input, such as one behind the pooling."
+                )
         super().start(clients)
         self.model = self.model.with_(self.criteria_input)
