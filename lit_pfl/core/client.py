@@ -218,11 +218,9 @@ class Client(QuickModule, ABC):
         return Server()
 
     def initial(self) -> Payload:
-        """Return what is sent once, on joining: by default what an upload would hold, with every mu as it starts."""
+        """Return what is sent once, on joining: by default what an upload would hold."""
         self.configure_model()
-        upload, f = self.upload(), self.factorization
-        whole = {} if f is None else f.first(self.learner, upload)
-        return upload.with_(whole) if whole else upload
+        return self.upload()
 
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:

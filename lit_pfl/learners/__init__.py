@@ -11,8 +11,8 @@ from lit_pfl.learners.classifier import (
     network_of,
     quick_backbone,
 )
+from lit_pfl.learners.handing_on import call_hook, hand_on, hand_on_evaluation, place_checkpoints
 from lit_pfl.learners.heads import AddLogits, HeadCall, at_head, find_head, linear_layers, log_mixture, sizes_of_head
-from lit_pfl.learners.hooks import call_hook, hand_on, hand_on_evaluation, place_checkpoints
 from lit_pfl.learners.logs import STAGE, LossTally, Recorder, recorded, silenced
 from lit_pfl.learners.optimizers import (
     add_parameters,

@@ -9,7 +9,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
     read_whole,
 )
 from lit_pfl.lightning_internals.endless import make_endless
-from lit_pfl.lightning_internals.hooks import (
+from lit_pfl.lightning_internals.inside import (
     forget_scores,
     hand_down_trainer,
     hand_up_hparams,

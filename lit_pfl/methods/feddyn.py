@@ -91,10 +91,8 @@ class FedDyn(Client):
     @torch.no_grad()
     def end_round(self) -> None:
         """Add how far this round went to h_i."""
-        # w as it goes on from here: what a mu loses, the server does not see, and h of both would part by it in every
-        # round. What stays at home is sent some day, so that they are apart by no more than that.
-        f, own = self.factorization, self.shared_weights()
-        weights = own if f is None else f.left(self.learner, own)
+        # Of a mu, what is below the threshold is sent some day: h of both sides are apart by no more than that.
+        weights = self.shared_weights()
         deviation = {name: weights[name] - centre for name, centre in self.received.items()}  # h_i + w - w_t
         # A client whose training ran away is refused by the server, which knows of no deviation; nor may the client.
         if all(tensor.isfinite().all() for tensor in deviation.values()):

@@ -26,10 +26,8 @@ class Factorization:
             ``inert``: not at all, as in Factorized-FL's released code, whose penalty has no gradient.
         threshold: entries of mu below it in size count as zero wherever the model is used or sent.
         below_threshold: what becomes of these entries where mu travels. ``keep``: they stay at home and are added to
-            the reply, so that they grow on until they are sent (error feedback). ``drop``: each is lost with the next
-            reply, and starts from zero in every round; of the start nothing is lost, mu is sent whole on joining.
-            ``send``: they travel all the same; the threshold is for using the model only, as in Factorized-FL's
-            released code.
+            the reply, so that they grow on until they are sent (error feedback). ``send``: they travel all the same;
+            the threshold is for using the model only, as in Factorized-FL's released code.
         pi: how the matrices of form ``FFxIO`` become weights, see :class:`~lit_pfl.nn.FactorizedConv2d`.
         start: how weights start. ``dense``: as those of the dense network of the same seed, u v^T their best
             approximation of this rank and mu the rest; without a mask the approximation only. ``paper``: mu zero,
@@ -47,7 +45,7 @@ class Factorization:
     l1: NonNegativeFloat = 1e-4
     l1_mode: Literal["subgradient", "proximal", "inert"] = "subgradient"
     threshold: NonNegativeFloat = 0.0
-    below_threshold: Literal["keep", "drop", "send"] = "keep"
+    below_threshold: Literal["keep", "send"] = "keep"
     pi: Pi = "spatial"
     start: Start = "dense"
 
@@ -90,24 +88,7 @@ class Factorization:
 
         No memory is needed for it: until a reply is loaded, it is what mu has below the threshold.
         """
-        return self._parts(module, names, "unsent_mu") if self.below_threshold == "keep" else {}
-
-    @torch.no_grad()
-    def first(self, module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return every mu among these tensors of which uploads lose a part: whole, as it is sent on joining.
-
-        What is small then is a part of the start. Where it stays at home, it is there already.
-        """
-        return {name: module.get_parameter(name).detach() for name in self._lost(module, names)}
-
-    @torch.no_grad()
-    def left(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what a module's shared tensors are once a reply has come: of a mu that loses entries the rest."""
-        return {**tensors, **self._lost(module, tensors)}
-
-    def _lost(self, module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return what the threshold leaves of every mu among these tensors that loses what is below it."""
-        return self._parts(module, names, "sparse_mu") if self.below_threshold == "drop" else {}
+        return self._parts(module, names, "unsent_mu")
 
     def _parts(self, module: nn.Module, names: Iterable[str], part: str) -> dict[str, Tensor]:
         if not self.threshold or self.below_threshold == "send":

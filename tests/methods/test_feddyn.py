@@ -128,7 +128,7 @@ def test_counted_by_samples_it_reaches_the_optimum_of_all_samples():
     assert np.linalg.norm(end - problem.optimum(np.full(4, 0.25))) > 1e-2
 
 
-@pytest.mark.parametrize(("below", "apart"), [("send", 1e-6), ("drop", 1e-6), ("keep", 2 * THRESHOLD)])
+@pytest.mark.parametrize(("below", "apart"), [("send", 1e-6), ("keep", 2 * THRESHOLD)])
 def test_both_sides_keep_the_same_deviation_of_a_sparse_mu(below, apart):
     """What a client keeps at home, now and when it joined, the server does not know; neither is above the threshold."""
     factorization = Factorization(form="FFxIO", threshold=THRESHOLD, below_threshold=below)
