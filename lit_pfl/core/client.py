@@ -1,5 +1,6 @@
 """The client's side of a method: a learner under a method."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lit_pfl.core.exchange import Exchange
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
+from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.core.sharing import Role, owners
 from lit_pfl.core.spec import ClientSpec
 from lit_pfl.core.telling import Telling
@@ -43,6 +45,22 @@ from lit_pfl.lightning_internals import (
 )
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.frozen import FROZEN, hold_apart, table_of
+
+
+def _once_configured(configure_server: Any) -> Any:
+    """Let a method's ``configure_server`` find a client that is ready, also before any Trainer has seen it, and give
+    its server the client's server optimizer."""
+
+    def configured(self: "Client") -> Server:
+        self.configure_model()
+        server: Server = configure_server(self)
+        if self.server_optimizer is not None:
+            weights = [name for name, _ in self.learner.named_parameters(remove_duplicate=False)]
+            server.step_by(copy.deepcopy(self.server_optimizer), weights)
+        return server
+
+    configured.__doc__ = configure_server.__doc__
+    return configured
 
 
 class Client(Training, Exchange, Telling):
@@ -78,10 +96,12 @@ class Client(Training, Exchange, Telling):
         shares: which tensors travel at most, of those that the method shares: a regular expression searched in the
             names of parameters and buffers, or a role. ``FedAvg(shares="adapter")`` averages the adapters of a network
             that ``peft`` has given some.
+        server_optimizer: how a server that averages steps from its model towards the mean of a round; by default to the
+            mean itself. ``FedProx(server_optimizer=ServerAdam(lr=0.01))`` is FedProx with the server of FedAdam.
 
     Raises:
-        ConfigError: when the learner is none, the head is to be shared although labels differ, or nothing is left to
-            travel.
+        ConfigError: when the learner is none, the head is to be shared although labels differ, nothing is left to
+            travel, or a server optimizer is to step along factorized weights.
     """
 
     #: whether training changes the shapes of the learner's tensors
@@ -113,6 +133,7 @@ class Client(Training, Exchange, Telling):
         head: str | None = None,
         encoder: str | None = None,
         shares: str | None = None,
+        server_optimizer: ServerOptimizer | None = None,
     ) -> None:
         super().__init__()
         self.make_backbone = backbone
@@ -129,6 +150,7 @@ class Client(Training, Exchange, Telling):
         self.head = head
         self.encoder = encoder
         self.only = shares
+        self.server_optimizer = server_optimizer
         self.data = None
         self.checkpoint_folder: Callable[[], Path] | None = None
 
@@ -161,6 +183,10 @@ class Client(Training, Exchange, Telling):
             raise ConfigError(
                 "model.share_head=true: heads cannot be shared where labels differ from client to client; "
                 "set it to false or leave it out."
+            )
+        if self.server_optimizer is not None and self.factorization is not None:
+            raise ConfigError(
+                "model.server_optimizer goes with dense weights, whose zeros travel too; leave out model.factorization."
             )
         unknown = [role for role in self.shares if role not in get_args(Role)]
         if unknown:
@@ -229,6 +255,7 @@ class Client(Training, Exchange, Telling):
     def configure_state(self) -> None:
         """Make what the client keeps from round to round beside its learner; what travels is known."""
 
+    @_once_configured
     def configure_server(self) -> Server:
         """Return the server that goes with this kind of client."""
         return Server()
@@ -355,14 +382,3 @@ class Client(Training, Exchange, Telling):
                 return call_step(learner, name, batch, batch_idx, dataloader_idx)
 
         return step
-
-
-def _once_configured(configure_server: Any) -> Any:
-    """Let a method's ``configure_server`` find a client that is ready, also before any Trainer has seen it."""
-
-    def configured(self: Client) -> Server:
-        self.configure_model()
-        return configure_server(self)
-
-    configured.__doc__ = configure_server.__doc__
-    return configured

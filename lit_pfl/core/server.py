@@ -1,6 +1,6 @@
 """The server's side of a method. It sees payloads only: never a client's data, module or Trainer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload, as_payload
+from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.errors import ConfigError
 
 #: how much an upload counts in a mean: as any other, or by its client's number of samples
@@ -57,6 +58,9 @@ class Server:
     #: averages payloads in :meth:`aggregate`, as :func:`~lit_pfl.core.averaging.weighted_mean` does; several processes,
     #: which all do that at once, do a part each, unless a method has a mean of its own here
     mean: Callable[..., Payload] = staticmethod(weighted_mean)
+    #: takes the step from the model to the mean of a round; without one, the mean is the new model
+    optimizer: ServerOptimizer | None = None
+    optimized: frozenset[str] = frozenset()
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
@@ -96,7 +100,35 @@ class Server:
             uploads: by client id, in increasing order; checked: the names, shapes and types of the first round, finite.
                 Their memory is the clients' own, which changes when these train on: clone what is to be kept as it is.
         """
-        self.model = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), self._averaged(uploads))
+        weights = self.averaging_weights(round, uploads)
+        mean = self.averaged(uploads, weights)
+        if self.optimizer is not None:
+            before = {name: tensor for name, tensor in self.model.items() if name in self.optimized}
+            own = {name: mean[name] for name in before}
+            moved = self.optimizer.step(before, own, list(uploads.values()), weights)
+            mean = Payload({**mean, **moved}, mean.sparse)
+        self.model = mean
+
+    def averaged(self, uploads: Mapping[int, Payload], weights: list[float]) -> Payload:
+        """Return the mean of a round's uploads by these weights, from which the server's optimizer steps."""
+        return self.mean(list(uploads.values()), weights, self._averaged(uploads))
+
+    def step_by(self, optimizer: ServerOptimizer, weights: Iterable[str]) -> None:
+        """Take the server's steps by an optimizer.
+
+        Args:
+            optimizer: a fresh one, of this server alone.
+            weights: names of trained parameters: what it moves of what is averaged.
+
+        Raises:
+            ConfigError: when this server has a step of its own.
+        """
+        if type(self).aggregate is not Server.aggregate:
+            raise ConfigError(
+                f"model.server_optimizer: {type(self).__name__} has a step of its own; server optimizers go with "
+                "methods whose server averages, such as FedAvg and FedProx."
+            )
+        self.optimizer, self.optimized = optimizer, frozenset(weights)
 
     def _averaged(self, uploads: Mapping[int, Payload]) -> list[str]:
         """Return the names of what is averaged: what clients are sent, and what some of them have just unfrozen."""
@@ -109,7 +141,7 @@ class Server:
 
     def evaluation_reply(self, client: int) -> Payload:
         """Return what this client loads before it is evaluated as aggregated: its reply, if a method has no other."""
-        return self.reply(client)
+        return self.reply(client) if self.optimizer is None else self.optimizer.evaluated(self.reply(client))
 
     def mixing(self) -> tuple[list[int], Tensor] | None:
         """Return clients' ids, and (J, J) weights of everybody's latest tensors in each one's next reply.
@@ -119,15 +151,19 @@ class Server:
 
     def global_model(self) -> Payload | None:
         """Return the one model of all: None if the method has none, empty if it is not there yet."""
-        return self.model or None
+        model = self.model if self.optimizer is None else self.optimizer.evaluated(self.model)
+        return model or None
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed server needs, as tensors and plain values."""
-        return {"model": dict(self.model), "sparse": sorted(self.model.sparse), "seed": self.seed}
+        state = {"model": dict(self.model), "sparse": sorted(self.model.sparse), "seed": self.seed}
+        return state if self.optimizer is None else {**state, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
         self.model, self.seed = Payload(state["model"], state["sparse"]), state["seed"]
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
 
 
 class UniformServer(Server):

@@ -9,6 +9,7 @@ from lit_pfl.methods.fedavg import FedAvg
 from lit_pfl.methods.feddyn import FedDyn
 from lit_pfl.methods.fedfomo import FedFOMO
 from lit_pfl.methods.fedma import FedMA
+from lit_pfl.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedExP, FedYogi
 from lit_pfl.methods.fedper import FedPer
 from lit_pfl.methods.fedprox import FedProx
 from lit_pfl.methods.fedrep import FedRep
@@ -28,8 +29,12 @@ __all__ = [
     "ClusteredFL",
     "Ditto",
     "FactorizedFL",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
+    "FedAvgM",
     "FedDyn",
+    "FedExP",
     "FedFOMO",
     "FedMA",
     "FedPer",
@@ -37,6 +42,7 @@ __all__ = [
     "FedRep",
     "FedSLR",
     "FedSpa",
+    "FedYogi",
     "LGFedAvg",
     "PFedPara",
     "PerFedAvg",
