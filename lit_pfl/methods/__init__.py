@@ -5,18 +5,26 @@ from lit_pfl.methods.apfl import APFL
 from lit_pfl.methods.clustered_fl import ClusteredFL
 from lit_pfl.methods.ditto import Ditto
 from lit_pfl.methods.factorized_fl import FactorizedFL
+from lit_pfl.methods.fedala import FedALA
+from lit_pfl.methods.fedamp import FedAMP, HeurFedAMP
 from lit_pfl.methods.fedavg import FedAvg
+from lit_pfl.methods.fedbabu import FedBABU
+from lit_pfl.methods.fedbn import FedBN
 from lit_pfl.methods.feddyn import FedDyn
 from lit_pfl.methods.fedfomo import FedFOMO
 from lit_pfl.methods.fedma import FedMA
+from lit_pfl.methods.fednova import FedNova
 from lit_pfl.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedExP, FedYogi
 from lit_pfl.methods.fedper import FedPer
 from lit_pfl.methods.fedprox import FedProx
 from lit_pfl.methods.fedrep import FedRep
 from lit_pfl.methods.fedslr import FedSLR
 from lit_pfl.methods.fedspa import FedSpa
+from lit_pfl.methods.ifca import IFCA
+from lit_pfl.methods.l2gd import L2GD
 from lit_pfl.methods.lgfedavg import LGFedAvg
 from lit_pfl.methods.perfedavg import PerFedAvg
+from lit_pfl.methods.pfedme import PFedMe
 from lit_pfl.methods.pfedpara import PFedPara
 from lit_pfl.methods.psi_net import PsiNet
 from lit_pfl.methods.scaffold import Scaffold
@@ -25,25 +33,34 @@ from lit_pfl.methods.standalone import StandAlone
 
 __all__ = [
     "APFL",
+    "IFCA",
+    "L2GD",
     "AgnosticFL",
     "ClusteredFL",
     "Ditto",
     "FactorizedFL",
+    "FedALA",
+    "FedAMP",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedBABU",
+    "FedBN",
     "FedDyn",
     "FedExP",
     "FedFOMO",
     "FedMA",
+    "FedNova",
     "FedPer",
     "FedProx",
     "FedRep",
     "FedSLR",
     "FedSpa",
     "FedYogi",
+    "HeurFedAMP",
     "LGFedAvg",
+    "PFedMe",
     "PFedPara",
     "PerFedAvg",
     "PsiNet",

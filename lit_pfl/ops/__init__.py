@@ -1,6 +1,7 @@
 """Pure tensor functions: no state, no modules."""
 
 from lit_pfl.ops.clusters import Linkage, bipartition
+from lit_pfl.ops.distances import cosines, squared_distances
 from lit_pfl.ops.low_rank import low_rank_factors
 from lit_pfl.ops.matching import (
     Matching,
@@ -32,6 +33,7 @@ __all__ = [
     "assignment_gains",
     "bipartition",
     "cosine_similarity_matrix",
+    "cosines",
     "erk_densities",
     "gather_inputs",
     "least_similar",
@@ -49,6 +51,7 @@ __all__ = [
     "soft_threshold",
     "softmax_over",
     "spread_inputs",
+    "squared_distances",
     "threshold_singular_values",
     "unit_matrix",
     "unpack_bits",

@@ -58,7 +58,7 @@ class OwnClassifier(L.LightningModule):
         return [optimizer], [step_schedule(optimizer)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "FedBN"])  # there is no batch norm here
 def test_one_s_own_classifier_is_trained_like_the_built_in_one(method):
     kind, data = METHODS[method], {"permute_labels": True, "train_fraction": 0.1, "batch_size": 16}
     built_in = run(client(kind, backbone=Chain, optimizer=sgd), digits(3, **data), local_epochs=2, participation=2)

@@ -35,7 +35,7 @@ REASONS = {
         "needs a plain chain of `lit_pfl.models`",
     ),
     "groups": ("PsiNet divides a `backbone`", "needs a `backbone` of `lit_pfl.models` with a linear head"),
-    "sgd": ("for plain SGD only", "needs plain SGD, and the module has another optimizer"),
+    "sgd": ("use torch.optim.SGD", "needs plain SGD, and the module has another optimizer"),
     "logits": ("use model.mixing=parameters", 'needs `mixing="parameters"`: `training_step` does not call `forward`'),
     "density": ("give more", "needs `density=0.9`: frozen copies, which have no masks, are half of the network"),
     "layers": (
@@ -43,6 +43,7 @@ REASONS = {
         "needs a convolution or a linear layer in the body",
     ),
     "body": ("trains a body, and this one has no weights", "needs a body with weights"),
+    "norms": ("has no batch norm", "needs batch norm"),
     "manual": ("steps its optimizers itself", "needs automatic optimization"),
     "mu": (
         "adds the L1 norm of mu to the loss",
