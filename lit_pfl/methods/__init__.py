@@ -5,6 +5,7 @@ from lit_pfl.methods.apfl import APFL
 from lit_pfl.methods.clustered_fl import ClusteredFL
 from lit_pfl.methods.ditto import Ditto
 from lit_pfl.methods.factorized_fl import FactorizedFL
+from lit_pfl.methods.fedadmm import FedADMM
 from lit_pfl.methods.fedala import FedALA
 from lit_pfl.methods.fedamp import FedAMP, HeurFedAMP
 from lit_pfl.methods.fedavg import FedAvg
@@ -39,6 +40,7 @@ __all__ = [
     "ClusteredFL",
     "Ditto",
     "FactorizedFL",
+    "FedADMM",
     "FedALA",
     "FedAMP",
     "FedAdagrad",

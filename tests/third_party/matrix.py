@@ -58,25 +58,29 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "mu": {"factorization": Factorization(l1=0)},
 }
 BUILDS = {"FedMA": "chain", "PsiNet": "groups"}
-ADAM, SELF_SUPERVISED = {**BUILDS, "Scaffold": "sgd"}, {**BUILDS, "APFL": "logits"}
-STEPS = ("APFL", "Ditto", "FedDyn", "FedMA", "FedProx", "FedRep", "FedSLR", "FedSpa", "PerFedAvg", "PsiNet", "Scaffold")
+ADAM = {**BUILDS, "FedNova": "sgd", "PFedMe": "sgd", "Scaffold": "sgd"}
+SELF_SUPERVISED, NO_NORM = {**BUILDS, "APFL": "logits"}, {"FedBN": "norms"}
+STEPS = (
+    "APFL", "Ditto", "FedADMM", "FedALA", "FedAMP", "FedBABU", "FedDyn", "FedMA", "FedNova", "FedProx", "FedRep",
+    "FedSLR", "FedSpa", "HeurFedAMP", "PFedMe", "PerFedAvg", "PsiNet", "Scaffold",
+)  # fmt: skip
 #: which methods refuse which module, and why; all others train it
 REFUSED: dict[str, dict[str, str]] = {
     "ClassificationTask": ADAM,
     "SemanticSegmentationTask": ADAM,
     "RegressionTask": ADAM,
     "BYOLTask": ADAM,
-    "NBeats": ADAM,
-    "TemporalFusionTransformer": ADAM,
-    "BertForSequenceClassification with LoRA": ADAM,
+    "NBeats": {**ADAM, **NO_NORM},
+    "TemporalFusionTransformer": {**ADAM, **NO_NORM},
+    "BertForSequenceClassification with LoRA": {**ADAM, **NO_NORM},
     "MoCoTask": {**ADAM, "APFL": "logits"},
-    "DeepAR": {**ADAM, "FactorizedFL": "layers"},
+    "DeepAR": {**ADAM, **NO_NORM, "FactorizedFL": "layers"},
     "SimCLR": SELF_SUPERVISED,
     "BYOL": {**SELF_SUPERVISED, "FedSpa": "density"},
-    "BoringModel": {**BUILDS, "FactorizedFL": "layers", "FedRep": "body"},
-    "LightningTransformer": BUILDS,
-    "GAN": {**dict.fromkeys(STEPS, "manual"), "FactorizedFL": "mu", "SimFed": "mu", "FedFOMO": "loss",
-            "AgnosticFL": "loss"},
+    "BoringModel": {**BUILDS, **NO_NORM, "FactorizedFL": "layers", "FedBABU": "body", "FedRep": "body"},
+    "LightningTransformer": {**BUILDS, **NO_NORM},
+    "GAN": {**dict.fromkeys(STEPS, "manual"), **NO_NORM, "FactorizedFL": "mu", "SimFed": "mu", "FedFOMO": "loss",
+            "AgnosticFL": "loss", "IFCA": "loss"},
 }  # fmt: skip
 
 
