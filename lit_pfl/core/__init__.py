@@ -4,6 +4,14 @@ from lit_pfl.core.averaging import mean_of_rows, weighted_mean
 from lit_pfl.core.client import Client, ClientSpec
 from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.server import ClientInfo, MixingServer, Server, UniformServer, Weighting, averaging
+from lit_pfl.core.server_optimizer import (
+    ServerAdagrad,
+    ServerAdam,
+    ServerExtrapolation,
+    ServerMomentum,
+    ServerOptimizer,
+    ServerYogi,
+)
 from lit_pfl.core.sharing import BODY, EVERYTHING, Role, needs_head
 
 __all__ = [
@@ -16,6 +24,12 @@ __all__ = [
     "Payload",
     "Role",
     "Server",
+    "ServerAdagrad",
+    "ServerAdam",
+    "ServerExtrapolation",
+    "ServerMomentum",
+    "ServerOptimizer",
+    "ServerYogi",
     "UniformServer",
     "Weighting",
     "as_payload",

@@ -1,5 +1,6 @@
 """The client's side of a method: a learner under a method."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
+from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.core.sharing import Role, SharedTensors, check_sharing, encoder_of, names_of_head, roles_of
 from lit_pfl.data import ClientData
 from lit_pfl.errors import ConfigError
@@ -82,6 +84,21 @@ class ClientSpec:
         return cls(client_id, data.example, data.num_classes, data.labels_agree, local_epochs)
 
 
+def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Server]:
+    """Let a method's ``configure_server`` find a client that is ready; give its server the client's optimizer."""
+
+    @wraps(make)
+    def configure_server(self: "Client") -> Server:
+        self.configure_model()  # also before any Trainer has seen it
+        server = make(self)
+        if self.server_optimizer is not None:
+            weights = [name for name, _ in self.learner.named_parameters(remove_duplicate=False)]
+            server.step_by(copy.deepcopy(self.server_optimizer), weights)
+        return server
+
+    return configure_server
+
+
 # Abstract also because the command line takes a base class that can be made itself for the default, and then does not
 # see what a method puts in place of a default of None.
 class Client(QuickModule, ABC):
@@ -117,10 +134,12 @@ class Client(QuickModule, ABC):
         shares: which tensors travel at most, of those that the method shares: a regular expression searched in the
             names of parameters and buffers, or a role. ``FedAvg(shares="adapter")`` averages the adapters of a network
             that ``peft`` has given some.
+        server_optimizer: how a server that averages steps from its model towards the mean of a round; by default to the
+            mean itself. ``FedProx(server_optimizer=ServerAdam(lr=0.01))`` is FedProx with the server of FedAdam.
 
     Raises:
-        ConfigError: when the learner is none, the head is to be shared although labels differ, or nothing is left to
-            travel.
+        ConfigError: when the learner is none, the head is to be shared although labels differ, nothing is left to
+            travel, or a server optimizer is to step along factorized weights.
     """
 
     #: whether training changes the shapes of the learner's tensors
@@ -163,6 +182,7 @@ class Client(QuickModule, ABC):
         head: str | None = None,
         encoder: str | None = None,
         shares: str | None = None,
+        server_optimizer: ServerOptimizer | None = None,
     ) -> None:
         super().__init__()
         self.make_backbone, self.make_optimizer, self.make_scheduler = backbone, optimizer, scheduler
@@ -170,7 +190,7 @@ class Client(QuickModule, ABC):
         self.factorization, self.channels_last = factorization, channels_last
         self.norm_stats, self.share_head, self.local, self.only = norm_stats, share_head, local, shares
         self.learner = learner  # type: ignore[assignment]  # configure() makes one where there is none
-        self.head, self.encoder = head, encoder
+        self.head, self.encoder, self.server_optimizer = head, encoder, server_optimizer
         self.data = None
         self.checkpoint_folder: Callable[[], Path] | None = None
         self.completed_rounds = 0  # of the federation, which keeps it up to date
@@ -213,6 +233,7 @@ class Client(QuickModule, ABC):
         """The client's learners by name: ``learner``, whose tensors may travel, and others that a method adds."""
         return {"learner": self.learner}
 
+    @_made_ready
     def configure_server(self) -> Server:
         """Return the server that goes with this kind of client."""
         return Server()
@@ -323,13 +344,7 @@ class Client(QuickModule, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if make := cls.__dict__.get("configure_server"):
-
-            @wraps(make)
-            def configure_server(self: Client) -> Server:
-                self.configure_model()  # a method finds a client that is ready, also before any Trainer has seen it
-                return make(self)
-
-            cls.configure_server = configure_server  # type: ignore[method-assign]
+            cls.configure_server = _made_ready(make)  # type: ignore[method-assign]
 
     def build(self, spec: ClientSpec) -> "Client":
         """Return a client of this kind, with a learner of its own.
@@ -353,6 +368,10 @@ class Client(QuickModule, ABC):
             raise ConfigError(
                 f"model={type(self).__name__} {self.needs_common_labels}, and labels differ from client to client; use "
                 "data whose labels agree (data.permute_labels=false), or another method."
+            )
+        if self.server_optimizer is not None and self.factorization is not None:
+            raise ConfigError(
+                "model.server_optimizer goes with dense weights, whose zeros travel too; leave out model.factorization."
             )
         check_sharing(self.shares, self.share_head, spec.labels_agree, type(self).__name__)
         self.spec, self.alone = spec, alone

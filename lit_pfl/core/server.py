@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload, as_payload
+from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.errors import ConfigError
 from lit_pfl.ops.low_rank import LowRank
 
@@ -62,7 +63,9 @@ class Server:
     kept: ClassVar[tuple[str, ...]] = ()
     #: further ones that are payloads, or dicts of payloads; sparse in them is what is sparse in the model
     kept_payloads: ClassVar[tuple[str, ...]] = ()
-
+    #: takes the step from the model to the mean of a round; without one, the mean is the new model
+    server_optimizer: ServerOptimizer | None = None
+    optimized: frozenset[str] = frozenset()
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
@@ -102,7 +105,35 @@ class Server:
             uploads: by client id, in increasing order; checked: the names, shapes and types of the first round, finite.
                 Their memory is the clients' own, which changes when these train on: clone what is to be kept as it is.
         """
-        self.model = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), self._averaged(uploads))
+        weights = self.averaging_weights(round, uploads)
+        mean = self.averaged(uploads, weights)
+        if self.server_optimizer is not None:
+            before = {name: tensor for name, tensor in self.model.items() if name in self.optimized}
+            own = {name: mean[name] for name in before}
+            moved = self.server_optimizer.step(before, own, list(uploads.values()), weights)
+            mean = Payload({**mean, **moved}, mean.sparse)
+        self.model = mean
+
+    def averaged(self, uploads: Mapping[int, Payload], weights: list[float]) -> Payload:
+        """Return the mean of a round's uploads by these weights, from which the server's optimizer steps."""
+        return self.mean(list(uploads.values()), weights, self._averaged(uploads))
+
+    def step_by(self, optimizer: ServerOptimizer, weights: Iterable[str]) -> None:
+        """Take the server's steps by an optimizer.
+
+        Args:
+            optimizer: a fresh one, of this server alone.
+            weights: names of trained parameters: what it moves of what is averaged.
+
+        Raises:
+            ConfigError: when this server has a step of its own.
+        """
+        if type(self).aggregate is not Server.aggregate:
+            raise ConfigError(
+                f"model.server_optimizer: {type(self).__name__} has a step of its own; server optimizers go with "
+                "methods whose server averages, such as FedAvg and FedProx."
+            )
+        self.server_optimizer, self.optimized = optimizer, frozenset(weights)
 
     def _averaged(self, uploads: Mapping[int, Payload]) -> list[str]:
         """Return the names of what is averaged: what clients are sent, and what some of them have just unfrozen."""
@@ -115,7 +146,9 @@ class Server:
 
     def evaluation_reply(self, client: int) -> Payload:
         """Return what this client loads before it is evaluated as aggregated: its reply, if a method has no other."""
-        return self.reply(client)
+        return (
+            self.reply(client) if self.server_optimizer is None else self.server_optimizer.evaluated(self.reply(client))
+        )
 
     def mixing(self) -> tuple[list[int], Tensor] | None:
         """Return clients' ids, and (J, J) weights of everybody's latest tensors in each one's next reply.
@@ -125,7 +158,8 @@ class Server:
 
     def global_model(self) -> Payload | None:
         """Return the one model of all: None if the method has none, empty if it is not there yet."""
-        return self.model or None
+        model = self.model if self.server_optimizer is None else self.server_optimizer.evaluated(self.model)
+        return model or None
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed server needs, as tensors and plain values."""
@@ -137,12 +171,16 @@ class Server:
         }
         if factors:
             state["factors"] = {name: (f.left, f.right, f.shape) for name, f in factors.items()}
+        if self.server_optimizer is not None:
+            state["server_optimizer"] = self.server_optimizer.state_dict()
         return state | {name: _plain(getattr(self, name)) for name in (*self.kept, *self.kept_payloads)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
         factors = {name: LowRank(*parts) for name, parts in state.get("factors", {}).items()}
         self.model, self.seed = Payload(state["model"], state["sparse"], factors), state["seed"]
+        if self.server_optimizer is not None:
+            self.server_optimizer.load_state_dict(state["server_optimizer"])
         for name in state.keys() & self.kept:
             setattr(self, name, _plain(state[name]))
         for name in state.keys() & self.kept_payloads:

@@ -1,6 +1,7 @@
 """Pure tensor functions: no state, no modules."""
 
 from lit_pfl.ops.clusters import Linkage, bipartition
+from lit_pfl.ops.distances import cosines, squared_distances
 from lit_pfl.ops.low_rank import low_rank_factors
 from lit_pfl.ops.matching import (
     Matching,
@@ -33,6 +34,7 @@ __all__ = [
     "assignment_gains",
     "bipartition",
     "cosine_similarity_matrix",
+    "cosines",
     "erk_densities",
     "gather_inputs",
     "least_similar",
@@ -52,6 +54,7 @@ __all__ = [
     "softmax_over",
     "spread_inputs",
     "squared_distance",
+    "squared_distances",
     "threshold_singular_values",
     "unit_matrix",
     "unpack_bits",

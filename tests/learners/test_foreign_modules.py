@@ -25,9 +25,10 @@ ON_LABELS = [name for name in ON_HEADS if METHODS[name].needs_labels]
 REFUSED = {
     **{("FedMA", project): "has no attribute `backbone`" for project in PROJECTS},
     **{("PsiNet", project): "PsiNet divides a `backbone` whose head is a linear layer" for project in PROJECTS},
-    ("Scaffold", "Regression"): "use torch.optim.SGD without momentum",
+    **{(method, "Regression"): "use torch.optim.SGD" for method in ("FedNova", "PFedMe", "Scaffold")},
+    **{("FedBN", project): "has no batch norm" for project in PROJECTS if project not in ("Screening", "Segmentation")},
     ("APFL", "Segmentation"): "use model.mixing=parameters",
-    ("FedRep", "Boring"): "FedRep trains a body, and this one has no weights",
+    **{(method, "Boring"): f"{method} trains a body, and this one has no weights" for method in ("FedBABU", "FedRep")},
     **{(method, project): "has no class labels"
        for method in ON_LABELS for project in ("Boring", "Regression", "Screening")},
     **{(method, "Boring"): f"{method} trains the body by itself" for method in ("FedAH", "FedPAC")},
@@ -41,7 +42,7 @@ NAMED = {
 #: and where they are not named
 NAMELESS = {
     **{(method, project): f"{method} has to know which parameters of {{name}} are its head"
-       for method in ("FedPer", "FedRep", "LGFedAvg", "FedAH", *ON_HEADS)
+       for method in ("FedBABU", "FedPer", "FedRep", "LGFedAvg", "FedAH", *ON_HEADS)
        for project in PROJECTS if project != "Screening"},
     **{("SimFed", project): "SimFed compares what encoders make of an input; say which part of {name} is one"
        for project in ("LSTM", "Transformer", "Boring", "Regression")},

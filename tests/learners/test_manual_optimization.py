@@ -12,14 +12,14 @@ from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.links import LocalHub
-from lit_pfl.methods import AgnosticFL, FedAvg, FedFOMO, SimFed, StandAlone
+from lit_pfl.methods import IFCA, AgnosticFL, FedAvg, FedFOMO, SimFed, StandAlone
 from lit_pfl_callbacks import FederatedLoop
 from tiny import assert_equal, trainer, weights
 
 TAKE_IT = {
     "StandAlone": {}, "FedAvg": {}, "FedPer": {"head": "^discriminator.2"}, "LGFedAvg": {"head": "^discriminator.2"},
     "ClusteredFL": {}, "FedFOMO": {}, "SimFed": {"encoder": "discriminator.0", "factorization": None}, "AgnosticFL": {},
-    "PFedPara": {},
+    "PFedPara": {}, "FedAvgM": {}, "FedAdagrad": {}, "FedAdam": {}, "FedYogi": {}, "FedExP": {}, "L2GD": {}, "IFCA": {},
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_alone_it_is_the_same_training():
 
 def test_the_others_refuse_with_the_reason():
     for name in methods.__all__:
-        if name in TAKE_IT:
+        if name in TAKE_IT or name == "FedBN":  # which has no batch norm to keep here
             continue
         with pytest.raises(
             ConfigError, match=r"^model\.learner: GAN steps its optimizers itself .*, but \S+ "
@@ -139,7 +139,7 @@ def test_a_method_of_ones_own_that_changes_the_loss_refuses_too():
         fit(Other(learner=GAN()))
 
 
-@pytest.mark.parametrize("method", [AgnosticFL, FedFOMO])
+@pytest.mark.parametrize("method", [AgnosticFL, FedFOMO, IFCA])
 def test_methods_that_compare_losses_need_one(method):
     with pytest.raises(ConfigError, match=r"^model\.learner: training_step of GAN returns no loss, and .* compares"):
         fit(method(learner=GAN(returns_loss=False)))

@@ -58,7 +58,7 @@ class OwnClassifier(L.LightningModule):
         return [optimizer], [step_schedule(optimizer)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "FedBN"])  # there is no batch norm here
 def test_one_s_own_classifier_is_trained_like_the_built_in_one(method):
     kind = METHODS[method]
     data = {"permute_labels": not kind.needs_common_labels, "train_fraction": 0.1, "batch_size": 16}

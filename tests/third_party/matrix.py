@@ -35,7 +35,7 @@ REASONS = {
         "needs a plain chain of `lit_pfl.models`",
     ),
     "groups": ("PsiNet divides a `backbone`", "needs a `backbone` of `lit_pfl.models` with a linear head"),
-    "sgd": ("for plain SGD only", "needs plain SGD, and the module has another optimizer"),
+    "sgd": ("use torch.optim.SGD", "needs plain SGD, and the module has another optimizer"),
     "logits": ("use model.mixing=parameters", 'needs `mixing="parameters"`: `training_step` does not call `forward`'),
     "density": ("give more", "needs `density=0.9`: frozen copies, which have no masks, are half of the network"),
     "layers": (
@@ -43,6 +43,7 @@ REASONS = {
         "needs a convolution or a linear layer in the body",
     ),
     "body": ("trains a body, and this one has no weights", "needs a body with weights"),
+    "norms": ("has no batch norm", "needs batch norm"),
     "manual": ("steps its optimizers itself", "needs automatic optimization"),
     "mu": (
         "adds the L1 norm of mu to the loss",
@@ -57,25 +58,29 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "mu": {"factorization": Factorization(l1=0)},
 }
 BUILDS = {"FedMA": "chain", "PsiNet": "groups"}
-ADAM, SELF_SUPERVISED = {**BUILDS, "Scaffold": "sgd"}, {**BUILDS, "APFL": "logits"}
-STEPS = ("APFL", "Ditto", "FedDyn", "FedMA", "FedProx", "FedRep", "FedSLR", "FedSpa", "PerFedAvg", "PsiNet", "Scaffold")
+ADAM = {**BUILDS, "FedNova": "sgd", "PFedMe": "sgd", "Scaffold": "sgd"}
+SELF_SUPERVISED, NO_NORM = {**BUILDS, "APFL": "logits"}, {"FedBN": "norms"}
+STEPS = (
+    "APFL", "Ditto", "FedADMM", "FedALA", "FedAMP", "FedBABU", "FedDyn", "FedMA", "FedNova", "FedProx", "FedRep",
+    "FedSLR", "FedSpa", "HeurFedAMP", "PFedMe", "PerFedAvg", "PsiNet", "Scaffold",
+)  # fmt: skip
 #: which methods refuse which module, and why; all others train it
 REFUSED: dict[str, dict[str, str]] = {
     "ClassificationTask": ADAM,
     "SemanticSegmentationTask": ADAM,
     "RegressionTask": ADAM,
     "BYOLTask": ADAM,
-    "NBeats": ADAM,
-    "TemporalFusionTransformer": ADAM,
-    "BertForSequenceClassification with LoRA": ADAM,
+    "NBeats": {**ADAM, **NO_NORM},
+    "TemporalFusionTransformer": {**ADAM, **NO_NORM},
+    "BertForSequenceClassification with LoRA": {**ADAM, **NO_NORM},
     "MoCoTask": {**ADAM, "APFL": "logits"},
-    "DeepAR": {**ADAM, "FactorizedFL": "layers"},
+    "DeepAR": {**ADAM, **NO_NORM, "FactorizedFL": "layers"},
     "SimCLR": SELF_SUPERVISED,
     "BYOL": {**SELF_SUPERVISED, "FedSpa": "density"},
-    "BoringModel": {**BUILDS, "FactorizedFL": "layers", "FedRep": "body"},
-    "LightningTransformer": BUILDS,
-    "GAN": {**dict.fromkeys(STEPS, "manual"), "FactorizedFL": "mu", "SimFed": "mu", "FedFOMO": "loss",
-            "AgnosticFL": "loss"},
+    "BoringModel": {**BUILDS, **NO_NORM, "FactorizedFL": "layers", "FedBABU": "body", "FedRep": "body"},
+    "LightningTransformer": {**BUILDS, **NO_NORM},
+    "GAN": {**dict.fromkeys(STEPS, "manual"), **NO_NORM, "FactorizedFL": "mu", "SimFed": "mu", "FedFOMO": "loss",
+            "AgnosticFL": "loss", "IFCA": "loss"},
 }  # fmt: skip
 
 

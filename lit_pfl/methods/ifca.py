@@ -1,0 +1,179 @@
+"""IFCA: clients choose among several models the one that suits their data."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jsonargparse.typing import PositiveInt
+from torch import Tensor, nn
+
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, Server, UniformServer
+from lit_pfl.core.sharing import EVERYTHING
+from lit_pfl.data.loaders import in_order
+from lit_pfl.learners.scoring import mean_loss, needs_loss
+from lit_pfl.lightning_internals import own_copy
+from lit_pfl_callbacks.tensors import load_tensors
+
+CLUSTER = "cluster"
+
+
+class IFCA(Client):
+    """The server has k models; a client trains the one whose loss on its data is least, and is averaged into it.
+
+    A client is sent all k models. It takes the mean loss of each on its training data, in evaluation mode and without
+    augmentation, and goes on from the best, of equal ones the first. A model that nobody has chosen stays as it is.
+    What does not travel, such as a head where labels differ, is the client's own under every model. With ``clusters=1``
+    this is FedAvg with equal weights, bit for bit. The authors' code chooses by the loss on what is then scored.
+
+    The first model is that of the first client; the others have its layers' weights drawn anew, and normal noise on
+    weights of modules that have no ``reset_parameters``. An optimizer forgets its momentum where the model is another.
+
+    Args:
+        clusters: the number of models, k.
+        kwargs: see :class:`~lit_pfl.Client`.
+
+    Source:
+        Ghosh et al. 2020, Algorithm 1, model averaging.
+    """
+
+    may_unfreeze = False
+
+    shares = EVERYTHING
+
+    cluster: Tensor
+
+    def __init__(self, clusters: PositiveInt = 2, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.clusters = clusters
+        self._moved = False
+
+    def configure_state(self) -> None:  # noqa: D102
+        self.register_buffer(CLUSTER, torch.tensor(0))
+
+    def configure_server(self) -> Server:  # noqa: D102
+        own = own_copy(self)
+        models = []
+        for _ in range(self.clusters - 1):
+            _draw_anew(own.learner)
+            models.append(Payload(own.shared_parameters()).clone())
+        return IFCAServer(models)
+
+    @torch.no_grad()
+    def download(self, reply: Mapping[str, Tensor]) -> None:
+        """Become the model of a reply, named ``<cluster>/<tensor>``, with the least loss."""
+        models = by_cluster(reply)
+        best = 0
+        if len(models) > 1:
+            batches = in_order(self.training_data())
+            losses = []
+            for model in models:
+                load_tensors(self.learner, model)
+                losses.append(mean_loss(self.learner, batches)[1])
+            best = int(torch.tensor(losses).nan_to_num(nan=torch.inf).argmin())
+        self._moved = best != int(self.cluster)
+        self.cluster.fill_(best)
+        super().download(models[best])
+
+    def begin_round(self) -> None:  # noqa: D102
+        if self.clusters > 1:
+            needs_loss(self.learner, self.training_data(), "IFCA")
+        if self._moved:
+            for optimizer in self.trainer.optimizers:
+                optimizer.state.clear()
+
+    def upload(self) -> Payload:
+        """Return the weights, and which model they are of."""
+        payload = super().upload()
+        return Payload({**payload, CLUSTER: self.cluster}, payload.sparse)
+
+
+class IFCAServer(UniformServer):
+    """Averages each model over those who chose it.
+
+    Args:
+        further: what all models but the first are before round 1.
+
+    Attributes:
+        models: the k models.
+        chosen: the model that each client chose last, by client id.
+    """
+
+    models: list[Payload]
+    chosen: dict[int, int]
+
+    def __init__(self, further: list[Payload]) -> None:
+        self.further = further
+
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+        super().start(clients)
+        self.models = [
+            self.model,
+            *(
+                Payload({name: model[name].to(own.device) for name, own in self.model.items()})
+                for model in self.further
+            ),
+        ]
+        self.chosen = {}
+
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
+        return name != CLUSTER
+
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+        self.chosen |= {client: int(upload[CLUSTER]) for client, upload in uploads.items()}
+        for cluster, model in enumerate(self.models):
+            own = [upload for upload in uploads.values() if int(upload[CLUSTER]) == cluster]
+            if own:
+                self.models[cluster] = self.mean(own, [1 / len(own)] * len(own), list(model))
+
+    def reply(self, client: int) -> Payload:
+        """Return all models, each tensor named ``<cluster>/<tensor>``."""
+        named = {f"{cluster}/{name}": t for cluster, model in enumerate(self.models) for name, t in model.items()}
+        sparse = [f"{cluster}/{name}" for cluster, model in enumerate(self.models) for name in model.sparse]
+        return Payload(named, sparse)
+
+    def mixing(self) -> tuple[list[int], Tensor] | None:
+        """Return equal weights of all clients that have chosen the same model."""
+        if not self.chosen:
+            return None
+        ids = sorted(self.chosen)
+        of = torch.tensor([self.chosen[client] for client in ids])
+        same = (of[:, None] == of).float()
+        return ids, same / same.sum(1, keepdim=True)
+
+    def global_model(self) -> None:
+        """Return nothing: there are several models."""
+
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+        models = [dict(model) for model in self.models]
+        return {**super().state_dict(), "models": models, "chosen": dict(self.chosen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
+        super().load_state_dict(state)
+        self.models = [Payload(model, state["sparse"]) for model in state["models"]]
+        self.chosen = dict(state["chosen"])
+
+
+def by_cluster(reply: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the models of a reply in their order."""
+    models: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in reply.items():
+        cluster, _, rest = name.partition("/")
+        models.setdefault(int(cluster), {})[rest] = tensor
+    return [models[cluster] for cluster in sorted(models)] or [{}]
+
+
+@torch.no_grad()
+def _draw_anew(module: nn.Module) -> None:
+    """Give a module's trained parameters other first values, from PyTorch's default generator."""
+    for part in module.modules():
+        own = [weight for weight in part.parameters(recurse=False) if weight.requires_grad]
+        if not own:
+            continue
+        if callable(reset := getattr(part, "reset_parameters", None)):
+            reset()
+        else:
+            for weight in own:
+                spread = weight.std() if weight.numel() > 1 and weight.std() > 0 else 1.0
+                weight.add_(torch.randn_like(weight) * spread)

@@ -1,0 +1,58 @@
+"""L2GD against its formula, and what it is at both ends."""
+
+import numpy as np
+import pytest
+import torch
+from quadratic import Quadratics, equal, flat, quadratic, run_whole_and_in_two_parts
+
+from lit_pfl.core.server import UniformServer
+from lit_pfl.methods import L2GD, FedAvg, StandAlone
+from lit_pfl.nn.factorization import Factorization
+from tiny import assert_equal, client, digits, run, weights
+
+
+class Uniform(FedAvg):
+    def configure_server(self):
+        return UniformServer()
+
+
+@pytest.mark.parametrize(("mix", "other"), [(0.0, StandAlone), (1.0, Uniform)])
+@pytest.mark.parametrize("options", [{}, {"norm_stats": "averaged", "factorization": Factorization(l1=0.01)}])
+def test_at_both_ends_it_is_another_method_bit_for_bit(mix, other, options):
+    if other is StandAlone:
+        options = {**options, "norm_stats": "local"}
+    a, b = (run(client(kind, **more, **options), rounds=3, participation=0.5) for kind, more in
+            ((L2GD, {"mix": mix}), (other, {})))  # fmt: skip
+    assert_equal(weights(a), weights(b))
+
+
+def test_rounds_equal_the_formula():
+    problem = Quadratics.random()
+    federation = run(quadratic(L2GD, problem, mix=0.3), equal(4), rounds=4, local_epochs=3)
+    points = np.stack([problem.start] * 4)
+    for _ in range(4):
+        points = 0.7 * points + 0.3 * points.mean(0)
+        for k in range(4):
+            for _ in range(3):
+                points[k] = points[k] - 0.1 * problem.gradient(k, points[k])
+    for k, member in federation.clients.items():
+        np.testing.assert_allclose(flat(member.learner.state_dict()), points[k], rtol=1e-10)
+
+
+def test_mixing_leaves_the_mean_where_it_is():
+    federation = run(quadratic(L2GD, Quadratics.random(), mix=0.4), equal(4), rounds=2)
+    server = federation.coordinator.server
+    for k, member in federation.clients.items():
+        member.download(server.reply(k))
+    mean = np.mean([flat(member.learner.state_dict()) for member in federation.clients.values()], axis=0)
+    np.testing.assert_allclose(mean, flat(server.model), rtol=1e-12)
+
+
+def test_counters_of_batch_norm_are_averaged_whole():
+    federation = run(client(L2GD, norm_stats="averaged"), rounds=2, evaluate="after")
+    assert federation.clients[0].backbone.body[1].num_batches_tracked.dtype == torch.int64
+
+
+def test_resumed_equals_uninterrupted(tmp_path):
+    a, b = run_whole_and_in_two_parts(tmp_path, lambda: client(L2GD), lambda: digits(4), participation=0.5)
+    assert_equal(weights(a), weights(b))
