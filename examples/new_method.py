@@ -10,9 +10,9 @@ import lightning as L
 import torch
 
 from lit_pfl import Client, Federation, Payload
+from lit_pfl.core.server import MixingServer
 from lit_pfl.data import Digits
 from lit_pfl.models import ResNet9
-from lit_pfl.server import MixingServer
 
 
 class Ring(Client):

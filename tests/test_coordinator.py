@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lit_pfl import Payload
-from lit_pfl.coordinator import Coordinator
+from lit_pfl.core.averaging import weighted_mean
+from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.ledger import Ledger
+from lit_pfl.core.server import ClientInfo, MixingServer, Server
 from lit_pfl.engines.ranks import Ranks
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.ledger import Ledger
-from lit_pfl.ops import weighted_mean
-from lit_pfl.server import ClientInfo, MixingServer, Server
 from tiny import assert_equal
 
 SAMPLES = {0: 10, 3: 70, 5: 33, 8: 1}
@@ -28,7 +28,7 @@ class Neighbours(MixingServer):
         own = torch.eye(len(latest), dtype=torch.float64)
         return (own + own.roll(1, dims=1)) / 2
 
-    def mixable(self, name):
+    def is_averaged(self, name):
         return name != "b"
 
 

@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from lit_pfl import Federation
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import ImageDataModule, ImageSet
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import (
     APFL,
     FactorizedFL,
@@ -29,7 +29,7 @@ from lit_pfl.methods import (
 )
 from lit_pfl.models import VGG9, ResNet9, ResNet18, psi
 from lit_pfl.nn import factorized_layers
-from lit_pfl.server import ClientInfo
+from lit_pfl.nn.factorization import Factorization
 from tiny import spec, trainer
 
 ROOT = Path(__file__).parent.parent

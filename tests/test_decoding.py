@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_pfl import Payload
-from lit_pfl.encoding import DTYPES
+from lit_pfl.core.encoding import DTYPES
 from lit_pfl.errors import PayloadError
-from lit_pfl.low_rank import LowRank, matrix_shape
+from lit_pfl.ops.low_rank import LowRank, matrix_shape
 
 MUTATIONS = int(os.environ.get("LIT_PFL_MUTATIONS", "20000"))
 REAL = [dtype for dtype in DTYPES if dtype.is_floating_point]

@@ -14,7 +14,7 @@ from torch import nn
 import lit_pfl.data
 import lit_pfl.methods
 import lit_pfl.models
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl.data import Augment, FederatedDataModule, Partition
 from lit_pfl.models import Backbone
 

@@ -18,11 +18,11 @@ from cli.typed import TINY, contents, rows, typed
 from lit_pfl import Federation
 from lit_pfl.cli.export import deployment
 from lit_pfl.data import ClassShards, Table, label_permutation
-from lit_pfl.deployment import PROGRAM, SCRIPT, WEIGHTS, Deployment
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
+from lit_pfl.export.deployment import PROGRAM, SCRIPT, WEIGHTS, Deployment
 from lit_pfl.methods import APFL, Ditto, FedAvg, FedSLR, PFedPara, PsiNet, SimFed
 from lit_pfl.models import Backbone
+from lit_pfl.nn.factorization import Factorization
 from tiny import GroupNet, client, digits, trainer
 
 with_onnx = pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="needs the extra export")
@@ -224,8 +224,8 @@ def test_labels_are_not_those_of_a_single_logit_and_the_network_stays_as_it_is(t
 
 @with_onnx
 def test_a_format_that_computes_something_else_is_refused(monkeypatch):
-    monkeypatch.setattr("lit_pfl.deployment.save_onnx", lambda program, path: Path(path).write_bytes(b""))
-    monkeypatch.setattr("lit_pfl.deployment.run_onnx", lambda path, inputs: inputs * 1.001)
+    monkeypatch.setattr("lit_pfl.export.deployment.save_onnx", lambda program, path: Path(path).write_bytes(b""))
+    monkeypatch.setattr("lit_pfl.export.deployment.run_onnx", lambda path, inputs: inputs * 1.001)
     with pytest.raises(ConfigError, match=r"model\.onnx does not compute what the model does: it is off by 0\.00"):
         Deployment(nn.Identity(), torch.ones(2, 3)).save("model")
 

@@ -71,3 +71,9 @@ def test_pictures_of_neurons(tmp_path):
     for name, options in (("neurons.png", {}), ("variance.svg", {"variance": True, "depth": 1})):
         module["main"](str(tmp_path / name), [f"one={tmp_path}", f"other={tmp_path}"], classes="a b c", **options)
         assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_writers(capsys):
+    pytest.importorskip("datasets")
+    run("writers.py", rounds=1)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["StandAlone", "FedAvg", "FedPer"]

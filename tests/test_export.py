@@ -11,12 +11,12 @@ from torchvision.models import SwinTransformer
 
 from lit_pfl import Payload
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import score
 from lit_pfl.export import load_model, save_model, to_dense
-from lit_pfl.factorization import Factorization
+from lit_pfl.learners.scoring import score
 from lit_pfl.methods import SimFed
 from lit_pfl.models import CNN, ResNet9, ResNet18, TorchvisionModel
 from lit_pfl.nn import FactorizedConv2d, FactorizedLinear, HadamardConv2d, factorize, factorized_layers, hadamard
+from lit_pfl.nn.factorization import Factorization
 from tiny import TinyNet, assert_equal, client, digits, run, spec
 
 WAYS = {

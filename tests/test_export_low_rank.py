@@ -13,10 +13,10 @@ from torch import nn
 from lit_pfl.errors import ConfigError
 from lit_pfl.export import load_mixed, load_model, low_rank_weights, save_mixed, save_model, save_program, to_factors
 from lit_pfl.learners import Mixture
-from lit_pfl.low_rank import as_matrix, as_weight
 from lit_pfl.methods import FedSLR
 from lit_pfl.methods.fedslr import MIXED
 from lit_pfl.models import ResNet18
+from lit_pfl.ops.low_rank import as_matrix, as_weight
 from test_export import data_bytes
 from tiny import GroupNet, client, digits, run
 
@@ -139,7 +139,7 @@ def test_the_models_of_a_federation(permute_labels):
     assert payload.elements == member.common_parameters + nonzero
     assert nonzero < sum(p.numel() for p in member.personal.parameters())
     loaded = load_mixed("mixed.safetensors", GroupNet(1, 10)).eval()
-    with member.shown(MIXED) as mixed:
+    with member.as_evaluated(MIXED) as mixed:
         torch.testing.assert_close(loaded(images), mixed(images), atol=1e-5, rtol=1e-5)
     assert Path("mixed.safetensors").stat().st_size == payload.nbytes
     assert data_bytes("mixed.safetensors") < 4 * (payload.elements + nonzero) + 200

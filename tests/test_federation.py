@@ -12,9 +12,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lit_pfl import Federation, Payload
+from lit_pfl.core.scores import Row, summary
 from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.evaluation import Row, score, summary
+from lit_pfl.learners.scoring import score
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedAvg, FedMA, SimFed, StandAlone
 from lit_pfl_callbacks import ClientsTable, RunLogger

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_pfl.finite import all_finite
+from lit_pfl.core.payload import all_finite
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

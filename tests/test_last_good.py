@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lit_pfl.core.payload import Payload, all_finite
 from lit_pfl.engines.last_good import LastGoodState
-from lit_pfl.finite import all_finite
 from lit_pfl.methods import FactorizedFL, FedAvg, FedPer, FedSpa, PFedPara, Scaffold, SimFed, StandAlone
-from lit_pfl.payload import Payload
 from tiny import assert_equal, client, digits, run, weights
 
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lit_pfl.core.server import Server
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import FedAvg, FedFOMO
-from lit_pfl.server import Server
 from lit_pfl_callbacks import FederatedLoop
 from tiny import TinyNet, client, digits, momentum_sgd, run, spec, trainer
 

@@ -10,7 +10,7 @@ import torch
 
 from lit_pfl import Payload
 from lit_pfl.errors import PayloadError
-from lit_pfl.low_rank import LowRank, as_matrix, as_weight
+from lit_pfl.ops.low_rank import LowRank, as_matrix, as_weight
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl import Client, Federation
-from lit_pfl.client import ClientSpec
+from lit_pfl.core import ClientSpec
 from lit_pfl.data import BatchLoader, Digits
 from lit_pfl.models import Backbone
 from lit_pfl.testing import assert_equal as assert_equal

@@ -3,8 +3,8 @@
 from lit_pfl_callbacks.clients import ClientsTable
 from lit_pfl_callbacks.communication import CommunicationLedger
 from lit_pfl_callbacks.embedding_map import EmbeddingMap
-from lit_pfl_callbacks.feature_alignment import FeatureAlignment
-from lit_pfl_callbacks.feature_map import FeatureMap
+from lit_pfl_callbacks.features.alignment import FeatureAlignment
+from lit_pfl_callbacks.features.map import FeatureMap
 from lit_pfl_callbacks.federated_loop import FederatedLoop, JoinInfo, Link
 from lit_pfl_callbacks.models import PersonalizedModels
 from lit_pfl_callbacks.predictions import Predictions

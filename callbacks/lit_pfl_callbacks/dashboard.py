@@ -254,3 +254,25 @@ BOARDS: dict[Any, type[Board]] = {
 def board_of(logger: Logger) -> Board:
     """Return the board of a logger."""
     return next(board for kind, board in BOARDS.items() if isinstance(logger, kind))(logger)
+
+
+class RoundLog:
+    """Writes metrics to loggers at once: what a checkpoint holds must have been logged before."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+
+    def write(self, loggers: Sequence[Logger], round: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a round."""
+        self.name_axes(loggers, metrics)
+        for logger in loggers:
+            logger.log_metrics({"round": round, **metrics}, step=round)
+
+    def name_axes(self, loggers: Sequence[Logger], metrics: Mapping[str, float]) -> None:
+        """Tell W&B to draw over rounds; name by name, since it resolves overlapping patterns at random."""
+        new = metrics.keys() - self._named
+        self._named |= new
+        for logger in loggers:
+            if isinstance(logger, WandbLogger):
+                for name in sorted(new):
+                    logger.experiment.define_metric(name, step_metric="round")

@@ -18,8 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lit_pfl.methods
 from lit_pfl import Client, Federation, Payload
+from lit_pfl.core.ledger import Ledger
 from lit_pfl.data import Digits, Dirichlet
-from lit_pfl.ledger import Ledger
 from lit_pfl.models import CNN, Backbone
 
 matplotlib.use("Agg")

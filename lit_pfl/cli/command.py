@@ -28,7 +28,7 @@ from lit_pfl.cli.trial import (
     refuse_unknown_metrics,
     try_optimizer,
 )
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.engines.strategy import FederatedStrategy
 from lit_pfl.engines.trainers import several

@@ -10,8 +10,8 @@ import torch
 
 from lit_pfl.cli.options import by_name
 from lit_pfl.data import FederatedDataModule, ImageSet, labels_of
-from lit_pfl.deployment import CARD, SCRIPT, Deployment, Pixels, check_packages, pixels_about
 from lit_pfl.errors import ConfigError
+from lit_pfl.export.deployment import CARD, SCRIPT, Deployment, Pixels, check_packages, pixels_about
 from lit_pfl.federation import Federation
 from lit_pfl_callbacks.clients import COLUMNS
 from lit_pfl_callbacks.run_folder import read_rows

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl.data import Augment, FederatedDataModule, Partition
 from lit_pfl.errors import ConfigError
 from lit_pfl.models import Backbone

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import WandbLogger
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.engines.trainers import planned_rounds
 from lit_pfl.errors import ConfigError

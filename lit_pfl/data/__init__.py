@@ -30,10 +30,9 @@ from lit_pfl.data.partition import (
     Uniform,
 )
 from lit_pfl.data.per_client import PerClient
-from lit_pfl.data.resident import ResidentLoader
+from lit_pfl.data.resident import ResidentLoader, SampleSet, TensorLoader
 from lit_pfl.data.sources import CIFAR10, CIFAR100, MNIST, SVHN, Digits, FashionMNIST, TinyImageNet
 from lit_pfl.data.table import Table
-from lit_pfl.data.tensors import SampleSet, TensorLoader
 from lit_pfl.data.text import Text, WindowLoader
 
 __all__ = [

@@ -38,11 +38,15 @@ def size_of(batch: Any) -> int:
     """Return the number of samples of a batch, counted as Lightning does: the length of its first tensor.
 
     Tuples, lists, mappings and dataclasses are looked through in their order, and what is no tensor is passed over:
-    names, numbers, None. A tensor without dimensions is one sample; so is a batch without tensors.
+    names, numbers, None. A tensor without dimensions is one sample; so is a batch without tensors. A batch of another
+    kind, such as a graph of graphs, counts what its own ``batch_size`` says, if that is a whole number.
     """
     # The first part of nearly all batches is a tensor, and this is asked of every batch: all else takes its time.
     if type(batch) in (tuple, list) and batch and isinstance(batch[0], Tensor) and batch[0].dim():
         return len(batch[0])
+    own = getattr(batch, "batch_size", None)
+    if isinstance(own, int):
+        return own
     first = next(tensors_in(batch), None)
     return len(first) if first is not None and first.dim() else 1
 

@@ -1,6 +1,6 @@
 """Any PyTorch dataset, dealt to clients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,22 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from lit_pfl.data.datamodule import PartitionedDataModule
 from lit_pfl.data.loaders import example_of, in_order
 from lit_pfl.data.partition import Partition, Uniform
-from lit_pfl.data.randomness import FixedDraws, random_state, same_state
-from lit_pfl.data.resident import leaves_one_out
-from lit_pfl.data.tensors import SampleSet, TensorLoader, relabelled
+from lit_pfl.data.resident import SampleSet, TensorLoader, leaves_one_out, relabelled
 from lit_pfl.errors import ConfigError
+from lit_pfl.randomness import FixedDraws, random_state, same_state
 
-#: how something is found of every sample: an attribute of the dataset, a function of a sample, or a sequence
+#: how something is found of every sample: a column, an attribute or a key, a function of a sample, or a sequence
 Lookup = Callable[[Any], Any] | str | Sequence[Any]  # in the order in which the command line tries them
 #: of how many classes a sample is looked at, whether it ends with its label
 LOOKED_AT = 5
 
 
 class FromDataset(PartitionedDataModule):
-    """A map-style ``Dataset`` of any samples, dealt by a partition or by natural groups.
+    """Divides a map-style dataset of any samples among clients, by a partition or by natural groups.
+
+    The dataset is one of PyTorch, or a ``datasets.Dataset`` of Hugging Face, whose samples become tensors
+    (``with_format("torch")``) unless it has a format of its own. Samples are tuples, dicts, or whatever ``collate_fn``
+    makes batches of.
 
     Samples that are numbers and tensors of equal shapes are read once and held in memory, unless reading them draws
     random numbers, as random transforms do. Others are read anew for every batch, by a PyTorch DataLoader without
@@ -32,17 +35,18 @@ class FromDataset(PartitionedDataModule):
     :class:`~lit_pfl.data.ResidentLoader`.
 
     Args:
-        dataset: the dataset.
+        dataset: the dataset, or a function that makes it.
         partition: how training samples are dealt to clients; by default all get equally many.
-        labels: the class of every sample, for partitions that need it: whole numbers from 0, or names. An attribute of
-            the dataset such as ``targets``, a function of a sample, or a sequence.
+        labels: the class of every sample, for partitions that need it: whole numbers from 0, or names. A column of a
+            Hugging Face dataset, an attribute of the dataset such as ``targets``, a key of samples that are dicts, a
+            function of a sample, or a sequence.
         groups: what every sample is of: a writer, a hospital, a play. Given likewise. Every group is then a client,
             its samples are divided into training, test and validation data, and ``partition`` and ``num_clients`` are
             not used.
         collate_fn: makes a batch of a list of samples, as a DataLoader's; samples are then not held in memory.
         in_memory: false if there is not enough of it.
         kwargs: see :class:`~lit_pfl.data.PartitionedDataModule`. ``permute_labels`` needs samples that end with their
-            label.
+            label, or dicts and ``labels`` as their key.
 
     Attributes:
         names: the group of every client by its id, where there are groups; in ascending order, after :meth:`setup`.
@@ -53,12 +57,12 @@ class FromDataset(PartitionedDataModule):
     Example::
 
         FromDataset(EMNIST(...), Dirichlet(alpha=0.1), labels="targets", num_clients=100)
-        FromDataset(my_scans, groups=lambda sample: sample["hospital"])
+        FromDataset(load_dataset("my_letters", split="train"), groups="writer", labels="letter")
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Callable[[], Any],
         partition: Partition | None = None,
         labels: Lookup | None = None,
         groups: Lookup | None = None,
@@ -67,6 +71,7 @@ class FromDataset(PartitionedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(partition=partition or Uniform(), **kwargs)
+        dataset = _in_tensors(dataset() if callable(dataset) and not hasattr(dataset, "__getitem__") else dataset)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigError(
                 f"data.dataset: {type(dataset).__name__} cannot be dealt out; "
@@ -80,6 +85,7 @@ class FromDataset(PartitionedDataModule):
         self.collate_fn = collate_fn
         self.in_memory = in_memory
         self.names: list[Any] = []
+        self._label_key: str | None = None
 
     def load(self) -> SampleSet:  # noqa: D102
         n = len(self.dataset)
@@ -92,17 +98,17 @@ class FromDataset(PartitionedDataModule):
             self.names, groups = _numbered(self._found(self.group_of, "groups"), "groups")
         samples = self.dataset
         if option := self._renumbers(num_classes, groups):
-            self._check_that_samples_end_with(labels, option)
-            samples = _Relabelled(samples, torch.zeros(num_classes or 1, dtype=torch.int64))  # a label of everybody's
+            self._label_key = self._key()
+            self._check_that_samples_have(labels, option)
+            everybody_s = torch.zeros(num_classes or 1, dtype=torch.int64)
+            samples = _Relabelled(samples, everybody_s, self._label_key)
         self._example = example_of(DataLoader(samples, 1, collate_fn=self.collate_fn))
         return SampleSet(self._content(), labels, num_classes, groups, names)
 
     def _found(self, lookup: Lookup, option: str) -> np.ndarray:
         """Return the label or group of every sample."""
         if isinstance(lookup, str):
-            if not hasattr(self.dataset, lookup):
-                raise ConfigError(f"data.{option}={lookup!r}: {type(self.dataset).__name__} has no such attribute.")
-            lookup = getattr(self.dataset, lookup)
+            lookup = self._named(lookup, option)
         if callable(lookup):
             lookup = [lookup(self.dataset[i]) for i in range(len(self.dataset))]
         found = np.asarray(lookup)
@@ -112,6 +118,27 @@ class FromDataset(PartitionedDataModule):
                 f"not an array of shape {found.shape}."
             )
         return found
+
+    def _named(self, name: str, option: str) -> Any:
+        """Return the column, the attribute or the entries of samples that have a name."""
+        columns = _columns(self.dataset)
+        if name in columns:
+            return np.asarray(self.dataset[name])
+        if hasattr(self.dataset, name):
+            return getattr(self.dataset, name)
+        first = FixedDraws(self.dataset)[0]
+        keys = columns or (list(first) if isinstance(first, Mapping) else [])
+        if name in keys:
+            return lambda sample: sample[name]
+        there = f"it has {', '.join(map(str, keys))}" if keys else "give one, a function of a sample, or a sequence"
+        kind = type(self.dataset).__name__
+        raise ConfigError(f"data.{option}={name!r}: {kind} has no such column, attribute or key; {there}.")
+
+    def _key(self) -> str | None:
+        """Return where samples that are dicts have their class; None for others."""
+        sample = FixedDraws(self.dataset)[0]
+        named = isinstance(self.labels, str) and isinstance(sample, Mapping) and self.labels in sample
+        return self.labels if named else None  # type: ignore[return-value]
 
     @staticmethod
     def _classes(found: np.ndarray) -> tuple[Tensor, int, tuple[str, ...] | None]:
@@ -132,14 +159,20 @@ class FromDataset(PartitionedDataModule):
             return ""
         return "" if self.partition.domains(num_classes) == [list(range(num_classes))] else "partition"
 
-    def _check_that_samples_end_with(self, labels: Tensor, option: str) -> None:
+    def _check_that_samples_have(self, labels: Tensor, option: str) -> None:
+        """See that samples hold their class where a client's own label takes its place."""
+        key = self._label_key
         for first in np.unique(labels, return_index=True)[1][:LOOKED_AT].tolist():
             sample = FixedDraws(self.dataset)[first]
             last = sample[-1] if isinstance(sample, list | tuple) and len(sample) > 1 else None
-            if not isinstance(last, int | np.integer | Tensor) or not np.array_equal(last, labels[first]):
+            own = last if key is None else sample[key]
+            if not isinstance(own, int | np.integer | Tensor) or not np.array_equal(own, labels[first]):
                 raise ConfigError(
                     f"data.{option}: samples must end with their label, a number, and the dataset's first sample of "
                     f"class {int(labels[first])} ends with {last!r}."
+                    if key is None
+                    else f"data.{option}: samples must have their label, a number, under {key!r}, and the dataset's "
+                    f"first sample of class {int(labels[first])} has {own!r} there."
                 )
 
     def _content(self) -> Any:
@@ -161,10 +194,10 @@ class FromDataset(PartitionedDataModule):
         batch_size = self.batch_size if train else self.eval_batch_size
         if self.data.content is not None:
             indices = torch.from_numpy(own).to(self.device)
-            return TensorLoader(self.data.content, indices, batch_size, label_map, shuffle=train)
+            return TensorLoader(self.data.content, indices, batch_size, label_map, train, self._label_key)
         samples: Any = Subset(self.dataset, own.tolist())
         if label_map is not None:
-            samples = _Relabelled(samples, label_map.cpu())
+            samples = _Relabelled(samples, label_map.cpu(), self._label_key)
         if not train:
             return in_order(DataLoader(samples, batch_size, collate_fn=self.collate_fn))
         alone = leaves_one_out(len(own), batch_size)
@@ -177,15 +210,27 @@ class FromDataset(PartitionedDataModule):
 class _Relabelled(Dataset):
     """Samples with a client's labels."""
 
-    def __init__(self, samples: Any, label_map: Tensor) -> None:
+    def __init__(self, samples: Any, label_map: Tensor, key: str | None) -> None:
         self.samples = samples
         self.label_map = label_map
+        self.key = key
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, i: int) -> Any:
-        return relabelled(self.samples[i], self.label_map)
+        return relabelled(self.samples[i], self.label_map, self.key)
+
+
+def _columns(dataset: Any) -> list[str]:
+    """Return the columns of a Hugging Face dataset; none of others."""
+    return list(getattr(dataset, "column_names", ())) if hasattr(dataset, "with_format") else []
+
+
+def _in_tensors(dataset: Any) -> Any:
+    """Return a dataset whose samples are tensors where one of Hugging Face would give plain Python values."""
+    plain = _columns(dataset) and dataset.format["type"] is None
+    return dataset.with_format("torch") if plain else dataset
 
 
 def _numbered(found: np.ndarray, option: str) -> tuple[list[Any], Tensor]:

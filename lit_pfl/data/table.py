@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_pfl.data.datamodule import PartitionedDataModule
 from lit_pfl.data.partition import Partition, Uniform
-from lit_pfl.data.tensors import SampleSet, TensorLoader
+from lit_pfl.data.resident import SampleSet, TensorLoader
 from lit_pfl.errors import ConfigError
 
 #: the tables to tell classes apart in

@@ -23,9 +23,9 @@ from torch.utils.data import (
 )
 
 from lit_pfl.data.batches import bytes_of, size_of, tensors_in
-from lit_pfl.data.randomness import FixedDraws, FixedIteration, fixed_draws
 from lit_pfl.data.resident import leaves_one_out
 from lit_pfl.errors import ConfigError
+from lit_pfl.randomness import FixedDraws, FixedIteration, fixed_draws
 
 #: samplers that choose samples by number, which need not be tried
 NUMBERING = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl.lightning_internals import forget_scores, lend_data
 
 

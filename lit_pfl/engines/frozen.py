@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl_callbacks.frozen import hold_apart, hold_once
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_pfl.core.payload import Payload, all_finite
 from lit_pfl.errors import UploadError
-from lit_pfl.finite import all_finite
-from lit_pfl.payload import Payload
 from lit_pfl_callbacks.tensors import copied, load_tensors, tensors_of
 
 BACK = " The client begins its next round from where it began this one."

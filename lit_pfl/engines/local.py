@@ -9,19 +9,18 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.data import LateLoader
 from lit_pfl.engines.client_logger import visit
 from lit_pfl.engines.frozen import FrozenWeights
+from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.last_good import LastGoodState
-from lit_pfl.engines.streams import random_state_kept, scoring_draws
 from lit_pfl.engines.validation import check_monitored
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.evaluation import Score, Split, predictions, score
-from lit_pfl.identity import refuse_another_network
+from lit_pfl.learners.scoring import Score, Split, predictions, score
 from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean, show_scores
-from lit_pfl.links import LocalHub
-from lit_pfl.payload import Payload, as_payload
+from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.tensors import copied
 
@@ -97,7 +96,7 @@ class LocalEngine:
             self.left.add(client)
         assert self._frozen is not None
         self._frozen.look_at(client)
-        loss, n = module.fall_asleep()
+        loss, n = module.release_round_state()
         upload = as_payload(sent)
         if trouble := before.trouble(client, upload):
             before.restore()
@@ -172,7 +171,7 @@ class LocalEngine:
     @contextmanager
     def _shown(self, client: int, model: str, reply: Payload | None) -> Iterator[L.LightningModule]:
         draws = scoring_draws(self.hub.seed, client)
-        with draws, self._holding(client, reply) as module, module.shown(model) as learner:
+        with draws, self._holding(client, reply) as module, module.as_evaluated(model) as learner:
             yield learner
 
     @contextmanager
@@ -249,3 +248,32 @@ class LocalEngine:
             refuse_another_network(client, before, after, module.resizes)
         for client, module in self.clients.items():
             module.load_state_dict(state["clients"][client]["state_dict"], strict=module.strict_loading)
+
+
+def refuse_another_network(
+    client: int, saved: Mapping[str, Any], own: Mapping[str, Any], resizes: bool = False
+) -> None:
+    """Compare the state of a client in a checkpoint and in a run.
+
+    Args:
+        client: its id.
+        saved: the checkpoint's.
+        own: the run's.
+        resizes: whether training changes their shapes, so that only numbers of dimensions must agree.
+
+    Raises:
+        ConfigError: at the first that has another shape, or is in one of them only.
+    """
+
+    def shape(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return "no tensor"
+        return f"of {value.dim()} dimensions" if resizes else tuple(value.shape)
+
+    for name in {**own, **saved}:
+        before, now = (shape(tensors[name]) if name in tensors else "not there" for tensors in (saved, own))
+        if before != now:
+            raise ConfigError(
+                f"model: the checkpoint is of another network: client {client}'s tensor {name!r} is {before}, where "
+                f"this model's is {now}."
+            )

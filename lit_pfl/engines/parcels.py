@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_pfl.engines import Upload
+from lit_pfl.core.payload import Payload, Upload
 from lit_pfl.engines.ranks import Ranks
 from lit_pfl.errors import UploadError
-from lit_pfl.low_rank import LowRank
-from lit_pfl.payload import Payload
+from lit_pfl.ops.low_rank import LowRank
 
 
 def of_all_ranks(ranks: Ranks, own: Mapping[int, Upload]) -> dict[int, Upload]:

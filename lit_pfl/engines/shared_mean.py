@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from lit_pfl.core.averaging import weighted_mean
+from lit_pfl.core.payload import Payload
 from lit_pfl.engines.ranks import Ranks
-from lit_pfl.ops import weighted_mean
-from lit_pfl.payload import Payload
 
 #: bytes of all payloads together below which telling each other takes longer than what it saves
 WORTH_SHARING = 32 * 2**20
@@ -17,7 +17,7 @@ SMALL = 64 * 2**10
 def shared_mean(
     ranks: Ranks, payloads: Sequence[Payload], weights: Sequence[float], names: Iterable[str] | None = None
 ) -> Payload:
-    """Return what :func:`~lit_pfl.ops.weighted_mean` returns, bit for bit, everywhere. All processes call this alike.
+    """Return what :func:`~lit_pfl.weighted_mean` returns, bit for bit, everywhere. All processes call this alike.
 
     Of a large tensor every process computes some rows. It reads the payloads of all, which is what takes the time: the
     machine's memory is shared as well.

@@ -12,7 +12,7 @@ from torch.func import vmap
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Step, call_with, size_of
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import lightning as L
 
-from lit_pfl.client import Client
-from lit_pfl.client.training import Training
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.training import Training
 from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.stack import ELEMENTWISE, Epoch, train_together
-from lit_pfl.engines.streams import random_state_kept
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.learners import ImageClassifier
 from lit_pfl.lightning_internals import make_lean
-from lit_pfl.payload import Payload
+from lit_pfl.randomness import random_state_kept
 
 #: what makes a client's objective that of its learner alone, as long as a method leaves them as they are
 OBJECTIVE = ("objective", "loss", "penalized", "training_step")

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl.engines.client_logger import client_loggers
 from lit_pfl.engines.validation import OwnValidation, has_checkpoints
 from lit_pfl.errors import ConfigError

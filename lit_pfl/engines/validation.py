@@ -4,12 +4,12 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer import call
 
-from lit_pfl.client import Client
-from lit_pfl.engines.streams import scoring_draws
+from lit_pfl.core import Client
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import RUNNING, score
 from lit_pfl.learners import STAGE
+from lit_pfl.learners.scoring import RUNNING, score
 from lit_pfl.lightning_internals import show_scores, told_evaluating
+from lit_pfl.randomness import scoring_draws
 
 
 def monitored(trainer: L.Trainer) -> dict[str, str]:

@@ -5,12 +5,12 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl.data import FederatedDataModule
-from lit_pfl.draws import Draws
 from lit_pfl.errors import ConfigError
+from lit_pfl.federation.identity import fingerprint, refuse_another_run
 from lit_pfl.federation.parts import Parts
-from lit_pfl.identity import fingerprint, refuse_another_run
+from lit_pfl.randomness import Draws
 
 
 class Checkpointing(Parts):

@@ -11,27 +11,26 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lit_pfl.client import Client, ClientSpec
-from lit_pfl.coordinator import Coordinator
-from lit_pfl.draws import Draws, check_share
+from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.ledger import Ledger
+from lit_pfl.core.scores import mean_over_samples
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.engines.frozen import share_frozen
 from lit_pfl.engines.local import LocalEngine
-from lit_pfl.engines.memory import keep_freed_memory
 from lit_pfl.engines.ranks import Ranks
 from lit_pfl.engines.stacked import StackedEngine
 from lit_pfl.engines.strategy import FederatedStrategy, ranks_of
-from lit_pfl.engines.threads import choose_threads, computing
+from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, client_trainer, planned_rounds
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.checkpointing import Checkpointing
+from lit_pfl.federation.global_model import GlobalModel
 from lit_pfl.federation.scoring import Scoring
 from lit_pfl.federation.server_step import ServerStep
 from lit_pfl.federation.summary import summarize
-from lit_pfl.global_model import GlobalModel
-from lit_pfl.ledger import Ledger
 from lit_pfl.lightning_internals import AtomicCheckpointIO, MemoryCheckpointIO, lent_trainer
-from lit_pfl.round_log import mean_over_samples
-from lit_pfl.server import ClientInfo
+from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.protocols import Refusal
 from lit_pfl_callbacks.tensors import tensors_of
@@ -52,7 +51,7 @@ class Federation(Scoring, Checkpointing):
     Args:
         client: the method, as a prototype of all clients.
         local_epochs: epochs that a client trains in a round; by default as few as the method can do with
-            (``Client.fewest_epochs``: one, but FedRep needs one for the head and one for the body).
+            (``Client.min_local_epochs``: one, but FedRep needs one for the head and one for the body).
         participation: who trains in a round: a share of the clients (0.1; 1 is all of them, and there is always at
             least one) or, above 1, their number (10). Drawn anew every round, from the seed and the round's number
             alone.
@@ -130,7 +129,7 @@ class Federation(Scoring, Checkpointing):
         # Not a submodule: a LightningModule hands its own Trainer down to those.
         self.__dict__["prototype"] = client
         # plain numbers, since a checkpoint has no others: the command line gives numbers of types of its own
-        self.local_epochs = int(local_epochs or client.fewest_epochs)
+        self.local_epochs = int(local_epochs or client.min_local_epochs)
         self.participation = participation
         self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
@@ -185,7 +184,7 @@ class Federation(Scoring, Checkpointing):
             self.engine = self._make_engine()
             self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks)
             self.coordinator.start({k: self._joined(k) for k in self.clients})
-            self.ranks.settle([tensor for client in self.clients.values() for tensor in client.travellers()])
+            self.ranks.settle([tensor for client in self.clients.values() for tensor in client.shared_tensors()])
             if self.evaluate == "global":
                 self.__dict__["global_model"] = GlobalModel(self._fresh(data.clients[0]), self.coordinator)
             client = next(iter(self.clients.values()))

@@ -1,7 +1,7 @@
 """What all parts of a federation know of it."""
 
-from lit_pfl.client import Client
-from lit_pfl.coordinator import Coordinator
+from lit_pfl.core import Client
+from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.ranks import Ranks

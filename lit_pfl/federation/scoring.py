@@ -6,15 +6,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.scores import Row, summary
 from lit_pfl.data import has_batches, labels_of, samples_of
-from lit_pfl.engines.streams import scoring_draws
 from lit_pfl.engines.threads import computing
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import Row, Split, summary
+from lit_pfl.federation.global_model import GlobalModel
 from lit_pfl.federation.parts import Parts
-from lit_pfl.global_model import GlobalModel
-from lit_pfl.payload import Payload
-from lit_pfl.round_log import RoundLog
+from lit_pfl.learners.scoring import Split
+from lit_pfl.randomness import scoring_draws
+from lit_pfl_callbacks.dashboard import RoundLog
 
 
 class Scoring(Parts):
@@ -137,7 +138,7 @@ class Scoring(Parts):
         """Return what a client loads before it is evaluated."""
         if self.evaluate == "before" and self.engine.has_trained(client):
             return None
-        return self.coordinator.server.shown(client)
+        return self.coordinator.server.evaluation_reply(client)
 
     def _test_last_round(self) -> None:
         everybody = {GlobalModel.ID} if self.evaluate == "global" else {*self.data.clients}

@@ -6,7 +6,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 
 
 def summarize(trainer: L.Trainer, clients: Mapping[int, Client], of: int) -> None:
@@ -24,7 +24,7 @@ def summarize(trainer: L.Trainer, clients: Mapping[int, Client], of: int) -> Non
         return
     trainer.callbacks = others  # type: ignore[attr-defined]
     client = next(iter(clients.values()))
-    each, sent = (sum(p.numel() for p in parameters) for parameters in (client.parameters(), client.travellers()))
+    each, sent = (sum(p.numel() for p in parameters) for parameters in (client.parameters(), client.shared_tensors()))
     rank_zero_info(
         f"{of} clients of {type(client).__name__}; each has {each:,} parameters and shares {sent:,} numbers of its "
         f"{type(client.learner).__name__}."

@@ -2,10 +2,17 @@
 
 from lit_pfl.data.batches import size_of
 from lit_pfl.learners.checks import check_learner, check_shapes
-from lit_pfl.learners.classifier import BackboneCallable, ImageClassifier, OptimizerCallable, SchedulerCallable
+from lit_pfl.learners.classifier import (
+    BackboneCallable,
+    ImageClassifier,
+    Mixture,
+    OptimizerCallable,
+    SchedulerCallable,
+    network_of,
+    quick_backbone,
+)
 from lit_pfl.learners.hooks import call_hook, hand_on, place_checkpoints
 from lit_pfl.learners.logs import STAGE, Recorder, recorded, silenced
-from lit_pfl.learners.networks import Mixture, network_of
 from lit_pfl.learners.optimizers import extend, refuse_scaled_gradients, set_schedules_to, single_optimizer
 from lit_pfl.learners.steps import (
     SkipBatch,
@@ -40,6 +47,7 @@ __all__ = [
     "holding",
     "network_of",
     "place_checkpoints",
+    "quick_backbone",
     "recorded",
     "refuse_scaled_gradients",
     "set_schedules_to",

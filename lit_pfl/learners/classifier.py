@@ -1,14 +1,16 @@
 """The learner that a client gets when it is given none: an image classifier."""
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import QuickModule
-from lit_pfl.models import Backbone
+from lit_pfl.lightning_internals import QuickModule, own_copy
+from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.nn import ComposedConv2d
 
 BackboneCallable = Callable[[int, int], Backbone]
@@ -134,3 +136,43 @@ class ImageClassifier(QuickModule):
         if self.make_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.make_scheduler(optimizer)}
+
+
+def network_of(learner: L.LightningModule) -> nn.Module:
+    """Return a copy of what computes a learner's ``forward``, in evaluation mode and without a Trainer.
+
+    Of an image classifier that is its backbone, of any other learner all of it.
+    """
+    if isinstance(learner, ImageClassifier):
+        return copy.deepcopy(learner.backbone).eval()
+    network = own_copy(learner)
+    network.trainer = None
+    return network.eval()
+
+
+class Mixture(nn.Module):
+    """Two networks on the same input; what comes out is ``alpha * own + (1 - alpha) * common``.
+
+    Args:
+        own: a network.
+        common: another one.
+        alpha: a scalar, the weight of the first.
+    """
+
+    alpha: Tensor
+
+    def __init__(self, own: nn.Module, common: nn.Module, alpha: Tensor) -> None:
+        super().__init__()
+        self.own, self.common = own, common
+        self.register_buffer("alpha", alpha.detach().clone())
+        self.eval()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the mixture."""
+        return torch.lerp(self.common(*inputs), self.own(*inputs), self.alpha)
+
+
+def quick_backbone(channels: int, classes: int) -> ResNet9:
+    """Return a ResNet-9 with which a first try is quick: an eighth of the papers' width."""
+    # Not the default of an argument: on the command line, another class in its place would get its width.
+    return ResNet9(channels, classes, width=8)

@@ -7,7 +7,6 @@ calls are left out, and what remains is done in the same order: forward, backwar
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.plugins.precision import Precision
@@ -15,9 +14,9 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.optim import Optimizer
 
-Elsewhere = Callable[[Optimizer, list[Any]], None]
+from lit_pfl.lightning_internals.endless import Elsewhere
+
 #: what a module may do during a batch, and then takes the Trainer's own way
 HOOKS = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",

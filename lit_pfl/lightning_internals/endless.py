@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
+
+Elsewhere = Callable[[Optimizer, list[Any]], None]
 
 
 class EndlessFitLoop(_FitLoop):

@@ -20,8 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_pfl.lightning_internals.batch_loop import Elsewhere
-from lit_pfl.lightning_internals.endless import EndlessFitLoop
+from lit_pfl.lightning_internals.endless import Elsewhere, EndlessFitLoop
 from lit_pfl.lightning_internals.optimizer_step import drop_gradients, take_step
 
 #: optimizers that need no closure; others may call the one they are given more than once

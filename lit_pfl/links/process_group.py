@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_pfl.coordinator import Coordinator
-from lit_pfl.draws import Draws, check_share
-from lit_pfl.encoding import Layout
-from lit_pfl.engines import Upload
+from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.encoding import Layout
+from lit_pfl.core.payload import FROM_FACTORS, Payload, Upload, as_payload
+from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.engines.processes import Processes
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.payload import FROM_FACTORS, Payload, as_payload
-from lit_pfl.server import ClientInfo, Server
+from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.federated_loop import JoinInfo
 
 

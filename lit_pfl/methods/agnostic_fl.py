@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, Server
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order
 from lit_pfl.ops import project_onto_simplex
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server
-from lit_pfl.sharing import EVERYTHING
 
 LOSS = "loss"
 
@@ -78,10 +78,10 @@ class AgnosticFLServer(Server):
         total = sum(self.num_samples.values())
         self.lambdas = {client: n / total for client, n in self.num_samples.items()}
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != LOSS
 
-    def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
+    def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
         held = sum(self.lambdas[client] for client in uploads)
         return [self.lambdas[client] / held for client in uploads]
 

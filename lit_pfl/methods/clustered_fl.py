@@ -8,12 +8,12 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, Server
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.errors import ConfigError
 from lit_pfl.ops import Linkage, bipartition, cosine_similarity_matrix
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server
-from lit_pfl.sharing import EVERYTHING
 
 
 class ClusteredFL(Client):

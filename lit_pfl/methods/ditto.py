@@ -6,10 +6,10 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor
 
+from lit_pfl.core.server import Server, Weighting, averaging
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import single_optimizer
 from lit_pfl.methods.two_models import TwoModels
-from lit_pfl.server import Server, Weighting, averaging
 
 
 class Ditto(TwoModels):

@@ -8,11 +8,14 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import MixingServer
+from lit_pfl.core.sharing import Role
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.learners import OptimizerCallable
 from lit_pfl.nn import factorized_layers
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import (
     cosine_similarity_matrix,
     least_similar,
@@ -21,9 +24,6 @@ from lit_pfl.ops import (
     random_others,
     softmax_over,
 )
-from lit_pfl.payload import Payload
-from lit_pfl.server import MixingServer
-from lit_pfl.sharing import Role
 
 #: what is mixed, beside everything of the body that is not factorized
 MIXES: dict[str, frozenset[Role]] = {
@@ -104,10 +104,10 @@ class FactorizedFL(Client):
             )
         return f"{names[-1]}.v"
 
-    def travels(self, name: str, role: Role) -> bool:  # noqa: D102
+    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
         leaf = name.rpartition(".")[2]
         stays = role == "head" and leaf in ("v", "mu") and leaf not in self.shares
-        return super().travels(name, role) and not stays
+        return super().is_shared(name, role) and not stays
 
     def upload(self) -> Payload:
         """Return what is mixed, and the v that clients are compared by."""
@@ -163,5 +163,5 @@ class FactorizedFLServer(MixingServer):
         vectors = torch.stack([upload[self.criterion].flatten() for upload in latest.values()])
         return self.rule.weights(cosine_similarity_matrix(vectors), np.random.default_rng([self.seed, round]))
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return self.mixes_criterion or name != self.criterion

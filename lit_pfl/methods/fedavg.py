@@ -1,7 +1,7 @@
 """Federated averaging."""
 
-from lit_pfl.client import Client
-from lit_pfl.sharing import EVERYTHING
+from lit_pfl.core import Client
+from lit_pfl.core.sharing import EVERYTHING
 
 
 class FedAvg(Client):

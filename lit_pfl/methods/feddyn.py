@@ -7,13 +7,13 @@ import torch
 from jsonargparse.typing import PositiveFloat
 from torch import Tensor
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, UniformServer
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods.fedprox import squared_distance
 from lit_pfl.nn import Memory
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, UniformServer
-from lit_pfl.sharing import EVERYTHING
 
 ALPHA = "alpha"
 
@@ -140,8 +140,8 @@ class FedDynServer(UniformServer):
         alpha = torch.tensor(self.alpha * mean / self.num_samples[client])
         return Payload({**self.model, ALPHA: alpha}, self.model.sparse)
 
-    def shown(self, client: int) -> Payload:  # noqa: D102
-        return self.global_model() if self.shows_mean else super().shown(client)
+    def evaluation_reply(self, client: int) -> Payload:  # noqa: D102
+        return self.global_model() if self.shows_mean else super().evaluation_reply(client)
 
     def global_model(self) -> Payload:  # noqa: D102
         if not self.shows_mean:

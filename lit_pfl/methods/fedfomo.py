@@ -8,14 +8,14 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.averaging import weighted_mean
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, Server
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order, needed, num_samples, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import Memory
-from lit_pfl.ops import weighted_mean
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server
-from lit_pfl.sharing import EVERYTHING
 from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
 AFFINITY = "affinity"
@@ -187,7 +187,7 @@ class FedFOMOServer(Server):
         self.latest = {}
         self.round = 0
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != AFFINITY
 
     def chosen(self, client: int) -> list[int]:

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lit_pfl.client import Client, ClientSpec
+from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.data.batches import labels_in
 from lit_pfl.data.loaders import labels_of, needed
 from lit_pfl.errors import ConfigError
@@ -15,8 +17,6 @@ from lit_pfl.learners import BackboneCallable, OptimizerCallable
 from lit_pfl.models import VGG9, Backbone
 from lit_pfl.nn import CHANNELWISE, Memory
 from lit_pfl.ops import Matching, gather_inputs, match_units, merge_units, nearest_units, spread_inputs, unit_matrix
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
 
@@ -102,7 +102,7 @@ class FedMA(Client):
     @property
     def shares_last(self) -> bool:
         """Whether the last layer is averaged."""
-        return self.travels(f"{self.layers[-1][0]}.weight", "head")
+        return self.is_shared(f"{self.layers[-1][0]}.weight", "head")
 
     def configure_server(self) -> "FedMAServer":  # noqa: D102
         layouts = {

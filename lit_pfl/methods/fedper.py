@@ -5,9 +5,9 @@ from typing import Any
 
 from jsonargparse.typing import NonNegativeInt
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.sharing import EVERYTHING, Role, needs_head
 from lit_pfl.errors import ConfigError
-from lit_pfl.sharing import EVERYTHING, Role, needs_head
 
 
 class FedPer(Client):
@@ -60,8 +60,8 @@ class FedPer(Client):
         body = self.encoder_module
         return next((f"{path}." for path, module in self.learner.named_modules() if module is body), "")
 
-    def travels(self, name: str, role: Role) -> bool:  # noqa: D102
-        return name not in self.private and super().travels(name, role)
+    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+        return name not in self.private and super().is_shared(name, role)
 
 
 def last_layers(client: Client, count: int, option: str) -> frozenset[str]:

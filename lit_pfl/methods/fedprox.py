@@ -7,8 +7,8 @@ import torch
 from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor
 
-from lit_pfl.client import Client
-from lit_pfl.sharing import EVERYTHING
+from lit_pfl.core import Client
+from lit_pfl.core.sharing import EVERYTHING
 
 
 class FedProx(Client):

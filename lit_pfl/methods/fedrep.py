@@ -5,9 +5,9 @@ from typing import Any, Literal
 from jsonargparse.typing import PositiveInt
 from torch import nn
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.sharing import BODY, needs_head
 from lit_pfl.errors import ConfigError
-from lit_pfl.sharing import BODY, needs_head
 
 
 class FedRep(Client):
@@ -44,7 +44,7 @@ class FedRep(Client):
         self.mode, self.body_epochs = mode, body_epochs
 
     @property
-    def fewest_epochs(self) -> int:  # noqa: D102
+    def min_local_epochs(self) -> int:  # noqa: D102
         return self.body_epochs + 1 if self.mode == "alternating" else 1
 
     def configure_state(self) -> None:  # noqa: D102

@@ -11,14 +11,14 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Step, call_with, holding, silenced, single_optimizer
-from lit_pfl.low_rank import LowRank, as_matrix
+from lit_pfl.methods.structures import STRUCTURES, Structure, StructureName
 from lit_pfl.methods.two_models import TwoModels
 from lit_pfl.nn import Memory
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, UniformServer
-from lit_pfl.structures import STRUCTURES, Structure, StructureName
+from lit_pfl.ops.low_rank import LowRank, as_matrix
 from lit_pfl_callbacks.protocols import WeightParts
 
 MIXED, GKR = "mixed", "GKR"
@@ -114,7 +114,7 @@ class FedSLR(TwoModels):
         self._own_parameters = 0  # of p, while the mixed model is in its place
 
     @property
-    def fewest_epochs(self) -> int:  # noqa: D102
+    def min_local_epochs(self) -> int:  # noqa: D102
         return self.personal_epochs + 1
 
     def configure_state(self) -> None:  # noqa: D102
@@ -133,7 +133,7 @@ class FedSLR(TwoModels):
         if local_epochs <= self.personal_epochs:
             raise ConfigError(
                 f"model.personal_epochs={self.personal_epochs} leaves none of federation.local_epochs={local_epochs} "
-                f"for the common model; give at least {self.fewest_epochs} local epochs."
+                f"for the common model; give at least {self.min_local_epochs} local epochs."
             )
 
     def configure_server(self) -> "FedSLRServer":  # noqa: D102
@@ -255,7 +255,7 @@ class FedSLR(TwoModels):
         with holding(self.personal, mixed):
             yield self.personal
 
-    def shown(self, model: str) -> AbstractContextManager[L.LightningModule]:  # noqa: D102
+    def as_evaluated(self, model: str) -> AbstractContextManager[L.LightningModule]:  # noqa: D102
         return self.personalized() if model == MIXED else nullcontext(self.learner)
 
     def weight_parts(self) -> dict[str, WeightParts]:

@@ -10,14 +10,14 @@ import torch
 from jsonargparse.typing import PositiveInt
 from torch import Tensor
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import BITS, Payload
+from lit_pfl.core.server import ClientInfo, UniformServer
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import transferred
 from lit_pfl.learners import SkipBatch, recorded, unchanged
+from lit_pfl.learners.scoring import transferred
 from lit_pfl.nn import Memory
 from lit_pfl.ops import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
-from lit_pfl.payload import BITS, Payload
-from lit_pfl.server import ClientInfo, UniformServer
 
 MASKS, ROUND = f"masks{BITS}", "round_number"
 
@@ -186,7 +186,7 @@ class FedSpaServer(UniformServer):
         self.masks = {client: info.initial[MASKS].clone() for client, info in sorted(clients.items())}
         self.round = 0
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != MASKS
 
     def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]] | None:  # noqa: D102

@@ -4,10 +4,10 @@ from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.sharing import EVERYTHING, Role, needs_head
 from lit_pfl.methods.fedper import last_layers
-from lit_pfl.server import Server, Weighting, averaging
-from lit_pfl.sharing import EVERYTHING, Role, needs_head
 
 
 class LGFedAvg(Client):
@@ -47,5 +47,5 @@ class LGFedAvg(Client):
         needs_head(self.learner, self.head_names, "LGFedAvg")
         self.common = last_layers(self, self.shared_layers, "model.shared_layers")
 
-    def travels(self, name: str, role: Role) -> bool:  # noqa: D102
-        return name in self.common and super().travels(name, role)
+    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+        return name in self.common and super().is_shared(name, role)

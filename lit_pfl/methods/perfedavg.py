@@ -9,9 +9,11 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import batch_size_of, in_batches_of, in_order, needed, num_samples
-from lit_pfl.evaluation import transferred
 from lit_pfl.learners import (
     SkipBatch,
     Step,
@@ -24,9 +26,7 @@ from lit_pfl.learners import (
     unchanged,
     unseen,
 )
-from lit_pfl.payload import Payload
-from lit_pfl.server import Server, Weighting, averaging
-from lit_pfl.sharing import EVERYTHING
+from lit_pfl.learners.scoring import transferred
 from lit_pfl_callbacks.tensors import evaluating
 
 Weights = Mapping[str, Tensor]

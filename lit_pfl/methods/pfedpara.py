@@ -4,10 +4,10 @@ from typing import Any
 
 from jsonargparse.typing import NonNegativeFloat
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.sharing import Role
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import RankRule, hadamard, hadamard_layers
-from lit_pfl.sharing import Role
 
 
 class PFedPara(Client):
@@ -62,5 +62,5 @@ class PFedPara(Client):
             if self.personal
         )
 
-    def travels(self, name: str, role: Role) -> bool:  # noqa: D102
-        return name not in self.private and super().travels(name, role)
+    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+        return name not in self.private and super().is_shared(name, role)

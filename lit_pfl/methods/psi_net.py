@@ -7,15 +7,15 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.averaging import mean_of_rows
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, Server, Weighting, averaging
 from lit_pfl.data.loaders import labels_of, needed
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import BackboneCallable, OptimizerCallable
 from lit_pfl.models import VGG9, Backbone, Boundary, GroupedNorms, Structure, psi
 from lit_pfl.nn import class_groups, row_groups, trim
-from lit_pfl.ops import mean_of_rows
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, Server, Weighting, averaging
 
 OWN = "groups"
 
@@ -161,7 +161,7 @@ class PsiNetServer(Server):
         """Return which rows of a tensor are a client's own."""
         return _rows(self.row_groups[name], self.own[client])
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != OWN
 
     def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]]:  # noqa: D102

@@ -7,13 +7,13 @@ import torch
 from jsonargparse.typing import PositiveFloat
 from torch import Tensor
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, UniformServer
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import single_optimizer
 from lit_pfl.nn import Memory
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, UniformServer
-from lit_pfl.sharing import EVERYTHING
 
 CONTROL = "control."
 
@@ -110,9 +110,9 @@ class Scaffold(Client):
         payload = super().upload()
         return Payload({**payload, **{CONTROL + name: tensor for name, tensor in change.items()}}, payload.sparse)
 
-    def fall_asleep(self) -> tuple[float, int]:  # noqa: D102
+    def release_round_state(self) -> tuple[float, int]:  # noqa: D102
         self._change = {}
-        return super().fall_asleep()
+        return super().release_round_state()
 
     @torch.no_grad()
     def _renew_control(self) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ class ScaffoldServer(UniformServer):
         first = clients[min(clients)].initial
         self.control = {name: torch.zeros_like(self.model[name]) for name in self.model if CONTROL + name in first}
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return not name.startswith(CONTROL)
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102

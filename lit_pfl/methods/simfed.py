@@ -8,16 +8,16 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, MixingServer
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.batches import tensors_in
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import mean_loss
-from lit_pfl.factorization import Factorization
+from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.nn import Memory
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import cosine_similarity_matrix, least_similar, most_similar, random_others, softmax_over
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, MixingServer
-from lit_pfl.sharing import EVERYTHING
 
 Match = Literal["best", "random", "worst"]
 CRITERIA, EMBEDDING = "criteria_input", "embedding"
@@ -69,6 +69,12 @@ class SimFed(Client):
             raise ConfigError(
                 f"model.learner: SimFed makes noise in the shape of an input; give {type(self.learner).__name__} an "
                 "example_input_array."
+            )
+        if not self._inputs():
+            raise ConfigError(
+                f"model.learner: SimFed puts noise in the place of an input's tensors, and a batch of the type "
+                f"{type(self.spec.example).__name__} has none that can be replaced; give batches of tensors in tuples, "
+                "lists, dicts or dataclasses."
             )
         self.criteria_input = Memory({name: torch.zeros_like(x) for name, x in self._inputs().items()})
 
@@ -163,9 +169,18 @@ class SimFedServer(MixingServer):
         rng = np.random.default_rng([self.seed, round])
         return softmax_over(random_others(similarity, 2, rng), similarity, scale=0.0)
 
-    def mixable(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != EMBEDDING
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+        sizes = {client: info.initial[EMBEDDING].numel() for client, info in sorted(clients.items())}
+        first = next(iter(sizes))
+        for client, size in sizes.items():
+            if size != sizes[first]:
+                raise ConfigError(
+                    f"model.encoder: client {client}'s embedding has {size} numbers and client {first}'s "
+                    f"{sizes[first]}, so they cannot be compared; name a part of the network whose output has the "
+                    "same shape whatever the input, such as one behind the pooling."
+                )
         super().start(clients)
         self.model = Payload({**self.model, **self.criteria_input}, self.model.sparse)

@@ -1,6 +1,6 @@
 """Stand-Alone: every client by itself."""
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 
 
 class StandAlone(Client):

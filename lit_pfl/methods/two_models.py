@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lit_pfl.client import Client
+from lit_pfl.core import Client
+from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.learners import call_hook, extend, silenced, single_optimizer
 from lit_pfl.lightning_internals import own_copy
-from lit_pfl.sharing import EVERYTHING
 
 
 class TwoModels(Client):

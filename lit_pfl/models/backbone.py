@@ -1,8 +1,12 @@
-"""What every model here is: a body that embeds, a head that classifies."""
+"""What every model here is: a body that embeds, a head that classifies; and the norms that it can be made with."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor, nn
+
+from lit_pfl.errors import ConfigError
 
 
 class Backbone(nn.Module, ABC):
@@ -22,3 +26,22 @@ class Backbone(nn.Module, ABC):
     def forward(self, images: Tensor) -> Tensor:
         """Map (B, C, H, W) images to (B, classes) logits."""
         return self.head(self.body(images))
+
+
+Norm = Literal["batch", "group"]
+
+_NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda channels: nn.GroupNorm(2, channels),
+}
+
+
+def norm_maker(norm: str) -> Callable[[int], nn.Module]:
+    """Return what makes a norm of a name from its number of channels: ``batch``, or ``group`` with two groups.
+
+    Raises:
+        ConfigError: for a name that there is not.
+    """
+    if norm not in _NORMS:
+        raise ConfigError(f"model.backbone.norm={norm!r}: choose one of {', '.join(_NORMS)}.")
+    return _NORMS[norm]

@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from lit_pfl.models.backbone import Backbone
-from lit_pfl.models.norms import Norm, norm_maker
+from lit_pfl.models.backbone import Backbone, Norm, norm_maker
 
 
 class MobileNetV1(Backbone):

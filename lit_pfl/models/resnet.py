@@ -6,8 +6,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.models.backbone import Backbone
-from lit_pfl.models.norms import Norm, norm_maker
+from lit_pfl.models.backbone import Backbone, Norm, norm_maker
 
 Stem = Literal["small", "large"]
 

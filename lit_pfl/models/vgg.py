@@ -5,8 +5,7 @@ from typing import Literal
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lit_pfl.models.backbone import Backbone
-from lit_pfl.models.norms import Norm, norm_maker
+from lit_pfl.models.backbone import Backbone, Norm, norm_maker
 
 
 class VGG9(Backbone):

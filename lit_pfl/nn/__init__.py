@@ -1,6 +1,5 @@
 """Layers."""
 
-from lit_pfl.nn.channelwise import CHANNELWISE
 from lit_pfl.nn.composed import ComposedConv2d, ComposedLinear, geometry
 from lit_pfl.nn.factorized import (
     FactorizedConv2d,
@@ -35,7 +34,7 @@ from lit_pfl.nn.hadamard import (
     rank_for_ratio,
 )
 from lit_pfl.nn.memory import Memory
-from lit_pfl.nn.replace import check_plain, places_of_weights
+from lit_pfl.nn.replace import CHANNELWISE, check_plain, places_of_weights
 
 __all__ = [
     "CHANNELWISE",

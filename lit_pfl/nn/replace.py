@@ -12,6 +12,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn.copies import Copy, frozen_copies
 
+#: types that may stand between two layers when channels are followed, permuted or divided into groups
+CHANNELWISE = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Tanh, nn.Sigmoid,
+    nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveMaxPool2d,
+    nn.AdaptiveAvgPool2d,
+)  # fmt: skip
+
 
 def replace_layers(
     module: nn.Module,

@@ -1,6 +1,5 @@
 """Pure tensor functions: no state, no modules."""
 
-from lit_pfl.ops.averaging import mean_of_rows, weighted_mean
 from lit_pfl.ops.clusters import Linkage, bipartition
 from lit_pfl.ops.low_rank import low_rank_factors
 from lit_pfl.ops.matching import (
@@ -25,7 +24,6 @@ from lit_pfl.ops.simplex import project_onto_simplex
 from lit_pfl.ops.singular_values import Factors, threshold_singular_values
 from lit_pfl.ops.sparsity import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
 from lit_pfl.ops.threshold import soft_threshold
-from lit_pfl_callbacks.features import class_preferences, sharing_depth, top_classes, total_variance
 
 __all__ = [
     "Factors",
@@ -33,14 +31,12 @@ __all__ = [
     "Matching",
     "assignment_gains",
     "bipartition",
-    "class_preferences",
     "cosine_similarity_matrix",
     "erk_densities",
     "gather_inputs",
     "least_similar",
     "low_rank_factors",
     "match_units",
-    "mean_of_rows",
     "merge_units",
     "most_similar",
     "nearest_units",
@@ -50,14 +46,10 @@ __all__ = [
     "prune_and_regrow",
     "random_mask",
     "random_others",
-    "sharing_depth",
     "soft_threshold",
     "softmax_over",
     "spread_inputs",
     "threshold_singular_values",
-    "top_classes",
-    "total_variance",
     "unit_matrix",
     "unpack_bits",
-    "weighted_mean",
 ]

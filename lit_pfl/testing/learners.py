@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lit_pfl.methods
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation

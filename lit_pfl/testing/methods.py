@@ -13,25 +13,25 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_pfl.client import Client
-from lit_pfl.coordinator import Coordinator
+from lit_pfl.core import Client
+from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.ledger import Ledger
+from lit_pfl.core.payload import Payload
 from lit_pfl.errors import UploadError
 from lit_pfl.federation import Federation
-from lit_pfl.ledger import Ledger
 from lit_pfl.lightning_internals import AtomicCheckpointIO
-from lit_pfl.payload import Payload
 from lit_pfl.testing.method_tester import (
     BackToFront,
     GroupNet,
     MethodTester,
     PlainNet,
+    assert_equal,
     can_build,
     digits,
     trainer,
     weights,
 )
 from lit_pfl.testing.second_device import servers_elsewhere
-from lit_pfl.testing.states import assert_equal
 
 
 def check_method(make: Callable[..., Client]) -> None:

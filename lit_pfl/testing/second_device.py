@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lit_pfl import Client
-from lit_pfl.coordinator import Coordinator
-from lit_pfl.engines import Upload
+from lit_pfl.core import Client
+from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.payload import Payload, Upload
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import UploadError
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo
 
 OTHER = torch.device("meta")
 COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.index)  # may have both devices

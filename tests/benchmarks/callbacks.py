@@ -21,7 +21,7 @@ from speed import CNN, MLP, Images, read
 from torch import nn
 
 from lit_pfl import Federation
-from lit_pfl.client import Client
+from lit_pfl.core import Client
 from lit_pfl.methods import FedAvg, SimFed
 from lit_pfl_callbacks import (
     ClientsTable,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.export import to_factors
-from lit_pfl.low_rank import as_matrix, as_weight
 from lit_pfl.models import ResNet18
+from lit_pfl.ops.low_rank import as_matrix, as_weight
 
 #: lambda in Table 9, and the millions of parameters it leaves
 SIZES = {1e-5: 7.33, 5e-5: 6.56, 1e-4: 5.54, 5e-4: 3.09, 1e-3: 1.27}

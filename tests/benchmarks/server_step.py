@@ -23,9 +23,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lit_pfl.low_rank import as_matrix
 from lit_pfl.models import ResNet18
 from lit_pfl.ops import Factors, threshold_singular_values
+from lit_pfl.ops.low_rank import as_matrix
 
 THRESHOLD = 1e-3
 #: millions of parameters of the low-rank model: lambda = 1e-3 and 5e-4 (Table 3), CIFAR-10, CIFAR-100 (Table 2)

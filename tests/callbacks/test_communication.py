@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from callbacks.plain import Echo, Group, Line, batches, rows
 from callbacks.plain import trainer as plain_trainer
 from lit_pfl import Federation, Payload
-from lit_pfl.factorization import Factorization
-from lit_pfl.low_rank import LowRank
 from lit_pfl.methods import FedAvg, FedFOMO, Scaffold, SimFed
+from lit_pfl.nn.factorization import Factorization
+from lit_pfl.ops.low_rank import LowRank
 from lit_pfl_callbacks import CommunicationLedger, FederatedLoop, RunLogger
 from tiny import TinyNet, client, digits, trainer
 

@@ -14,7 +14,7 @@ from lit_pfl import Federation
 from lit_pfl.cli import main
 from lit_pfl.methods import FedAvg
 from lit_pfl_callbacks import FeatureAlignment, RunLogger
-from lit_pfl_callbacks.feature_alignment import measure_features
+from lit_pfl_callbacks.features.alignment import measure_features
 from tiny import client, digits, trainer
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_pfl import Federation
 from lit_pfl.methods import FedAvg, FedSLR
 from lit_pfl_callbacks import FeatureMap, RunLogger
-from lit_pfl_callbacks.feature_map import represented, t_sne
+from lit_pfl_callbacks.features.map import represented, t_sne
 from tiny import client, digits, trainer
 
 

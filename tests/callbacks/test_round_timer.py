@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 from callbacks.plain import Echo, Group, Line, batches, rows
 from callbacks.plain import trainer as plain_trainer
 from lit_pfl import Federation
+from lit_pfl.core.server import Server
 from lit_pfl.methods import FedAvg
-from lit_pfl.server import Server
 from lit_pfl_callbacks import FederatedLoop, RoundTimer, RunLogger
 from tiny import client, digits, trainer
 

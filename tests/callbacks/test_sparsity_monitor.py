@@ -9,9 +9,9 @@ from torch import nn
 from callbacks.plain import Group, Line, batches, rows
 from callbacks.plain import trainer as plain_trainer
 from lit_pfl import Federation
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FedAvg, FedSLR, SimFed
 from lit_pfl.nn import factorized_layers
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks import RunLogger, SparsityMonitor
 from lit_pfl_callbacks.sparsity import measured, rank_of
 from tiny import client, digits, trainer

@@ -150,7 +150,7 @@ def test_help_and_version_come_without_the_libraries_that_take_seconds(word):
 
 
 def test_the_package_gives_its_classes_when_they_are_asked_for():
-    from lit_pfl.client import Client
+    from lit_pfl.core import Client
 
     assert lit_pfl.Client is Client
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

@@ -24,8 +24,8 @@ from lit_pfl.data import (
     label_permutation,
     labels_of,
 )
-from lit_pfl.data.randomness import random_state, same_state
 from lit_pfl.errors import ConfigError
+from lit_pfl.randomness import random_state, same_state
 from tiny import trainer
 
 N = 203
@@ -179,6 +179,66 @@ def test_functions_and_datasets_are_given_by_name_on_the_command_line(tmp_path, 
     assert data.names == [0, 1]
     assert data.client(1).num_classes == 2
     assert min(of(data, 1, "train")) >= 20
+
+
+def own_labels(data, client) -> torch.Tensor:
+    return data._label_map(client, list(range(data.data.num_classes)), data.data)
+
+
+class Scans(Dataset):
+    """Samples as torchgeo and MONAI have them: dicts of tensors and names."""
+
+    def __init__(self, n: int = 40, named: bool = False) -> None:
+        self.n, self.named = n, named
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int):
+        name = {"path": f"{i}.tif"} if self.named else {}
+        return {"image": torch.full((1, 2, 2), float(i)), "label": torch.tensor(i % 4), "site": i // 10, **name}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_labels_and_groups_are_keys_of_samples_that_are_dicts(named):
+    data = ready(dataset=Scans(named=named), labels="label", groups="site", permute_labels=True)
+    assert data.names == [0, 1, 2, 3]
+    for client in data.clients:
+        for batch in data.client(client).train:
+            there = batch["image"][:, 0, 0, 0].long()
+            assert torch.equal(there // 10, torch.as_tensor(batch["site"]))
+            assert torch.equal(batch["label"], own_labels(data, client)[there % 4])
+
+
+def test_dicts_without_such_a_key_are_told_which_they_have():
+    with pytest.raises(ConfigError, match="data.groups='hospital': Scans .* key; it has image, label, site"):
+        ready(dataset=Scans(), groups="hospital")
+    with pytest.raises(ConfigError, match="permute_labels=true: samples must have their label, a number, under 'path'"):
+        ready(dataset=Scans(named=True), labels="path", permute_labels=True)
+
+
+@pytest.mark.parametrize("format", [None, "numpy"])
+def test_a_dataset_of_hugging_face_has_columns(format):
+    huggingface = pytest.importorskip("datasets")
+    rows = {"x": [[i % 4, i] for i in range(40)], "letter": list("abcd") * 10, "writer": [i // 10 for i in range(40)]}
+    data = ready(dataset=huggingface.Dataset.from_dict(rows).with_format(format), groups="writer", labels="letter")
+    assert data.names == [0, 1, 2, 3]
+    assert data.client(0).num_classes == 4
+    batch = next(iter(data.client(1).train))
+    assert set(batch["writer"].tolist()) == {1}
+    assert batch["x"].shape[1:] == (2,)
+    assert set(batch["letter"]) <= set("abcd")
+
+
+def test_labels_of_hugging_face_s_own_type_can_be_permuted():
+    huggingface = pytest.importorskip("datasets")
+    kinds = huggingface.Features(x=huggingface.Value("float32"), y=huggingface.ClassLabel(names=["cat", "dog"]))
+    rows = {"x": [float(i) for i in range(40)], "y": [i % 2 for i in range(40)]}
+    own = huggingface.Dataset.from_dict(rows, features=kinds)
+    data = ready(dataset=lambda: own, labels="y", num_clients=2, permute_labels=True)
+    for client in data.clients:
+        for batch in data.client(client).train:
+            assert torch.equal(batch["y"], own_labels(data, client)[batch["x"].long() % 2])
 
 
 def test_labels_may_be_names():
@@ -356,8 +416,14 @@ def test_held_samples_move_to_the_device():
         ),
         ({"partition": Domains([[0]])}, "Domains deals by class labels"),
         ({"permute_labels": True}, "say with data.labels which classes"),
-        ({"labels": "classes"}, "data.labels='classes': Numbers has no such attribute"),
-        ({"groups": "hospital"}, "data.groups='hospital': Numbers has no such attribute"),
+        (
+            {"labels": "classes"},
+            "data.labels='classes': Numbers has no such column, attribute or key; give one",
+        ),
+        (
+            {"groups": "hospital"},
+            "data.groups='hospital': Numbers has no such column, attribute or key; give one",
+        ),
         ({"labels": [1, 2]}, r"one for each of the 203 samples, not an array of shape \(2,\)"),
         ({"groups": np.zeros((N, 2))}, r"data.groups: .* shape \(203, 2\)"),
         ({"labels": [-1] * N}, "numbered from 0; there is a -1"),

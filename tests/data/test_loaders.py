@@ -33,8 +33,8 @@ from lit_pfl.data import (
 )
 from lit_pfl.data.batches import tensors_in
 from lit_pfl.data.loaders import identity_of
-from lit_pfl.data.randomness import random_state, same_state
 from lit_pfl.errors import ConfigError
+from lit_pfl.randomness import random_state, same_state
 
 N = 17  # so that batches of 4 leave one sample alone
 

@@ -33,7 +33,6 @@ from lit_pfl.data import (
     samples_of,
 )
 from lit_pfl.data.loaders import identity_of
-from lit_pfl.data.randomness import random_state, same_state
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import (
     APFL,
@@ -50,6 +49,7 @@ from lit_pfl.methods import (
     SimFed,
     StandAlone,
 )
+from lit_pfl.randomness import random_state, same_state
 from lit_pfl_callbacks.tensors import tensors_of
 from tiny import trainer
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from methods_on_ranks import METHODS, PARTICIPATION, ROUNDS, SEED, data
 
-from lit_pfl.client import ClientSpec
+from lit_pfl.core import ClientSpec
 from lit_pfl.data import LateLoader
-from lit_pfl.draws import Draws
-from lit_pfl.engines.streams import RandomStream
 from lit_pfl.links import ProcessGroupLink
+from lit_pfl.randomness import Draws, RandomStream
 from lit_pfl_callbacks import FederatedLoop
 from tiny import trainer
 
@@ -34,7 +33,7 @@ def run(method: str, rank: int) -> dict[str, Any]:
     draws, all_data = Draws(SEED), data()
     all_data.setup()
     own, prototype = all_data.client(rank), METHODS[method]()
-    epochs = prototype.fewest_epochs
+    epochs = prototype.min_local_epochs
     with draws.torch("weights"):
         module = prototype.build(ClientSpec(rank, own.example, own.num_classes, own.labels_agree, epochs))
     module.data = own

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from lit_pfl import Payload
+from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.engines.carrier import Carrier
 from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.processes import Processes
 from lit_pfl.engines.ranks import ManyRanks
 from lit_pfl.engines.shared_mean import shared_mean
 from lit_pfl.errors import RankError, UploadError
-from lit_pfl.low_rank import LowRank
-from lit_pfl.ops import weighted_mean
+from lit_pfl.ops.low_rank import LowRank
 
 
 def tensors_of(rank: int) -> list[Tensor]:

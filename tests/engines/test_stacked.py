@@ -167,7 +167,7 @@ def test_in_double_precision_nothing_differs(method, optimizer):
                     epoch.optimizer.zero_grad()
                     epoch.client.training_step(batch, i).backward()
                     epoch.optimizer.step()
-        trained.append([{**tensors_of(epoch.client), "loss": epoch.client.fall_asleep()} for epoch in epochs])
+        trained.append([{**tensors_of(epoch.client), "loss": epoch.client.release_round_state()} for epoch in epochs])
     for one, other in zip(*trained, strict=True):
         assert one.keys() == other.keys()
         for name in one:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
-from lit_pfl.client import ClientSpec
+from lit_pfl.core import ClientSpec
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub

@@ -10,8 +10,8 @@ from torchmetrics.classification import BinaryAUROC
 from foreign import PROJECTS, Regression, Screening, diabetes
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
-from lit_pfl.evaluation import score
 from lit_pfl.learners import unchanged
+from lit_pfl.learners.scoring import score
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import APFL, Ditto, FedAvg
 from lit_pfl_callbacks import FederatedLoop
@@ -146,4 +146,4 @@ def test_metrics_of_a_second_model_do_not_pile_up(method):
 def test_a_trainer_of_one_s_own_leaves_no_losses():
     module = FedAvg(learner=Regression())
     trainer(2).fit(module, DataLoader(diabetes()[0], 64))
-    assert module.fall_asleep() == (0.0, 0)
+    assert module.release_round_state() == (0.0, 0)

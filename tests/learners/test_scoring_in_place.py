@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
+from lit_pfl.core.server import Server
 from lit_pfl.data import PerClient
 from lit_pfl.learners import unchanged
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import Ditto, FedAvg, FedSpa, PerFedAvg, StandAlone
-from lit_pfl.server import Server
 from lit_pfl_callbacks import FederatedLoop
 from tiny import assert_equal, trainer
 

@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import (
     APFL,
     AgnosticFL,
@@ -23,6 +22,7 @@ from lit_pfl.methods import (
     PFedPara,
     Scaffold,
 )
+from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, trainer, weights
 
 

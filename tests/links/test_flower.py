@@ -15,9 +15,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from foreign import Loaders, Regression, diabetes
 from links.grids import DirectGrid, assert_same, states
 from lit_pfl import Client, Federation, Payload
-from lit_pfl.client import ClientSpec
+from lit_pfl.core import ClientSpec
 from lit_pfl.data import Dirichlet, PerClient
-from lit_pfl.draws import Draws
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.links.flower import client_app, server_app
 from lit_pfl.links.flower.messages import pack, unpack
@@ -26,6 +25,7 @@ from lit_pfl.links.flower.server import FlowerServer
 from lit_pfl.links.flower.states import States
 from lit_pfl.methods import Ditto, FactorizedFL, FedAvg, FedSLR, PsiNet, Scaffold, SimFed
 from lit_pfl.models import VGG9
+from lit_pfl.randomness import Draws
 from lit_pfl_callbacks.run_folder import read_rows
 from tiny import assert_equal, digits, trainer
 from tiny import client as tiny_client

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lit_pfl import Client, Federation
-from lit_pfl.client import ClientSpec
+from lit_pfl.core import ClientSpec
 from lit_pfl.data import BatchLoader, Digits, Dirichlet, Uniform
 from lit_pfl.learners import OptimizerCallable, SchedulerCallable
 from tiny import Parts, client, digits, trainer

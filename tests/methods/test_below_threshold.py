@@ -7,11 +7,11 @@ import torch
 from quadratic import run_whole_and_in_two_parts
 
 from lit_pfl import Client, Federation
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.export import to_dense
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import Ditto, FactorizedFL, FedAvg, FedFOMO, FedProx, SimFed, StandAlone
 from lit_pfl.nn import factorized_layers
-from lit_pfl.server import ClientInfo
+from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, spec, trainer, weights
 
 THRESHOLD = 0.06

@@ -8,13 +8,13 @@ import torch
 from quadratic import equal, run_whole_and_in_two_parts, softmax_regression
 
 from lit_pfl import Payload
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import Digits
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import ClusteredFL, FedAvg
 from lit_pfl.methods.clustered_fl import ClusteredFLServer, SplitRule
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import bipartition
-from lit_pfl.server import ClientInfo
 from tiny import assert_equal, client, digits, run, weights
 
 

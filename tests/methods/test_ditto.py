@@ -17,8 +17,8 @@ from two_layers import (
 )
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import Ditto, FedAvg, StandAlone
+from lit_pfl.nn.factorization import Factorization
 from tiny import TinyNet, assert_equal, client, digits, run, spec, weights
 
 TRAINERS = [

@@ -6,13 +6,13 @@ import torch
 
 import lit_pfl.data.datamodule as datamodule
 from lit_pfl import Payload
+from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.data import label_permutation
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FactorizedFL, FedAvg, StandAlone
 from lit_pfl.methods.factorized_fl import FactorizedFLServer, MatchingRule
 from lit_pfl.nn import factorized_layers
-from lit_pfl.server import ClientInfo, Server
+from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, spec, weights
 
 V = "backbone.body.0.v"
@@ -117,7 +117,7 @@ def test_without_partners_it_is_stand_alone_bit_for_bit(options, mixes):
 
 
 class EvenServer(Server):
-    def shares(self, round, uploads):
+    def averaging_weights(self, round, uploads):
         return [1 / len(uploads)] * len(uploads)
 
 

@@ -22,10 +22,10 @@ from quadratic import (
 
 from lit_pfl import Federation
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FedAvg, FedDyn
 from lit_pfl.methods.feddyn import ALPHA
 from lit_pfl.nn import factorized_layers
+from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, trainer, weights
 
 THRESHOLD = 0.02
@@ -238,11 +238,11 @@ def test_the_mean_of_the_participants_is_scored_if_asked_to():
         federations[scored] = run(method, equal(4), rounds=3, participation=0.5, evaluate="after")
     a, b = (federations[scored].coordinator.server for scored in ("next", "mean"))
     assert_equal(dict(a.model), dict(b.model))  # what is scored changes nothing
-    assert a.shown(0) is a.model
+    assert a.evaluation_reply(0) is a.model
     moved = np.mean(
         [flat(federations["mean"].clients[k].upload()) for k in federations["mean"].participants(2)], axis=0
     )
-    np.testing.assert_allclose(flat(b.shown(0)), moved, atol=1e-6)
+    np.testing.assert_allclose(flat(b.evaluation_reply(0)), moved, atol=1e-6)
     np.testing.assert_allclose(flat(b.global_model()), moved, atol=1e-6)
     assert np.abs(flat(a.model) - moved).max() > 1e-3
     alone = federations["mean"].standalone(0)

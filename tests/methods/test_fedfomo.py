@@ -8,12 +8,12 @@ import torch
 from quadratic import chosen, flat, run_whole_and_in_two_parts, softmax_regression, unequal
 
 from lit_pfl import Payload
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import CropFlip, Digits, part_of
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FedFOMO, StandAlone, fedfomo
 from lit_pfl.methods.fedfomo import FedFOMOServer, by_client, gains_per_distance
-from lit_pfl.server import ClientInfo
+from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, spec, weights
 
 # ------------------------------------------------------------------------------------------------------ the client

@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_pfl import Federation, Payload
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import BalancedDirichlet, ClassShards
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedMA
 from lit_pfl.models import CNN, MLP, VGG9, Backbone, ResNet9
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import Matching, nearest_units, unit_matrix
-from lit_pfl.server import ClientInfo
 from tiny import Parts, assert_equal, digits, momentum_sgd, run, spec, step_schedule, trainer, weights
 
 DEPTH = 4

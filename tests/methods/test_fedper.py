@@ -5,9 +5,9 @@ from quadratic import run_whole_and_in_two_parts
 from two_layers import ALL, BODY, SGD, Recorded, assert_absent_clients_stay, assert_close, gradient, scores
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FedAvg, FedPer, StandAlone
 from lit_pfl.models import CNN, ResNet9
+from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, spec, weights
 
 CONVOLUTION = {"backbone.body.0.weight", "backbone.body.0.bias", "backbone.body.1.weight", "backbone.body.1.bias"}

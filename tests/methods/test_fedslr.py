@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from two_layers import assert_absent_clients_stay
 
-from lit_pfl.client import Client, ClientSpec
+from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.scores import summary
 from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import summary
-from lit_pfl.factorization import Factorization
-from lit_pfl.low_rank import as_matrix
 from lit_pfl.methods import FedAvg, FedSLR
 from lit_pfl.methods.fedslr import GKR, MIXED
 from lit_pfl.models import Backbone
+from lit_pfl.nn.factorization import Factorization
+from lit_pfl.ops.low_rank import as_matrix
 from tiny import GroupNet, TinyNet, assert_equal, client, digits, run, spec, weights
 
 Weights = dict[str, np.ndarray]
@@ -273,7 +273,7 @@ def test_with_nothing_common_a_client_learns_only_if_p_starts_as_a_copy(p_init):
     accuracies = {row.client: row.scores["acc"] for row in federation.rows if row.model.startswith(MIXED)}
     for k in late:
         member = federation.clients[k]
-        member.download(federation.coordinator.server.shown(k))
+        member.download(federation.coordinator.server.evaluation_reply(k))
         assert not any(w.any() for w in member.learner.parameters())
         with member.personalized() as network, torch.enable_grad():
             images, labels = next(iter(member.data.train))
@@ -403,9 +403,9 @@ def test_the_initial_component_is_zero_or_as_in_the_released_code():
         twice = GroupNet(1, 10)
         for (name, w), (_, other) in zip(member.backbone.named_parameters(), twice.named_parameters(), strict=True):
             other.data = w.data * (2 if init == "copy" and name != "body.1.weight" else 1)
-        with member.shown(MIXED) as mixed:
+        with member.as_evaluated(MIXED) as mixed:
             assert torch.equal(mixed(images), twice(images))
-        with member.shown(GKR) as common:
+        with member.as_evaluated(GKR) as common:
             assert torch.equal(common(images), member.backbone(images))
 
 

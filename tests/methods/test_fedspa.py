@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation, Payload
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import FedAvg, FedSpa
 from lit_pfl.methods.fedspa import MASKS, FedSpaServer
 from lit_pfl.models import Backbone, ResNet9
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import erk_densities, pack_bits
-from lit_pfl.server import ClientInfo
 from tiny import assert_equal, client, digits, run, spec, trainer, weights
 
 CONV, HEAD = "backbone.body.0.weight", "backbone.head.weight"
@@ -372,7 +372,7 @@ def test_errors(option, value):
 
 
 def test_a_density_below_what_has_no_masks_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.density=0\.1: biases, normalisation layers .* are 0\.1 of what"):
+    with pytest.raises(ConfigError, match=r"model\.density=0\.1: biases and normalisation layers, .* are 0\.1 of what"):
         run(client(FedSpa, density=0.1), digits(2), rounds=1)
 
 

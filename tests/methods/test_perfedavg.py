@@ -26,8 +26,8 @@ from two_layers import (
 from foreign import PROJECTS
 from lit_pfl import Federation
 from lit_pfl.data import BatchLoader
-from lit_pfl.evaluation import score
 from lit_pfl.learners import split_batch
+from lit_pfl.learners.scoring import score
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import FedAvg, PerFedAvg
 from lit_pfl.models import Backbone

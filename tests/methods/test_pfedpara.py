@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.methods import PFedPara
 from lit_pfl.models import ResNet9
 from lit_pfl.nn import hadamard_layers
+from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, spec, weights
 
 OWN = {f"backbone.body.0.w2.{factor}" for factor in "toi"}

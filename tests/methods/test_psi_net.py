@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl import Federation
+from lit_pfl.core.averaging import mean_of_rows, weighted_mean
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, UniformServer, Weighting
 from lit_pfl.data import IID, ClassShards
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
@@ -16,9 +19,6 @@ from lit_pfl.methods import FedAvg, PsiNet
 from lit_pfl.methods.psi_net import PsiNetServer
 from lit_pfl.models import Backbone, psi
 from lit_pfl.nn import GroupedNorm
-from lit_pfl.ops import mean_of_rows, weighted_mean
-from lit_pfl.payload import Payload
-from lit_pfl.server import ClientInfo, UniformServer, Weighting
 from tiny import Backwards, TinyNet, assert_equal, client, digits, run, spec, trainer, weights
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from lit_pfl import Payload
-from lit_pfl.factorization import Factorization
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.methods import SimFed, StandAlone
 from lit_pfl.methods.simfed import SimFedServer
-from lit_pfl.server import ClientInfo
+from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, weights
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lit_pfl.ops import mean_of_rows, weighted_mean
-from lit_pfl.payload import Payload
+from lit_pfl.core.averaging import mean_of_rows, weighted_mean
+from lit_pfl.core.payload import Payload
 
 NUMBERS = torch.linspace(-2, 2, 1001)
 

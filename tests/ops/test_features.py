@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_pfl.ops import class_preferences, sharing_depth, top_classes, total_variance
+from lit_pfl_callbacks.features.measures import class_preferences, sharing_depth, top_classes, total_variance
 
 
 @pytest.mark.parametrize("places", [(), (3, 2)])

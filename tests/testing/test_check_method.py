@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import Server
 from lit_pfl.methods import FedAvg
-from lit_pfl.payload import Payload
-from lit_pfl.server import Server
 from lit_pfl.testing import MethodTester, check_method
 from lit_pfl.testing.methods import resumed_equals_uninterrupted, uploads_and_replies_change_nothing
 
@@ -89,7 +89,7 @@ class Draws(FedAvg):
 class SharesHeads(FedAvg):
     """It sends heads whatever they mean."""
 
-    def travels(self, name, role):
+    def is_shared(self, name, role):
         return role in self.shares
 
 

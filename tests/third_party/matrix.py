@@ -19,7 +19,7 @@ from modules import MODULES, Module
 import lit_pfl.methods
 from lit_pfl import Federation
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl.testing import assert_equal
 
 PAGE = Path(__file__).parent.parent.parent / "docs/third_party.md"

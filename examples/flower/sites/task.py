@@ -6,7 +6,7 @@ import torch
 from flwr.app import Context, UserConfig
 
 from lit_pfl import Client, methods
-from lit_pfl.client import ClientSpec
+from lit_pfl.core import ClientSpec
 from lit_pfl.data import ClientData, Digits, Dirichlet
 from lit_pfl.models import VGG9, ResNet9
 

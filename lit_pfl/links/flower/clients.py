@@ -9,9 +9,9 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict, U
 from flwr.clientapp import ClientApp
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_pfl.client import Client, ClientSpec
+from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.payload import FROM_FACTORS, Payload
 from lit_pfl.data import ClientData
-from lit_pfl.draws import Draws
 from lit_pfl.engines.local import LocalEngine
 from lit_pfl.engines.threads import choose_threads, computing
 from lit_pfl.engines.trainers import check_client_options, client_trainer
@@ -20,7 +20,7 @@ from lit_pfl.lightning_internals import MemoryCheckpointIO
 from lit_pfl.links.flower.messages import SIZE, clients_in, pack, unpack
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.links.flower.states import States
-from lit_pfl.payload import FROM_FACTORS, Payload
+from lit_pfl.randomness import Draws
 from lit_pfl_callbacks import FederatedLoop
 
 MakeMethod = Callable[[UserConfig], Client]
@@ -116,7 +116,7 @@ class Node:
         self.prototype, self.data, self.plan, self.trainer = prototype, data, plan, trainer
         self.folder = Path(str(context.node_config.get("folder", "lit-pfl-clients")))
         self.draws = Draws(plan.seed)
-        self.local_epochs = plan.local_epochs or prototype.fewest_epochs
+        self.local_epochs = plan.local_epochs or prototype.min_local_epochs
         self._options = options
 
     def _build(self, client: int) -> Client:

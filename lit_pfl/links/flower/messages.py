@@ -8,9 +8,9 @@ from io import BytesIO
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from lit_pfl.encoding import Layout
+from lit_pfl.core.encoding import Layout
+from lit_pfl.core.payload import FROM_FACTORS, Payload
 from lit_pfl.errors import PayloadError, UploadError
-from lit_pfl.payload import FROM_FACTORS, Payload
 
 PAYLOADS, LAYOUT = "payloads", "layout"
 #: what names begin with, among a model's scores, of what else is told of it

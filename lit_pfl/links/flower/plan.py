@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
-from lit_pfl.draws import check_share
 from lit_pfl.errors import ConfigError
+from lit_pfl.randomness import check_share
 
 
 @dataclass(frozen=True)

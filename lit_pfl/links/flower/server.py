@@ -10,19 +10,18 @@ from flwr.app import Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_pfl.client import Client, ClientSpec
-from lit_pfl.coordinator import Coordinator
-from lit_pfl.draws import Draws
+from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.scores import Row, mean_over_samples, summary
+from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import Row, summary
 from lit_pfl.lightning_internals import AtomicCheckpointIO, read_whole
 from lit_pfl.links.flower.clients import MakeMethod, same_everywhere
 from lit_pfl.links.flower.messages import SIZE
 from lit_pfl.links.flower.nodes import Nodes
 from lit_pfl.links.flower.plan import Plan
-from lit_pfl.payload import Payload
-from lit_pfl.round_log import mean_over_samples
-from lit_pfl.server import ClientInfo, Server
+from lit_pfl.randomness import Draws
 from lit_pfl_callbacks.clients import COLUMNS
 from lit_pfl_callbacks.run_folder import write_rows
 
@@ -68,7 +67,7 @@ class FlowerServer:
 
     def __init__(self, grid: Grid, prototype: Client, spec: ClientSpec | None, plan: Plan) -> None:
         self.prototype, self.spec, self.plan = prototype, spec, plan
-        self.local_epochs = plan.local_epochs or prototype.fewest_epochs
+        self.local_epochs = plan.local_epochs or prototype.min_local_epochs
         self.draws = Draws(plan.seed)
         self.folder = Path(plan.folder)
         self.coordinator = Coordinator(self._make_server(), plan.quorum)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_pfl.errors import PayloadError
-from lit_pfl.low_rank import LowRank, matrix_shape
+from lit_pfl.ops.low_rank import LowRank, matrix_shape
 
 Shape = tuple[int, ...]
 #: shape and type of tensors, by name

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from lit_pfl.payload import Payload
+from lit_pfl.core.payload import Payload
 from lit_pfl_callbacks.protocols import Direction, Transfer, Watcher
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lit_pfl.payload import Payload
+from lit_pfl.core.payload import Payload
 
 
 @torch.no_grad()

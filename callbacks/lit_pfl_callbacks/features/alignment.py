@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_pfl_callbacks.batches import logits_in
-from lit_pfl_callbacks.classifiers import check_logits, classifiers, labelled, layers_of, looked, one_process
-from lit_pfl_callbacks.features import (
+from lit_pfl_callbacks.features.classifiers import check_logits, classifiers, labelled, layers_of, looked, one_process
+from lit_pfl_callbacks.features.measures import (
     class_preferences,
     preference_shares,
     sharing_depth,

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lit_pfl.core.payload import FROM_FACTORS, Payload
 from lit_pfl.errors import ConfigError, PayloadError
-from lit_pfl.low_rank import LowRank, as_matrix
 from lit_pfl.nn import ComposedConv2d, ComposedLinear, factorized_layers, geometry
-from lit_pfl.payload import FROM_FACTORS, Payload
+from lit_pfl.ops.low_rank import LowRank, as_matrix
 from lit_pfl_callbacks.files import replacing, write_whole
 
 Network = TypeVar("Network", bound=nn.Module)

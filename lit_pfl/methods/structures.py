@@ -6,9 +6,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lit_pfl.low_rank import LowRank, as_matrix
+from lit_pfl.core.payload import Payload
 from lit_pfl.ops import soft_threshold, threshold_singular_values
-from lit_pfl.payload import Payload
+from lit_pfl.ops.low_rank import LowRank, as_matrix
 
 StructureName = Literal["low_rank", "sparse"]
 
@@ -24,7 +24,7 @@ class Structure(Protocol):
 
 
 class LowRankStructure:
-    """Low rank of weights of two or more dimensions, as matrices (:func:`~lit_pfl.low_rank.as_matrix`)."""
+    """Low rank of weights of two or more dimensions, as matrices (:func:`~lit_pfl.ops.low_rank.as_matrix`)."""
 
     def shrink(self, weights: Mapping[str, Tensor], threshold: float, near: Mapping[str, LowRank]) -> Payload:
         """Shrink singular values."""

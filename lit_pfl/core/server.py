@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_pfl.core.averaging import weighted_mean
+from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.errors import ConfigError
-from lit_pfl.ops import weighted_mean
-from lit_pfl.payload import Payload, as_payload
 
 #: how much an upload counts in a mean: as any other, or by its client's number of samples
 Weighting = Literal["uniform", "samples"]
@@ -54,8 +54,8 @@ class Server:
         McMahan et al. 2017, Algorithm 1.
     """
 
-    #: averages payloads in :meth:`aggregate`, as :func:`~lit_pfl.ops.weighted_mean` does; several processes, which all
-    #: do that at once, do a part each, unless a method has a mean of its own here
+    #: averages payloads in :meth:`aggregate`, as :func:`~lit_pfl.core.averaging.weighted_mean` does; several processes,
+    #: which all do that at once, do a part each, unless a method has a mean of its own here
     mean: Callable[..., Payload] = staticmethod(weighted_mean)
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
@@ -73,9 +73,9 @@ class Server:
         """Take note of the clients, by id, before round 1. The first one's tensors become everybody's initial ones."""
         self.num_samples = {client: info.num_samples for client, info in sorted(clients.items())}
         first = clients[min(clients)].initial
-        self.model = Payload({name: first[name] for name in first if self.mixable(name)}, first.sparse).clone()
+        self.model = Payload({name: first[name] for name in first if self.is_averaged(name)}, first.sparse).clone()
 
-    def mixable(self, name: str) -> bool:
+    def is_averaged(self, name: str) -> bool:
         """Say whether this tensor of an upload is averaged and sent back."""
         return True
 
@@ -83,7 +83,7 @@ class Server:
         """Return names, shapes and types of this client's next upload; None: as when it joined."""
         return None
 
-    def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:
+    def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:
         """Return each upload's weight in the mean; they sum to 1."""
         sizes = torch.tensor([self.num_samples[client] for client in uploads], dtype=torch.float64)
         return (sizes / sizes.sum()).tolist()
@@ -96,18 +96,18 @@ class Server:
             uploads: by client id, in increasing order; checked: the names, shapes and types of the first round, finite.
                 Their memory is the clients' own, which changes when these train on: clone what is to be kept as it is.
         """
-        self.model = self.mean(list(uploads.values()), self.shares(round, uploads), self._averaged(uploads))
+        self.model = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), self._averaged(uploads))
 
     def _averaged(self, uploads: Mapping[int, Payload]) -> list[str]:
         """Return the names of what is averaged: what clients are sent, and what some of them have just unfrozen."""
         more = (name for upload in uploads.values() for name in upload if name not in self._model)
-        return [*self._model, *dict.fromkeys(name for name in more if self.mixable(name))]
+        return [*self._model, *dict.fromkeys(name for name in more if self.is_averaged(name))]
 
     def reply(self, client: int) -> Payload:
         """Return what this client loads before it trains again. Called any number of times, changing nothing."""
         return self.model
 
-    def shown(self, client: int) -> Payload:
+    def evaluation_reply(self, client: int) -> Payload:
         """Return what this client loads before it is evaluated as aggregated: its reply, if a method has no other."""
         return self.reply(client)
 
@@ -133,7 +133,7 @@ class Server:
 class UniformServer(Server):
     """Plain averaging in which every upload counts the same."""
 
-    def shares(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
+    def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
         return [1 / len(uploads)] * len(uploads)
 
 
@@ -179,7 +179,7 @@ class MixingServer(Server):
         if client not in self.latest:
             return self.model
         every = dict.fromkeys(name for upload in (self.latest[client], *self.latest.values()) for name in upload)
-        names = [name for name in every if self.mixable(name)]
+        names = [name for name in every if self.is_averaged(name)]
         row = self.weights[list(self.latest).index(client)].tolist()
         return weighted_mean(list(self.latest.values()), row, names)
 

@@ -11,13 +11,15 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lit_pfl.client.exchange import Exchange
-from lit_pfl.client.spec import ClientSpec
-from lit_pfl.client.telling import Telling
-from lit_pfl.client.training import Training
+from lit_pfl.core.exchange import Exchange
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import Server
+from lit_pfl.core.sharing import Role, owners
+from lit_pfl.core.spec import ClientSpec
+from lit_pfl.core.telling import Telling
+from lit_pfl.core.training import Training
 from lit_pfl.data import ClientData
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
 from lit_pfl.learners import (
     BackboneCallable,
     ImageClassifier,
@@ -28,6 +30,7 @@ from lit_pfl.learners import (
     check_shapes,
     hand_on,
     place_checkpoints,
+    quick_backbone,
     single_optimizer,
 )
 from lit_pfl.lightning_internals import (
@@ -38,10 +41,7 @@ from lit_pfl.lightning_internals import (
     optimizers_in,
     own_copy,
 )
-from lit_pfl.models import ResNet9
-from lit_pfl.payload import Payload
-from lit_pfl.server import Server
-from lit_pfl.sharing import Role, owners
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.frozen import FROZEN, hold_apart, table_of
 
 
@@ -86,7 +86,7 @@ class Client(Training, Exchange, Telling):
 
     #: whether training changes the shapes of the learner's tensors
     resizes = False
-    #: names of the models that are scored, see :meth:`shown`; the first is the client's own
+    #: names of the models that are scored, see :meth:`as_evaluated`; the first is the client's own
     evaluated: ClassVar[tuple[str, ...]] = ("personalized",)
 
     #: why a learner that steps its optimizers itself (manual optimization) cannot be trained so; empty: it can
@@ -341,7 +341,7 @@ class Client(Training, Exchange, Telling):
         """Call the learner."""
         return self.scored(*args, **kwargs)
 
-    def shown(self, model: str) -> AbstractContextManager[L.LightningModule]:
+    def as_evaluated(self, model: str) -> AbstractContextManager[L.LightningModule]:
         """Make a learner one of the models in ``evaluated``; put it back afterwards."""
         return self.personalized()
 
@@ -355,12 +355,6 @@ class Client(Training, Exchange, Telling):
                 return call_step(learner, name, batch, batch_idx, dataloader_idx)
 
         return step
-
-
-def quick_backbone(channels: int, classes: int) -> ResNet9:
-    """Return a ResNet-9 with which a first try is quick: an eighth of the papers' width."""
-    # Not the default of an argument: on the command line, another class in its place would get its width.
-    return ResNet9(channels, classes, width=8)
 
 
 def _once_configured(configure_server: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.export import save_model, save_program, to_dense
+from lit_pfl.export.network import save_model, save_program, to_dense
 from lit_pfl_callbacks.files import write_whole
 
 WEIGHTS, PROGRAM, ONNX, ABOUT, CARD, SCRIPT = (

@@ -4,24 +4,38 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_pfl.encoding import Expected, Layout, misfit
-from lit_pfl.engines import Trains, Upload
+from lit_pfl.core.encoding import Expected, Layout, misfit
+from lit_pfl.core.ledger import Ledger, Size
+from lit_pfl.core.payload import TYPES, Payload, Upload, as_payload
+from lit_pfl.core.server import ClientInfo, Server, check_samples
 from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.ranks import Ranks
 from lit_pfl.engines.shared_mean import shared_mean
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.ledger import Ledger, Size
-from lit_pfl.payload import TYPES, Payload, as_payload
-from lit_pfl.server import ClientInfo, Server, check_samples
 from lit_pfl_callbacks.frozen import FROZEN, read_table, refuse_other_weights, table_of
 from lit_pfl_callbacks.protocols import Refusal
+
+
+class Trains(Protocol):
+    """What a round needs: somebody who lets clients train."""
+
+    def train(self, replies: Mapping[int, Payload], completed: int) -> Mapping[int, Upload]:
+        """Let clients load their replies and train a round.
+
+        Args:
+            replies: by client id.
+            completed: number of rounds before this one.
+
+        Returns:
+            Their uploads, by client id. A client whose fit ended by itself has none.
+        """
 
 
 class Coordinator:
@@ -80,7 +94,7 @@ class Coordinator:
                         "whole numbers travel, and a complex tensor as its two real parts (torch.view_as_real)."
                     )
             # in a payload of its own, which remembers what it finds; what is not averaged need not be there yet
-            if bad := Payload({k: v for k, v in info.initial.items() if self.server.mixable(k)}).not_finite:
+            if bad := Payload({k: v for k, v in info.initial.items() if self.server.is_averaged(k)}).not_finite:
                 raise ConfigError(
                     f"Client {client}: tensor {bad!r} holds NaN or infinity before any training, and no upload may; "
                     "a mask stays at home by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."

@@ -6,10 +6,10 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
-from lit_pfl.client import Client
-from lit_pfl.coordinator import Coordinator
+from lit_pfl.core import Client
+from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import Score, Split, score
+from lit_pfl.learners.scoring import Score, Split, score
 from lit_pfl.lightning_internals import lent_trainer
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_pfl_callbacks.batches import logits_in
-from lit_pfl_callbacks.classifiers import check_logits, classifiers, labelled, layers_of, looked, one_process
+from lit_pfl_callbacks.features.classifiers import check_logits, classifiers, labelled, layers_of, looked, one_process
 from lit_pfl_callbacks.protocols import HasClients, HasModels
 from lit_pfl_callbacks.rounds import writes
 from lit_pfl_callbacks.run_folder import run_folder, write_rows

@@ -6,12 +6,12 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
-from lit_pfl.coordinator import Coordinator
-from lit_pfl.engines.streams import RandomStream, random_state_kept
+from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.payload import Payload, as_payload
+from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import undisturbed
-from lit_pfl.payload import Payload, as_payload
-from lit_pfl.server import ClientInfo, Server
+from lit_pfl.randomness import RandomStream, random_state_kept
 from lit_pfl_callbacks.federated_loop import JoinInfo
 
 

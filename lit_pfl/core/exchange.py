@@ -7,11 +7,11 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lit_pfl.client.spec import ClientSpec
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.sharing import Role, encoder_of, names_found, names_of_head, owners, roles_of
+from lit_pfl.core.spec import ClientSpec
 from lit_pfl.errors import ConfigError
-from lit_pfl.factorization import Factorization
-from lit_pfl.payload import Payload
-from lit_pfl.sharing import Role, encoder_of, names_found, names_of_head, owners, roles_of
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.frozen import frozen_weights
 from lit_pfl_callbacks.tensors import load_tensors
 
@@ -49,10 +49,10 @@ class Exchange(ABC):
         return encoder_of(self.learner, self.encoder)
 
     def roles(self) -> dict[str, Role]:
-        """Return the role of every entry of the learner's ``state_dict()``, see :func:`~lit_pfl.sharing.roles_of`."""
+        """Return the role of every entry of the learner's ``state_dict()``, see :func:`roles_of`."""
         return roles_of(self.learner, self.head_names)
 
-    def travels(self, name: str, role: Role) -> bool:
+    def is_shared(self, name: str, role: Role) -> bool:
         """Say whether an entry of the learner's ``state_dict()`` is sent and received."""
         if role == "norm_stats":
             return self.norm_stats == "averaged" and "norm" in self.shares
@@ -72,7 +72,7 @@ class Exchange(ABC):
         """
         roles = self.roles()
         self.frozen = {name: weight for name, weight in frozen_weights(self.learner).items() if name in roles}
-        shared = [name for name, role in roles.items() if self.travels(name, role)]
+        shared = [name for name, role in roles.items() if self.is_shared(name, role)]
         kept = frozenset() if local is None else names_found(self.learner, local, "local", roles)
         if only is not None:
             kept = kept | (roles.keys() - names_found(self.learner, only, "shares", roles))
@@ -99,7 +99,7 @@ class Exchange(ABC):
             if isinstance(weight := getattr(owner, leaf), nn.Parameter)
         }
 
-    def travellers(self) -> list[Tensor]:
+    def shared_tensors(self) -> list[Tensor]:
         """Return what travels as the learner itself holds it: parameters and buffers."""
         return [getattr(owner, leaf) for _, owner, leaf in self._shared]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.evaluation import mean_loss
-from lit_pfl.factorization import Factorization
 from lit_pfl.learners import SkipBatch, call_step, set_schedules_to, size_of, training_outputs
+from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.lightning_internals import QuickModule
+from lit_pfl.nn.factorization import Factorization
 
 
 class Training(QuickModule):
@@ -36,7 +36,7 @@ class Training(QuickModule):
         self._known: frozenset[str] = frozenset()  # the learner's tensors when it was settled what travels
 
     @property
-    def fewest_epochs(self) -> int:
+    def min_local_epochs(self) -> int:
         """The fewest local epochs that a round of this method has room for; the federation's default."""
         return 1
 
@@ -145,7 +145,7 @@ class Training(QuickModule):
         # Kept here, on the device: one self.log costs as much as a small network's step.
         self._losses.append((loss, size))
 
-    def fall_asleep(self) -> tuple[float, int]:
+    def release_round_state(self) -> tuple[float, int]:
         """Drop what the next round does not need; the upload is handed over.
 
         Returns:

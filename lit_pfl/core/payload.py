@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lit_pfl.encoding import (
+from lit_pfl.core.encoding import (
     DTYPES,
     Dense,
     Encoding,
@@ -28,10 +28,9 @@ from lit_pfl.encoding import (
     stored,
     tensor_of,
 )
-from lit_pfl.errors import PayloadError
-from lit_pfl.finite import all_finite
-from lit_pfl.header import METADATA, encoded_size, read_header, write_header
-from lit_pfl.low_rank import LowRank
+from lit_pfl.core.header import METADATA, encoded_size, read_header, write_header
+from lit_pfl.errors import PayloadError, UploadError
+from lit_pfl.ops.low_rank import LowRank
 
 #: what names of tensors end in that hold packed bits, which say something of numbers but are none themselves
 BITS = "#bits"
@@ -252,3 +251,26 @@ class Payload(Mapping[str, Tensor]):
 def as_payload(tensors: Mapping[str, Tensor]) -> Payload:
     """Return tensors as a payload, which they may be already."""
     return tensors if isinstance(tensors, Payload) else Payload(tensors)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Say whether all values are finite; seldom no although they are, where finite ones add up to infinity.
+
+    Args:
+        tensors: of any shapes, on any devices. Those of whole numbers are finite.
+    """
+    elsewhere: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            # in 32 bits at least, so that they can be stacked, and half precision adds up to less often
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            total = tensor.detach().sum(dtype=wide)
+            if tensor.device.type != "cpu":  # to be waited for once
+                elsewhere.setdefault(tensor.device, []).append(total.float())
+            elif not math.isfinite(total.item()):
+                return False
+    return all(bool(torch.stack(totals).isfinite().all()) for totals in elsewhere.values())
+
+
+#: what comes of a client's round, or what was wrong with it; such a client is back where it began the round
+Upload = Mapping[str, Tensor] | UploadError

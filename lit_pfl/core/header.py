@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from lit_pfl.encoding import DTYPES, Dense, Encoding, Factors, Parts, Shape, Sparse
+from lit_pfl.core.encoding import DTYPES, Dense, Encoding, Factors, Parts, Shape, Sparse
 from lit_pfl.errors import PayloadError
 
 #: the one name that a tensor may not have

@@ -1,0 +1,27 @@
+"""What a method is made of: a client is a learner under a method, a server takes what clients upload."""
+
+from lit_pfl.core.averaging import mean_of_rows, weighted_mean
+from lit_pfl.core.client import Client
+from lit_pfl.core.payload import Payload, as_payload
+from lit_pfl.core.server import ClientInfo, MixingServer, Server, UniformServer, Weighting, averaging
+from lit_pfl.core.sharing import BODY, EVERYTHING, Role, needs_head
+from lit_pfl.core.spec import ClientSpec
+
+__all__ = [
+    "BODY",
+    "EVERYTHING",
+    "Client",
+    "ClientInfo",
+    "ClientSpec",
+    "MixingServer",
+    "Payload",
+    "Role",
+    "Server",
+    "UniformServer",
+    "Weighting",
+    "as_payload",
+    "averaging",
+    "mean_of_rows",
+    "needs_head",
+    "weighted_mean",
+]
