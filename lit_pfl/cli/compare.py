@@ -34,8 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         action="append",
         default=[],
-        help="Options that all have in common, as for fit: a configuration file, or YAML such as "
-        "'{trainer: {max_epochs: 5}}'. May be given several times; it goes before a method's own file.",
+        help="Options that all runs share, as for fit: a configuration file, or YAML such as "
+        "'{trainer: {max_epochs: 5}}'. They override a method's own file. May be given several times.",
     )
     parser.add_argument(
         "--output",
