@@ -1,6 +1,7 @@
 """One copy in memory of the weights that no client of a process trains."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -25,6 +26,22 @@ def frozen_of(client: Client) -> dict[str, dict[str, nn.Parameter]]:
     return {
         part: {name: learner.get_parameter(name) for name in client.frozen} for part, learner in client.learners.items()
     }
+
+
+def keep_apart(client: Client, saved: Mapping[str, Any]) -> None:
+    """Give a client memory of its own for those frozen weights that are to become others than they are.
+
+    Args:
+        client: the client, whose frozen weights lie in one memory with all other clients'.
+        saved: what they are to become, by name in its ``state_dict()``: its module has changed them itself.
+    """
+    for part, weights in frozen_of(client).items():
+        new = {name: saved.get(f"{part}.{name}") for name in weights}
+        hold_apart(
+            weight
+            for name, weight in weights.items()
+            if (x := new[name]) is not None and not torch.equal(x.to(weight), weight)
+        )
 
 
 class FrozenWeights:

@@ -14,7 +14,7 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import LateLoader
 from lit_pfl.engines.client_logger import visit
 from lit_pfl.engines.engine import Engine, Trained
-from lit_pfl.engines.frozen import FrozenWeights, share_frozen
+from lit_pfl.engines.frozen import FrozenWeights, keep_apart, share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.last_good import LastGoodState
 from lit_pfl.engines.validation import check_monitored
@@ -254,7 +254,9 @@ class Local(Engine):
             before, after = ({name: own[name] for name in own if name in names} for own in (saved, now))
             refuse_another_network(client, before, after, module.resizes)
         for client, module in some.items():
-            module.load_state_dict(state["clients"][client]["state_dict"], strict=module.strict_loading)
+            saved = state["clients"][client]["state_dict"]
+            keep_apart(module, saved)
+            module.load_state_dict(saved, strict=module.strict_loading)
 
 
 def refuse_another_network(

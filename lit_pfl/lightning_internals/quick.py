@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.profilers import PassThroughProfiler
+from torch import Tensor
 
 from lit_pfl.errors import ConfigError
 
@@ -51,6 +52,9 @@ def own_copy(module: M) -> M:
     made = module.__class__.__new__(module.__class__)
     known: dict[int, Any] = {id(module): made, id(module._trainer): module._trainer}
     known |= {id(factory): factory for factory in _factories(module.__dict__)}
+    # what a module has computed and keeps, an embedding for instance: without its graph, which cannot be copied
+    kept = (value for part in module.modules() for value in part.__dict__.values())
+    known |= {id(x): x.detach().clone() for x in kept if isinstance(x, Tensor) and not x.is_leaf}
     own: dict[str, Any] = {}
     for name, value in module.__dict__.items():
         try:
