@@ -11,6 +11,7 @@ from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import CropFlip, Digits, part_of
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.methods import FedFOMO, StandAlone, fedfomo
 from lit_pfl.methods.fedfomo import FedFOMOServer, by_client, gains_per_distance
 from lit_pfl.nn.factorization import Factorization
@@ -157,9 +158,12 @@ def test_where_no_model_helps_a_client_goes_back_to_where_it_started():
 def test_others_are_tried_with_the_own_head_and_running_statistics(monkeypatch):
     federation = run(client(FedFOMO), digits(3, permute_labels=True), rounds=2)
     member, others, states = federation.clients[0], federation.clients, []
-    mean_loss = FedFOMO.mean_loss
-    monkeypatch.setattr(FedFOMO, "mean_loss", lambda self, batches: states.append(
-        {name: t.clone() for name, t in self.learner.state_dict().items()}) or mean_loss(self, batches))  # fmt: skip
+
+    def watched(learner, batches):
+        states.append({name: t.clone() for name, t in learner.state_dict().items()})
+        return mean_loss(learner, batches)
+
+    monkeypatch.setattr("lit_pfl.methods.fedfomo.mean_loss", watched)
     trained, theirs = weights(federation)[0], weights(federation)
     reply = federation.coordinator.server.reply(0)
     shared = set(member.upload()) - {"affinity"}
