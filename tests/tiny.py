@@ -117,3 +117,11 @@ def loader(indices: range, data: Digits) -> BatchLoader:
     """Return batches of some images of a data module, in a fixed order."""
     assert data.data is not None
     return BatchLoader(data.data, torch.tensor(list(indices)), batch_size=32)
+
+
+#: the methods of the four papers and their baselines, which are tried in every way by default; others when there is time
+OF_THE_PAPERS = (
+    "APFL", "AgnosticFL", "ClusteredFL", "Ditto", "FactorizedFL", "FedAvg", "FedDyn", "FedFOMO", "FedMA", "FedPer",
+    "FedProx", "FedRep", "FedSLR", "FedSpa", "LGFedAvg", "PFedPara", "PerFedAvg", "PsiNet", "Scaffold", "SimFed",
+    "StandAlone",
+)  # fmt: skip

@@ -16,13 +16,22 @@ from lit_pfl import Client, Federation
 from lit_pfl.cli import main
 from lit_pfl.lightning_internals import read_checkpoint
 from lit_pfl.testing import METHOD_CHECKS, MethodTester
-from tiny import digits, trainer
+from tiny import OF_THE_PAPERS, digits, trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS = sorted(
     name for name in lit_pfl.methods.__all__ if issubclass(getattr(lit_pfl.methods, name), Client)
 )  # fmt: skip
 MADE_BY = {"backbone": "make_backbone", "scheduler": "make_scheduler"}
+
+
+#: rules that a method is held to by default that is not of the papers; the others are slow
+FIRST = ("resumed_equals_uninterrupted", "the_order_of_clients_does_not_matter", "other_networks_work_or_are_refused")
+
+
+def told(name: str, *values: Any, first: bool = False) -> Any:
+    """Return a method, with whatever else a test is given, as a parameter."""
+    return pytest.param(name, *values, marks=() if first or name in OF_THE_PAPERS else pytest.mark.slow)
 
 
 def configured(name: str, **options: Any) -> Client:
@@ -36,14 +45,17 @@ def configured(name: str, **options: Any) -> Client:
     return method
 
 
-@pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [told(name, check, first=check.__name__ in FIRST) for name in METHODS for check in METHOD_CHECKS],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_every_method(name, check):
     check(MethodTester(partial(configured, name)))
 
 
 @pytest.mark.parametrize("check", METHOD_CHECKS[1:2], ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("FedMA", "StandAlone")])
+@pytest.mark.parametrize("name", [told(name) for name in METHODS if name not in ("FedMA", "StandAlone")])
 def test_every_method_without_what_is_to_stay_at_home(name, check):
     tester = MethodTester(partial(configured, name, local=r"body.*bias"))
     federation, sent = Federation(tester.method(), seed=1, threads=1), []
@@ -58,7 +70,7 @@ def test_every_method_without_what_is_to_stay_at_home(name, check):
     check(tester)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [told(name) for name in METHODS])
 def test_two_rounds_from_its_own_configuration(name, tmp_path):
     config = CONFIGS / f"{name.lower()}.yaml"
     small = {"data.num_clients": 3, "data.train_fraction": 0.05, "data.test_fraction": 0.9,

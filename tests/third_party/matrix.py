@@ -21,9 +21,11 @@ from lit_pfl import Federation
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl.testing import assert_equal
+from tiny import OF_THE_PAPERS
 
 PAGE = Path(__file__).parent.parent.parent / "docs/third_party.md"
-METHODS = lit_pfl.methods.__all__
+#: the methods that are tried: those of the four papers and their baselines, and some of the further ones
+METHODS = sorted([*OF_THE_PAPERS, "FedBABU", "FedBN", "FedNova", "PFedMe"])
 
 ROUNDS = 2
 TWO_EPOCHS = {"FedRep", "FedSLR"}  # which train two models in a round, one after the other
@@ -152,7 +154,7 @@ def reason_of(line: str) -> str:
 
 def page(refused: Mapping[str, Mapping[str, str]]) -> str:
     """Return the page of the documentation, from the reasons for which modules were refused."""
-    used = {reason for reasons in refused.values() for reason in reasons.values()}
+    used = {reason for of in refused.values() for method, reason in of.items() if method in METHODS}
     letters = {reason: chr(ord("a") + i) for i, reason in enumerate(reason for reason in REASONS if reason in used)}
     rows = []
     for method in METHODS:
@@ -183,6 +185,8 @@ what the module logs itself. Where a method cannot train a module, it says so in
 {modules}
 
 MoCoTask, BYOLTask and BoringModel log nothing in validation, so their clients have no scores.
+
+The further methods have not all been tried on these modules; `check_learner` tries any of them on yours.
 
 "yes" means that the module trains as it is. A letter is explained below the table; "yes" with a letter means that the
 method needs one option.
