@@ -119,7 +119,7 @@ def loader(indices: range, data: Digits) -> BatchLoader:
     return BatchLoader(data.data, torch.tensor(list(indices)), batch_size=32)
 
 
-#: the methods of the four papers and their baselines, which are tried in every way by default; others when there is time
+#: the methods of the four papers and their baselines, tried in every way by default; others when there is time
 OF_THE_PAPERS = (
     "APFL", "AgnosticFL", "ClusteredFL", "Ditto", "FactorizedFL", "FedAvg", "FedDyn", "FedFOMO", "FedMA", "FedPer",
     "FedProx", "FedRep", "FedSLR", "FedSpa", "LGFedAvg", "PFedPara", "PerFedAvg", "PsiNet", "Scaffold", "SimFed",
