@@ -80,7 +80,8 @@ class Federation(Scoring, Checkpointing):
     Attributes:
         clients: the clients by id, once set up; in a run of several processes those of this one.
         coordinator: the server's side.
-        rows: the scores of the latest evaluation.
+        rows: the scores of the latest evaluation, in the state that ``evaluate`` names.
+        other_rows: if it was a test, those in the other states.
 
     Raises:
         ConfigError: for options that do not fit the data or the Trainer.
@@ -194,8 +195,8 @@ class Federation(Scoring, Checkpointing):
             threads = choose_threads(client.learner, client.spec.example, batch_size, stacked)
             self.threads = self.threads or self.ranks.of_first(threads)  # others may add up in another order
         self._place_on(device, *self.clients)
-        if hasattr(self, "global_model"):
-            self.global_model.client.place_on(device)
+        if (model := getattr(self, "global_model", None)) is not None:
+            model.client.place_on(device)
         summarize(self.trainer, self.clients, len(data.clients))
 
     def _meet(self, ranks: Ranks) -> None:

@@ -1,11 +1,14 @@
 """What a federation does where a Trainer validates, tests and predicts."""
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.scores import Row, summary
 from lit_pfl.data import has_batches, labels_of, samples_of
@@ -13,35 +16,38 @@ from lit_pfl.engines.threads import computing
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.global_model import GlobalModel
 from lit_pfl.federation.parts import Parts
-from lit_pfl.learners.scoring import Split
+from lit_pfl.learners.scoring import Score, Split
 from lit_pfl.randomness import scoring_draws
 from lit_pfl_callbacks.dashboard import RoundLog
+from lit_pfl_callbacks.states import BY_OPTION
 
 
 class Scoring(Parts):
     """The part of a federation that scores clients, a batch being some of them."""
 
     evaluate: Literal["before", "after", "global"]
-    global_model: GlobalModel
+    global_model: GlobalModel | None
     seed: int | None
     threads: int | None
+    _fresh: Callable[[int], Client]
 
     def __init__(self, higher_is_better: dict[str, bool]) -> None:
         super().__init__()
         self.higher_is_better = {"acc": True, **higher_is_better}
         self.rows: list[Row] = []
+        self.other_rows: list[Row] = []
         self.round_log = RoundLog()
         self._validated: dict[str, float] = {}
 
     def on_validation_epoch_start(self) -> None:
         """Begin an evaluation."""
-        self.rows = []
+        self.rows, self.other_rows = [], []
 
     on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: list[int], batch_idx: int) -> None:
         """Evaluate a set of clients on their validation data."""
-        self._evaluate(batch, self._validated_on)
+        self._evaluate(batch, self._validated_on, [self.evaluate])
 
     def on_validation_epoch_end(self) -> None:
         """Log means over clients; to the loggers they go with the rest of the round."""
@@ -51,13 +57,13 @@ class Scoring(Parts):
             self._log(self._validated, write=self.trainer.state.fn != "fit")  # in a fit, with the rest of the round
 
     def test_step(self, batch: list[int], batch_idx: int) -> None:
-        """Evaluate a set of clients on their test data."""
-        self._evaluate(batch, "test")
+        """Evaluate a set of clients on their test data, in every state that there is."""
+        self._evaluate(batch, "test", self._states())
 
     def on_test_epoch_end(self) -> None:
         """Log means over clients."""
         self._gather_rows()
-        self._log(summary(self.rows, "test", self.higher_is_better), write=True)
+        self._log({**summary(self.rows, "test", self.higher_is_better), **self._summary_of_others()}, write=True)
 
     def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Any]:
         """Return what every client of the set predicts on its test data, by client id: (n, classes) logits, if tensors.
@@ -101,54 +107,110 @@ class Scoring(Parts):
         own = {k: has_batches(client.data.val) for k, client in self.clients.items() if client.data}
         return "val" if any(self.ranks.merged(own).values()) else "test"
 
-    def _evaluate(self, clients: list[int], split: Split) -> None:
+    def _states(self) -> list[Literal["before", "after", "global"]]:
+        """Return the states in which models are tested, the one of the run's own scores first."""
+        if not self.coordinator.round:  # there is one model, that of the start
+            return [self.evaluate]
+        there: list[Literal["before", "after", "global"]] = ["before", "after"]
+        if self.ranks.rank == 0 and self._global_model() is not None:
+            there.append("global")
+        return [self.evaluate, *(state for state in there if state != self.evaluate)]
+
+    def _evaluate(self, clients: list[int], split: Split, states: Sequence[str]) -> None:
+        """Score clients in some states; the scores of the run's own state are ``rows``, the others ``other_rows``."""
         with computing(self.threads):
-            if self.evaluate == "global":
-                if self.ranks.rank != 0 or self.rows:  # once is enough
-                    return
-                assert self.seed is not None
-                with scoring_draws(self.seed):
-                    score = self.global_model.score(self.data.everything(split), split, self.trainer)
-                if score is not None:
-                    self.rows = [Row(GlobalModel.ID, self.coordinator.round, split, "global", score.n, score.values)]
-                return
-            for client in [client for client in clients if client in self.clients]:
-                for model in self.clients[client].evaluated:
-                    score = self.engine.evaluate(client, model, split, self._shown_with(client))
-                    self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
-                    kind = f"{model}:{self._when(client)}"
-                    self.rows.append(
-                        Row(client, self.coordinator.round, split, kind, score.n, score.values, score.sizes)
-                    )
+            if "global" in states:
+                self._add(self._score_of_all(split))
+            personal = [state for state in states if state != "global"]
+            for client in [client for client in clients if client in self.clients and personal]:
+                first, *others = personal
+                trained = self.engine.has_trained(client)
+                reply = None if trained and personal == ["before"] else self.coordinator.server.evaluation_reply(client)
+                if not trained or not reply:  # aggregation changes nothing of it
+                    others = []
+                # the first one last, since it is what the client's own Trainer is to show
+                scores = {
+                    state: self._scores(client, split, None if trained and state == "before" else reply)
+                    for state in (*others, first)
+                }
+                for state in personal:
+                    self._add(self._rows_of(client, split, state, scores.get(state, scores[first])))
+
+    def _add(self, rows: list[Row]) -> None:
+        for row in rows:
+            (self.rows if row.state == BY_OPTION[self.evaluate] else self.other_rows).append(row)
+
+    def _score_of_all(self, split: Split) -> list[Row]:
+        model = self._global_model()
+        if model is None or self.ranks.rank != 0 or any(r.state == "global" for r in (*self.rows, *self.other_rows)):
+            return []  # once is enough
+        assert self.seed is not None
+        with scoring_draws(self.seed):
+            score = model.score(self.data.everything(split), split, self.trainer)
+        round = self.coordinator.round
+        if score is None:
+            return []
+        return [Row(GlobalModel.ID, round, split, "global", score.n, score.values, state="global")]
+
+    def _scores(self, client: int, split: Split, reply: Payload | None) -> dict[str, Score]:
+        return {m: self.engine.evaluate(client, m, split, reply) for m in self.clients[client].evaluated}
+
+    def _rows_of(self, client: int, split: Split, state: str, scores: dict[str, Score]) -> list[Row]:
+        when = state if self.engine.has_trained(client) else "untrained"
+        rows = []
+        for model, score in scores.items():
+            self.higher_is_better = {**score.higher_is_better, **self.higher_is_better}
+            found = score.n, score.values, score.sizes
+            rows.append(Row(client, self.coordinator.round, split, f"{model}:{when}", *found, BY_OPTION[state]))
+        return rows
+
+    def _global_model(self) -> GlobalModel | None:
+        """Return the one model of all; None if the method or the data have no such thing."""
+        if "global_model" not in self.__dict__:
+            model = None
+            with suppress(ConfigError):
+                self.data.everything("test")
+                if self.coordinator.server.global_model() is not None:
+                    model = GlobalModel(self._fresh(self.data.clients[0]), self.coordinator)
+                    model.client.place_on(self.device)
+            self.__dict__["global_model"] = model
+        return self.global_model
 
     def _gather_rows(self) -> None:
         """Take in the scores of all processes, in the order of clients."""
         if self.ranks.size == 1:
             return
-        told = [told.words for told in self.ranks.exchange((self.rows, self.higher_is_better))]
-        self.rows = sorted((Row(*row) for rows, _ in told for row in rows), key=lambda row: row.client)
-        for _, higher_is_better in told:
+        told = [told.words for told in self.ranks.exchange((self.rows, self.other_rows, self.higher_is_better))]
+        self.rows, self.other_rows = (
+            sorted((Row(*row) for one in told for row in one[which]), key=lambda row: row.client) for which in (0, 1)
+        )
+        for _, _, higher_is_better in told:
             self.higher_is_better = {**higher_is_better, **self.higher_is_better}
 
-    def _when(self, client: int) -> str:
-        """Return in which state a client is evaluated, for ``clients.csv``."""
-        return self.evaluate if self.engine.has_trained(client) else "joining"
-
     def _shown_with(self, client: int) -> Payload | None:
-        """Return what a client loads before it is evaluated."""
+        """Return what a client loads before it is evaluated in the run's own state."""
         if self.evaluate == "before" and self.engine.has_trained(client):
             return None
         return self.coordinator.server.evaluation_reply(client)
 
+    def _summary_of_others(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for state in dict.fromkeys(row.state for row in self.other_rows):
+            rows = [row for row in self.other_rows if row.state == state]
+            metrics |= summary(rows, "test", self.higher_is_better, state)
+        return metrics
+
     def _test_last_round(self) -> None:
         everybody = {GlobalModel.ID} if self.evaluate == "global" else {*self.data.clients}
-        if {row[:3] for row in self.rows} == {(client, self.coordinator.round, "test") for client in everybody}:
-            return  # there were no validation data, and nobody was left out
-        self.rows = []
+        # there were no validation data, and nobody was left out
+        done = {row[:3] for row in self.rows} == {(client, self.coordinator.round, "test") for client in everybody}
+        self.rows = [*self.rows] if done else []  # another list, since there is more to write
+        self.other_rows = []
         with torch.no_grad(), self.trainer.precision_plugin.test_step_context():  # as in a test by the Trainer
-            self._evaluate(list(self.clients), "test")
+            self._evaluate(list(self.clients), "test", self._states()[done:])
         self._gather_rows()
-        metrics = summary(self.rows, "test", self.higher_is_better)
+        metrics = {} if done else summary(self.rows, "test", self.higher_is_better)
+        metrics |= self._summary_of_others()
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
