@@ -38,8 +38,8 @@ def print_scores(
     first = next(iter(states))
     # of a further state only what tells good from bad, so that the table fits into a narrow window
     columns = [(name, state) for name in names for state in states if state == first or name in directions]
-    table = Table(title=_title(rows, states), title_justify="left", title_style="bold", pad_edge=len(columns) == len(names))
     twice = {name for name, state in columns if state != first}
+    table = Table(title=_title(rows, states), title_justify="left", title_style="bold", pad_edge=not twice)
     headings = (_heading(name) + f" {WORDS.get(state, state)}" * (name in twice) for name, state in columns)
     for heading in ("client", "samples", *headings, "sent", "received"):
         table.add_column(heading, justify="right", no_wrap=heading in ("client", "sent", "received"))
