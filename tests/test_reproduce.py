@@ -41,7 +41,7 @@ TABLES = [
 @pytest.fixture(scope="module")
 def reproduce():
     """The modules beside the script."""
-    names = ("tables", "results", "judge", "page", "run")
+    names = ("tables", "results", "judge", "page", "run", "states")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPT.parent))
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -449,6 +449,24 @@ def test_the_size_in_figure_8_i_follows_lambda(reproduce, printed, tmp_path):
         assert threshold == float(row.removeprefix("lambda "))
         size = reproduce.results._parameters({0: {"state_dict": member.state_dict()}}, threshold)
         assert size / 1e6 == pytest.approx(cell.number, rel=0.01)
+
+
+def test_in_which_state_simfed_s_orders_hold_is_tabled_and_drawn(reproduce, printed, tmp_path):
+    """FedAvg is above Stand-Alone as trained and below it as aggregated; the other cells are missing."""
+    table = printed["simfed", "states"]
+    assert len(table.runs(seeds=(1, 2, 3))) == 180
+    assert reproduce.states.write(table, tmp_path) is None
+    results = reproduce.results.Results(tmp_path / "simfed.jsonl")
+    column = "IID (P), 2 epochs, statistics averaged"
+    for seed in (1, 2, 3):
+        for row, trained, aggregated in (("FedAvg", 0.5, 0.3), ("Stand-Alone", 0.4, 0.4)):
+            one = result(table.cell(row, column).run, seed, [trained + seed / 1000 * (row == "FedAvg")])
+            one["scores"]["test/aggregated/acc"] = aggregated - seed / 900 * (row == "FedAvg")
+            results.add(one)
+    text = reproduce.states.write(table, tmp_path).read_text()
+    assert f"| {column} | holds as aggregated (as trained -10.20, p < 0.001; as aggregated +10.22, " in text
+    assert "Measured: 4 means of 120, over at least 3 seeds." in text
+    assert "local epochs" in (tmp_path / "simfed_states_by_epochs_paper.svg").read_text()
 
 
 # -------------------------------------------------------------------------------------------------------------- running

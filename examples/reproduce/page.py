@@ -75,7 +75,7 @@ def measured(cell: Cell, results: Results) -> Measured | None:
     assert cell.run is not None
     states = {evaluate(cell.run), "global"}  # beside a global model, clients' own are not what a table is of
     further = [] if states == {"global"} else [r for r in READINGS if not states & r.evaluate]
-    others = {reading.name: tuple(_by_seed(cell, results, reading).values()) for reading in further}
+    others = {reading.name: tuple(scores_by_seed(cell, results, reading).values()) for reading in further}
     best = [result["best"][_metric(cell)] for result in found if cell.clients is None and "best" in result]
     return Measured(
         values, tuple(100 * w for w in worst if w is not None), cost, seconds,
@@ -107,7 +107,7 @@ def _value(cell: Cell, result: dict[str, Any], path: str = "") -> float:
     return 100 * fmean(of_clients[client] for client in cell.clients)
 
 
-def _by_seed(cell: Cell, results: Results, reading: Reading) -> dict[int, float]:
+def scores_by_seed(cell: Cell, results: Results, reading: Reading) -> dict[int, float]:
     """Return a cell's number for every seed that has been scored in this state."""
     found: dict[int, float] = {}
     if cell.run is None:
@@ -183,11 +183,7 @@ def page(table: Table, results: Results) -> str:
         " an element, as the papers count. Seconds are those of training, the mean over the seeds, of cells "
         f"that ran {', '.join(places)}.",
         "",
-        *(
-            [f"The {BEST} is chosen by these data, so it is too high.", ""]
-            if any(g.best for g in found.values())
-            else []
-        ),
+        *(line for line in (f"The {BEST} is chosen by these data, so it is too high.", "") if best),
         "```",
         command,
         "```",
@@ -295,7 +291,9 @@ def _judged(table: Table, column: str, results: Results, pairs: list[tuple[str, 
         return []
     of_states = (cell.run for cell in cells.values() if cell.show == "accuracy" and cell.run is not None)
     readings = ONE_READING if {evaluate(run) for run in of_states} <= {"global"} else READINGS
-    seeds = {(row, reading): _by_seed(cell, results, reading) for row, cell in cells.items() for reading in readings}
+    seeds = {
+        (row, reading): scores_by_seed(cell, results, reading) for row, cell in cells.items() for reading in readings
+    }
     found = {
         (above, below): {reading.name: judge(seeds[above, reading], seeds[below, reading]) for reading in readings}
         for above, below in ordered
