@@ -26,7 +26,7 @@ class Scoring(Parts):
     """The part of a federation that scores clients, a batch being some of them."""
 
     evaluate: Literal["before", "after", "global"]
-    global_model: GlobalModel | None
+    global_model: GlobalModel
     seed: int | None
     threads: int | None
     _fresh: Callable[[int], Client]
@@ -43,7 +43,10 @@ class Scoring(Parts):
         """Begin an evaluation."""
         self.rows, self.other_rows = [], []
 
-    on_test_epoch_start = on_validation_epoch_start
+    def on_test_epoch_start(self) -> None:
+        """Begin a test, in every state that there is."""
+        self.rows, self.other_rows = [], []
+        self._tested = self._states()
 
     def validation_step(self, batch: list[int], batch_idx: int) -> None:
         """Evaluate a set of clients on their validation data."""
@@ -57,8 +60,8 @@ class Scoring(Parts):
             self._log(self._validated, write=self.trainer.state.fn != "fit")  # in a fit, with the rest of the round
 
     def test_step(self, batch: list[int], batch_idx: int) -> None:
-        """Evaluate a set of clients on their test data, in every state that there is."""
-        self._evaluate(batch, "test", self._states())
+        """Evaluate a set of clients on their test data."""
+        self._evaluate(batch, "test", self._tested)
 
     def on_test_epoch_end(self) -> None:
         """Log means over clients."""
@@ -107,13 +110,21 @@ class Scoring(Parts):
         own = {k: has_batches(client.data.val) for k, client in self.clients.items() if client.data}
         return "val" if any(self.ranks.merged(own).values()) else "test"
 
-    def _states(self) -> list[Literal["before", "after", "global"]]:
-        """Return the states in which models are tested, the one of the run's own scores first."""
+    def _states(self) -> list[str]:
+        """Return the states in which models are tested, the one of the run's own scores first; to be asked once a test.
+
+        In a state besides its own a run has a global model only if the method and the data have all that it takes.
+        """
         if not self.coordinator.round:  # there is one model, that of the start
             return [self.evaluate]
-        there: list[Literal["before", "after", "global"]] = ["before", "after"]
-        if self.ranks.rank == 0 and self._global_model() is not None:
-            there.append("global")
+        if self.evaluate != "global":
+            self.__dict__["global_model"] = None
+            with suppress(ConfigError):
+                self.data.everything("test")
+                if self.ranks.rank == 0 and self.coordinator.server.global_model():
+                    self.__dict__["global_model"] = GlobalModel(self._fresh(self.data.clients[0]), self.coordinator)
+                    self.global_model.client.place_on(self.device)
+        there = ["before", "after", *(["global"] if self.global_model is not None else [])]
         return [self.evaluate, *(state for state in there if state != self.evaluate)]
 
     def _evaluate(self, clients: list[int], split: Split, states: Sequence[str]) -> None:
@@ -141,12 +152,11 @@ class Scoring(Parts):
             (self.rows if row.state == BY_OPTION[self.evaluate] else self.other_rows).append(row)
 
     def _score_of_all(self, split: Split) -> list[Row]:
-        model = self._global_model()
-        if model is None or self.ranks.rank != 0 or any(r.state == "global" for r in (*self.rows, *self.other_rows)):
+        if self.ranks.rank != 0 or any(r.state == "global" for r in (*self.rows, *self.other_rows)):
             return []  # once is enough
         assert self.seed is not None
         with scoring_draws(self.seed):
-            score = model.score(self.data.everything(split), split, self.trainer)
+            score = self.global_model.score(self.data.everything(split), split, self.trainer)
         round = self.coordinator.round
         if score is None:
             return []
@@ -163,18 +173,6 @@ class Scoring(Parts):
             found = score.n, score.values, score.sizes
             rows.append(Row(client, self.coordinator.round, split, f"{model}:{when}", *found, BY_OPTION[state]))
         return rows
-
-    def _global_model(self) -> GlobalModel | None:
-        """Return the one model of all; None if the method or the data have no such thing."""
-        if "global_model" not in self.__dict__:
-            model = None
-            with suppress(ConfigError):
-                self.data.everything("test")
-                if self.coordinator.server.global_model() is not None:
-                    model = GlobalModel(self._fresh(self.data.clients[0]), self.coordinator)
-                    model.client.place_on(self.device)
-            self.__dict__["global_model"] = model
-        return self.global_model
 
     def _gather_rows(self) -> None:
         """Take in the scores of all processes, in the order of clients."""
