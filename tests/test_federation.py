@@ -163,7 +163,7 @@ def test_clients_that_never_trained_are_scored_as_they_would_join_now(tmp_path, 
     assert len(trained) == 2
     for row in federation.rows:
         member = federation.clients[row.client]
-        assert row.model == f"personalized:{'before' if row.client in trained else 'joining'}"
+        assert row.model == f"personalized:{'before' if row.client in trained else 'untrained'}"
         if row.client not in trained:
             kept = weights(federation)[row.client]
             member.download(federation.coordinator.server.reply(row.client))
@@ -172,7 +172,9 @@ def test_clients_that_never_trained_are_scored_as_they_would_join_now(tmp_path, 
         if row.client not in trained:
             assert not torch.equal(kept["backbone.head.weight"], member.backbone.head.weight)
     assert "Clients that have never trained, scored as they would join now: 2." in capsys.readouterr().out
-    assert (tmp_path / "run" / "clients.csv").read_text().count("personalized:joining") == 4  # validated and tested
+    lines = read_rows(tmp_path / "run" / "clients.csv")
+    untrained = [(line["split"], line["state"]) for line in lines if line["model"] == "personalized:untrained"]
+    assert untrained == [("val", "trained")] * 2 + [("test", "trained")] * 2 + [("test", "aggregated")] * 2
 
 
 def test_evaluating_a_sample_of_clients():
@@ -200,8 +202,9 @@ def test_everybody_is_tested_where_a_sample_is_validated_on_test_data(tmp_path):
     trainer(2, logger=logger, callbacks=[ClientsTable(show=False)]).fit(federation, datamodule=data)
     assert [row.client for row in federation.rows] == list(range(5))
     lines = read_rows(tmp_path / "run" / "clients.csv")
-    assert [line["round"] for line in lines] == ["1"] * 2 + ["2"] * 5
-    accuracies = [float(line["acc"]) for line in lines[2:]]
+    assert [line["round"] for line in lines] == ["1"] * 2 + ["2"] * 10
+    assert [line["state"] for line in lines] == ["trained"] * 7 + ["aggregated"] * 5
+    accuracies = [float(line["acc"]) for line in lines[2:7]]
     assert float(read_rows(tmp_path / "run" / "metrics.csv")[-1]["test/acc"]) == pytest.approx(sum(accuracies) / 5)
 
 
@@ -238,7 +241,7 @@ def test_a_federation_that_has_run_goes_on_from_a_checkpoint_like_a_new_one(tmp_
     trainer(6).fit(used, datamodule=digits())
     for one in (new, used):
         trainer().test(one, datamodule=digits(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
-    assert [row.model for row in new.rows].count("personalized:joining") == 3
+    assert [row.model for row in new.rows].count("personalized:untrained") == 3
     assert used.rows == new.rows
     for one in (new, used):
         trainer(6).fit(one, datamodule=digits(), ckpt_path=tmp_path / "last.ckpt")

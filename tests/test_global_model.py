@@ -78,5 +78,10 @@ def test_without_validation_data_test_data_are_scored_every_round(tmp_path):
     assert [row["round"] for row in rounds if float(row["test/acc"]) >= 0] == ["1", "2", "3"]
     with (tmp_path / "run/clients.csv").open() as file:
         rows = list(csv.DictReader(file))
+    others = [row for row in rows if row["state"] != "global"]  # of the last round
+    assert [(row["client"], row["round"], row["state"]) for row in others] == [
+        (client, "3", state) for client in "012" for state in ("trained", "aggregated")
+    ]
+    rows = [row for row in rows if row not in others]
     assert [(row["client"], row["round"], row["split"]) for row in rows] == [("-1", n, "test") for n in "123"]
     assert [float(row["acc"]) for row in rows] == [float(row["test/acc"]) for row in rounds]

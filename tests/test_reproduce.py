@@ -42,7 +42,7 @@ FEW = "digits data.train_fraction=0.1"
 @pytest.fixture(scope="module")
 def reproduce():
     """The modules beside the script."""
-    names = ("tables", "results", "judge", "page", "run")
+    names = ("tables", "results", "judge", "page", "run", "states")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPT.parent))
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -391,8 +391,10 @@ def test_a_verdict_is_of_all_readings(reproduce, outcomes, expected):
     assert reproduce.judge.verdict(judgements) == expected
 
 
-@pytest.mark.parametrize(("evaluate", "other"), [("before", "after"), ("after", "before")])
-def test_results_of_both_states_are_judged_under_both(reproduce, tiny, evaluate, other):
+@pytest.mark.parametrize(
+    ("evaluate", "other", "state"), [("before", "after", "aggregated"), ("after", "before", "trained")]
+)
+def test_results_of_both_states_are_judged_under_both(reproduce, tiny, evaluate, other, state):
     """FedAvg is above Stand-Alone as trained only; Stand-Alone, which sends nothing, has one state."""
     column = tiny / "papers" / "tiny" / "digits.yaml"
     column.write_text(column.read_text().replace("local_epochs: 1", f"local_epochs: 1\n  evaluate: {evaluate}"))
@@ -402,15 +404,31 @@ def test_results_of_both_states_are_judged_under_both(reproduce, tiny, evaluate,
     for seed in (1, 2, 3):
         acc = {"before": 0.9 + seed / 1000, "after": 0.7 + seed / 500}
         both = result(averaged, seed, [acc[evaluate]])
-        both["scores"][f"test/acc_{other}"] = acc[other]
-        both["clients"][f"personalized_{other}"] = [acc[other]]
+        both["scores"][f"test/{state}/acc"] = acc[other]
+        both["clients"][f"{state}/personalized"] = [acc[other]]
         results.add(both)
         results.add(result(alone, seed, [0.8 - seed / 1000], elements=0))
     text = reproduce.page.page(table, results)
     assert "- All, 1 printed orderings of two rows: holds as trained: 1.\n  - As aggregated, reversed: FedAvg" in text
     assert "not measured" not in text
     of_client_0 = reproduce.tables.Cell("", "", "", averaged, clients=(0,))
-    assert reproduce.page._value(of_client_0, results.of(averaged, 3), f"_{other}") == pytest.approx(100 * acc[other])
+    assert reproduce.page._value(of_client_0, results.of(averaged, 3), f"{state}/") == pytest.approx(100 * acc[other])
+    assert f"| | printed | ours | as {state} | difference |" in text
+    ours = {"before": "90.20 ± 0.10", "after": "70.40 ± 0.20"}
+    assert f"| FedAvg | 91.5 ± 1.4 | {ours[evaluate]} | {ours[other]} | " in text
+    assert "| Stand-Alone | 90.00 ± 0.10 | 79.80 ± 0.10 | 79.80 ± 0.10 | " in text
+
+
+def test_the_best_round_on_test_data_stands_beside_the_last_and_is_marked(reproduce, tiny):
+    table = reproduce.tables.Table(tiny / "papers" / "tiny", "table1")
+    results = reproduce.results.Results(tiny / "tiny.jsonl")
+    run = table.cell("FedAvg", "All").run
+    results.add(result(run, 1, [0.7], best={"test/acc": [5, 0.8]}))
+    results.add(result(run, 2, [0.7], best={"test/acc": [20, 0.9]}))
+    text = reproduce.page.page(table, results)
+    assert "| | printed | ours | best round on test data | difference |" in text
+    assert "| FedAvg | 91.5 ± 1.4 | 70.00 ± 0.00 | 85.00 ± 7.07 (5, 20) | -21.50 |" in text
+    assert "The best round on test data is chosen by these data, so it is too high." in text
 
 
 @pytest.mark.parametrize(
@@ -458,6 +476,24 @@ def test_the_size_in_figure_8_i_follows_lambda(reproduce, printed, tmp_path):
         assert threshold == float(row.removeprefix("lambda "))
         size = reproduce.results._parameters({0: {"state_dict": member.state_dict()}}, threshold)
         assert size / 1e6 == pytest.approx(cell.number, rel=0.01)
+
+
+def test_in_which_state_simfed_s_orders_hold_is_tabled_and_drawn(reproduce, printed, tmp_path):
+    """FedAvg is above Stand-Alone as trained and below it as aggregated; the other cells are missing."""
+    table = printed["simfed", "states"]
+    assert len(table.runs(seeds=(1, 2, 3))) == 180
+    assert reproduce.states.write(table, tmp_path) is None
+    results = reproduce.results.Results(tmp_path / "simfed.jsonl")
+    column = "IID (P), 2 epochs, statistics averaged"
+    for seed in (1, 2, 3):
+        for row, trained, aggregated in (("FedAvg", 0.5, 0.3), ("Stand-Alone", 0.4, 0.4)):
+            one = result(table.cell(row, column).run, seed, [trained + seed / 1000 * (row == "FedAvg")])
+            one["scores"]["test/aggregated/acc"] = aggregated - seed / 900 * (row == "FedAvg")
+            results.add(one)
+    text = reproduce.states.write(table, tmp_path).read_text()
+    assert f"| {column} | holds as aggregated (as trained -10.20, p < 0.001; as aggregated +10.22, " in text
+    assert "Measured: 4 means of 120, over at least 3 seeds." in text
+    assert "local epochs" in (tmp_path / "simfed_states_by_epochs_paper.svg").read_text()
 
 
 # -------------------------------------------------------------------------------------------------------------- running

@@ -1,24 +1,24 @@
 """What every client achieved: ``clients.csv`` during the run, a table at its end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from rich.console import Console
-from rich.table import Table
 
-from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.own_scores import OwnScores
-from lit_pfl_callbacks.protocols import HasScores, HasTraffic, Row
+from lit_pfl_callbacks.protocols import HasOtherStates, HasScores, HasTraffic, Row
 from lit_pfl_callbacks.rounds import keeps, writes
 from lit_pfl_callbacks.run_folder import append_rows, checked_rows, resume_command, run_folder, write_rows
+from lit_pfl_callbacks.scores_shown import best_validated, of_own_models, print_scores
+from lit_pfl_callbacks.states import with_states
 from lit_pfl_callbacks.waiting import waits
 
-COLUMNS = ["client", "round", "split", "model", "n"]  # and a column for every metric
-KEY = ["client", "round", "split", "model"]  # there are no two lines with the same
-TITLES = {"acc": "accuracy"}
+COLUMNS = ["client", "round", "split", "model", "state", "n"]  # and a column for every metric
+KEY = ["client", "round", "split", "model", "state"]  # there are no two lines with the same
+NEEDED = ["client", "round", "split", "model"]  # those that a file has whatever the version that wrote it
 
 
 class ClientsTable(L.Callback):
@@ -26,10 +26,14 @@ class ClientsTable(L.Callback):
 
     The module tells the scores of its latest evaluation (:class:`~lit_pfl_callbacks.protocols.HasScores`). Of any other
     module, such as one site's, the file has what its validation and its test log, with no client and the model ``own``;
-    Lightning shows these itself, so no table is printed. A ``model``
-    that ends in ``:joining`` is that of a client that has never trained, as it would join now. Below the clients stands
-    what says how fair the result is: the deviation over clients, and the worst tenth. Loggers get the scores'
-    distribution in every round, and the table at the end. ``lit-pfl report`` holds runs against each other.
+    Lightning shows these itself, so no table is printed. ``state`` is the state in which the model was scored:
+    ``trained``, ``aggregated`` or ``global``. A module that has scored further states
+    (:class:`~lit_pfl_callbacks.protocols.HasOtherStates`) has a line for each, and the table shows them side by side.
+    A ``model`` that ends in ``:untrained`` is that of a client that has never trained, scored as it would start now.
+    Below the clients stands what says how fair the result is: the deviation over clients, and the worst 10 %. After a
+    fit in which every round was validated, a line has the scores of the last round and of the best one on validation
+    data. Loggers get the scores' distribution in every round, and the table at the end. ``lit-pfl report`` holds runs
+    against each other.
 
     Args:
         show: whether to print the table.
@@ -51,7 +55,7 @@ class ClientsTable(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Look whether the run can go on with its file, before anything is computed that would be lost."""
         if writes(trainer) and stage != "predict":
-            checked_rows(run_folder(trainer) / "clients.csv", KEY)
+            checked_rows(run_folder(trainer) / "clients.csv", NEEDED)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take note of the round that is scored."""
@@ -126,7 +130,7 @@ class ClientsTable(L.Callback):
             step = round + (split == "test")  # a test of the last round comes after its validation, and beside it
             kept = [
                 row
-                for row in checked_rows(path, KEY)
+                for row in _lines(path)
                 if int(float(row["round"])) < step and (row["split"], row["round"]) != (split, str(round))
             ]
             self._file = path, write_rows(path, kept + records)
@@ -140,7 +144,7 @@ class ClientsTable(L.Callback):
             return
         path = run_folder(trainer) / "clients.csv"
         records = self._records(pl_module)
-        lines = {tuple(str(row[name]) for name in KEY): row for row in [*checked_rows(path, KEY), *records]}
+        lines = {tuple(str(row[name]) for name in KEY): row for row in [*_lines(path), *records]}
         write_rows(path, sorted(lines.values(), key=lambda row: (int(float(row["round"])), row["split"] == "test")))
 
     def _show(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -150,65 +154,25 @@ class ClientsTable(L.Callback):
         self._dashboard.table(trainer, rows[0].round, f"clients/{rows[0].split}", self._records(pl_module))
         if not self.show:
             return
-        joining = sum(row.model.endswith(":joining") for row in rows)
-        first = next((row for row in rows if not row.model.endswith(":joining")), rows[0])
-        which, _, when = first.model.partition(":")
-        after = f"{which.capitalize()} models after round {first.round}" if first.round else "Untrained models"
-        title = f"{after}, on each client's {first.split} data"
-        if which == "global":
-            title = f"Global model after round {first.round}, on all {first.split} data"
-        if when and first.round:
-            title += f" ({when} aggregation)"
-        table = Table(title=title, title_justify="left", title_style="bold")
-        names = list(dict.fromkeys(name for row in rows for name in row.scores))
-        directions = pl_module.higher_is_better
-        for column in ("client", "samples", *(TITLES.get(name, name) for name in names), "sent", "received"):
-            table.add_column(column, justify="right")
-        shown = self._shown(rows, names, directions)
-        traffic = pl_module.traffic.clients if isinstance(pl_module, HasTraffic) else {}
-        for row in shown:
-            if row is None:
-                table.add_row(*["..."] * (4 + len(names)))
-                continue
-            sent = map(human_bytes, traffic.get(row.client, (0, 0)))
-            table.add_row(str(row.client), str(row.n), *(_number(row.scores.get(name)) for name in names), *sent)
-        table.add_section()
-        total = [human_bytes(sum(sizes[way] for sizes in traffic.values())) for way in (0, 1)]
-        columns = {name: [row.scores[name] for row in rows if name in row.scores] for name in names}
-        table.add_row("mean", "", *(_number(mean(values)) for values in columns.values()), *total)
-        spread = (name for name in names if not name.endswith("loss"))
-        std = {name: _number(deviation(columns[name])) for name in spread}
-        table.add_row("std", "", *(std.get(name, "") for name in names), "(all)", "(all)")
-        worst = {
-            name: _number(mean(worst_tenth(columns[name], directions[name]))) for name in names if name in directions
-        }
-        if worst:
-            table.add_row("worst 10%", "", *(worst.get(name, "") for name in names), "", "")
         console = Console(width=max(80, Console().width))
-        console.print(table)
-        if joining and first.round:
-            console.print(f"Clients that have never trained, scored as they would join now: {joining}.")
+        others = [row for row in _others(pl_module) if row.n]
+        traffic = pl_module.traffic.clients if isinstance(pl_module, HasTraffic) else {}
+        print_scores(console, rows, others, pl_module.higher_is_better, traffic, self.most)
+        if trainer.state.fn == "fit" and keeps(trainer):
+            lines = _lines(run_folder(trainer) / "clients.csv")
+            if best := best_validated(lines, rows[0], pl_module.higher_is_better):
+                console.print(best, highlight=False, soft_wrap=True)
         self._say_what_next(console, trainer)
 
     def _records(self, pl_module: L.LightningModule) -> list[dict[str, Any]]:
         """Return the scores as lines of the file."""
-        rows = self._rows(pl_module)
+        rows = [*self._rows(pl_module), *_others(pl_module)]
         names = dict.fromkeys(name for row in rows for name in row.scores)
-        return [
-            {column: getattr(row, column) for column in COLUMNS}
+        return with_states([
+            {column: getattr(row, column, "") for column in COLUMNS}
             | {name + "_score" * (name in COLUMNS): row.scores.get(name, "") for name in names}
             for row in rows
-        ]
-
-    def _shown(self, rows: list[Any], names: list[str], directions: Mapping[str, bool]) -> list[Any]:
-        """Return the rows to print: all, or the worst and the best, with None in between."""
-        by = next((name for name in names if name in directions), None)
-        if len(rows) <= self.most:
-            return rows
-        if by is not None:
-            rows = sorted(rows, key=lambda row: row.scores.get(by, 0.0), reverse=not directions[by])
-        half = self.most // 2
-        return [*rows[:half], None, *rows[-half:]]
+        ])  # fmt: skip
 
     def _say_what_next(self, console: Console, trainer: L.Trainer) -> None:
         if not keeps(trainer):
@@ -226,29 +190,13 @@ class ClientsTable(L.Callback):
             console.print(f"  {command} --trainer.max_epochs {rounds}", highlight=False, soft_wrap=True)
 
 
-def of_own_models(rows: Sequence[Any]) -> list[Any]:
-    """Return the scores of every client's own model, the first kind that there is; methods may have further ones."""
-    kinds = [row.model.partition(":")[0] for row in rows]
-    return [row for row, kind in zip(rows, kinds, strict=True) if kind == kinds[0]]
-
-
 def _which(row: Row) -> tuple[str, int]:
     return row.split, row.round
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def _others(pl_module: L.LightningModule) -> Sequence[Row]:
+    return pl_module.other_rows if isinstance(pl_module, HasOtherStates) else ()
 
 
-def human_bytes(size: float) -> str:
-    """Write a number of bytes for people, in powers of 1000.
-
-    Example:
-        >>> human_bytes(20_388_400)
-        '20.39 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return with_states(checked_rows(path, NEEDED))

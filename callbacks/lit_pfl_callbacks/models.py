@@ -9,12 +9,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save
 from torch import nn
 
-from lit_pfl_callbacks.clients import of_own_models
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.files import write_whole
 from lit_pfl_callbacks.protocols import HasClients, HasScores
 from lit_pfl_callbacks.rounds import keeps, spread
 from lit_pfl_callbacks.run_folder import run_folder
+from lit_pfl_callbacks.scores_shown import of_own_models
 from lit_pfl_callbacks.tensors import tensors_of
 
 

@@ -19,6 +19,7 @@ class OwnRow(NamedTuple):
     model: str
     n: int | str
     scores: Mapping[str, float]
+    state: str = ""
 
 
 class OwnScores:

@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lit_pfl_callbacks.clients import TITLES, human_bytes
 from lit_pfl_callbacks.protocols import HasClients, HasTraffic, Transfer
 from lit_pfl_callbacks.rounds import loop_of
+from lit_pfl_callbacks.scores_shown import TITLES, human_bytes
 
 
 class RoundProgress(ProgressBar):

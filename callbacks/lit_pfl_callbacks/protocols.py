@@ -10,6 +10,7 @@ protocol                 attribute                        who looks for it
 :class:`HasClients`      ``client_ids``, ``ask(...)``     ``Similarity``, ``SparsityMonitor``, ``FeatureAlignment``,
                                                           ``FeatureMap``, ``PersonalizedModels``
 :class:`HasScores`       ``rows``, ``higher_is_better``   ``ClientsTable``, ``PersonalizedModels``
+:class:`HasOtherStates`  ``other_rows``                   ``ClientsTable``
 :class:`HasTraffic`      ``traffic``                      ``CommunicationLedger``, ``Similarity``, ``EmbeddingMap``
 :class:`HasSeconds`      ``seconds``                      ``RoundTimer``
 :class:`HasMixing`       ``mixing()``                     ``Similarity``
@@ -83,7 +84,11 @@ class Row(Protocol):
 
     @property
     def model(self) -> str:
-        """The model: ``personalized:before``; with ``:joining``, of a client that has never trained."""
+        """The model: ``personalized:before``; with ``:untrained``, of a client that has never trained."""
+
+    @property
+    def state(self) -> str:
+        """The state in which it was scored: ``trained``, ``aggregated`` or ``global``."""
 
     @property
     def n(self) -> int:
@@ -111,8 +116,8 @@ class Traffic(Protocol):
 
 #: of what kind attributes are
 KINDS: dict[str, Any] = {
-    "client_ids": Sequence, "ask": Callable, "rows": Sequence, "higher_is_better": Mapping, "traffic": Traffic,
-    "seconds": Mapping, "refused": Sequence,
+    "client_ids": Sequence, "ask": Callable, "rows": Sequence, "other_rows": Sequence, "higher_is_better": Mapping,
+    "traffic": Traffic, "seconds": Mapping, "refused": Sequence,
     "mixing": Callable, "test_samples": Callable, "roles": Callable, "weight_parts": Callable,
 }  # fmt: skip
 
@@ -152,6 +157,14 @@ class HasScores(Protocol, metaclass=_OfKinds):
 
     @property
     def higher_is_better(self) -> Mapping[str, bool]: ...  # noqa: D102
+
+
+@runtime_checkable
+class HasOtherStates(Protocol, metaclass=_OfKinds):
+    """``other_rows``: the scores of the latest test in further states than that of ``rows``."""
+
+    @property
+    def other_rows(self) -> Sequence[Row]: ...  # noqa: D102
 
 
 @runtime_checkable

@@ -22,33 +22,31 @@ class Reading:
     Args:
         name: the state in words.
         evaluate: the values of ``federation.evaluate`` with which a run's plain scores are of this state.
-        suffix: what follows the name of a metric, and of a model in a result's ``clients``, where a run has scored both
-            states and its plain scores are of the other one.
+        state: how scores are named that a run has beside its plain ones: ``test/{state}/acc``.
     """
 
     name: str
     evaluate: frozenset[str]
-    suffix: str
+    state: str
 
 
-AS_TRAINED = Reading("as trained", frozenset({"before"}), "_before")
-AS_AGGREGATED = Reading("as aggregated", frozenset({"after"}), "_after")
+AS_TRAINED = Reading("as trained", frozenset({"before"}), "trained")
+AS_AGGREGATED = Reading("as aggregated", frozenset({"after"}), "aggregated")
 READINGS = (AS_TRAINED, AS_AGGREGATED)
 
 
-def suffix_of(reading: Reading, result: Mapping[str, Any], evaluate: str, metric: str) -> str | None:
-    """Return what follows names in a result for scores of this reading; None where it has no such scores.
+def path_of(reading: Reading, result: Mapping[str, Any], evaluate: str) -> str | None:
+    """Return what scores of this reading have in their names in a result, ``aggregated/`` or nothing; None without any.
 
     Args:
         reading: the reading.
         result: a line of ``PAPER.jsonl``.
         evaluate: ``federation.evaluate`` of its run.
-        metric: name of the score, for example ``test/acc``.
     """
-    if f"{metric}{reading.suffix}" in result["scores"]:
-        return reading.suffix
     # A run in which nothing travels has one state only: what is trained is what the next round starts from.
-    return "" if evaluate in reading.evaluate or result["elements"] == 0 else None
+    if evaluate in reading.evaluate or result["elements"] == 0:
+        return ""
+    return f"{reading.state}/" if f"test/{reading.state}/acc" in result["scores"] else None
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from judge import LEVEL, READINGS, SEEDS, Reading, counts, judge, suffix_of, verdict
+from judge import LEVEL, READINGS, SEEDS, Reading, counts, judge, path_of, verdict
 from results import Results
 from tables import Cell, Run, Table
 
@@ -29,18 +29,27 @@ TEST_DATA = {
     "all": "on all test data for every client, under its own labels",
     "alike": "on {eval_samples} test samples a client at most, drawn with its own shares of classes",
 }
+#: the title of what is chosen on test data, which a paper may print
+BEST = "best round on test data"
 #: a global model has one state to score; costs and numbers of parameters are of no state
 ONE_READING = (Reading("", frozenset(STATES), ""),)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured for a cell: a number for every seed, and what else stands on the page."""
+    """What was measured for a cell: a number for every seed, and what else stands on the page.
+
+    ``others``: the numbers in further states, by the name of the reading; ``best``: those of the best round on test
+    data, where test data were scored in several rounds, and ``rounds``, which these are.
+    """
 
     values: tuple[float, ...]
     worst: tuple[float, ...] = ()
     cost: float = math.nan
     seconds: float = math.nan
+    others: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    best: tuple[float, ...] = ()
+    rounds: tuple[int, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -63,19 +72,28 @@ def measured(cell: Cell, results: Results) -> Measured | None:
         return Measured(values, seconds=seconds)
     worst = [result["scores"].get(f"{_metric(cell)}_worst10") for result in found if cell.clients is None]
     cost = fmean(_cost(result) for result in found)
-    return Measured(values, tuple(100 * w for w in worst if w is not None), cost, seconds)
+    assert cell.run is not None
+    states = {evaluate(cell.run), "global"}  # beside a global model, clients' own are not what a table is of
+    further = [] if states == {"global"} else [r for r in READINGS if not states & r.evaluate]
+    others = {reading.name: tuple(scores_by_seed(cell, results, reading).values()) for reading in further}
+    best = [result["best"][_metric(cell)] for result in found if cell.clients is None and "best" in result]
+    return Measured(
+        values, tuple(100 * w for w in worst if w is not None), cost, seconds,
+        {name: numbers for name, numbers in others.items() if numbers},
+        tuple(100 * score for _, score in best), tuple(round for round, _ in best),
+    )  # fmt: skip
 
 
-def _metric(cell: Cell) -> str:
-    return f"test/{cell.model}/acc" if cell.model else "test/acc"
+def _metric(cell: Cell, path: str = "") -> str:
+    return f"test/{path}{cell.model}/acc" if cell.model else f"test/{path}acc"
 
 
 def _cost(result: dict[str, Any]) -> float:
     return float(ELEMENT * result["elements"] / 1e9)
 
 
-def _value(cell: Cell, result: dict[str, Any], suffix: str = "") -> float:
-    """Return a cell's number in a result; ``suffix``: what follows the names of its accuracies there."""
+def _value(cell: Cell, result: dict[str, Any], path: str = "") -> float:
+    """Return a cell's number in a result; ``path``: what its accuracies have in their names there, see ``path_of``."""
     if cell.show == "cost":
         return _cost(result)
     if cell.show == "parameters":
@@ -84,18 +102,20 @@ def _value(cell: Cell, result: dict[str, Any], suffix: str = "") -> float:
         counts = (result["scores"].get(f"{name}parameters") for name in names)
         return float(next((n for n in counts if n is not None), result["parameters"]) / 1e6)
     if cell.clients is None:
-        return float(100 * result["scores"][f"{_metric(cell)}{suffix}"])
-    of_clients = result["clients"][f"{cell.model or next(iter(result['clients']))}{suffix}"]
+        return float(100 * result["scores"][_metric(cell, path)])
+    of_clients = result["clients"][f"{path}{cell.model or next(iter(result['clients']))}"]
     return 100 * fmean(of_clients[client] for client in cell.clients)
 
 
-def _by_seed(cell: Cell, results: Results, reading: Reading) -> dict[int, float]:
+def scores_by_seed(cell: Cell, results: Results, reading: Reading) -> dict[int, float]:
     """Return a cell's number for every seed that has been scored in this state."""
-    found = {}
-    for result in results.of_all_seeds(cell.run) if cell.run is not None else []:
-        suffix = suffix_of(reading, result, evaluate(cell.run), _metric(cell)) if cell.show == "accuracy" else ""
-        if suffix is not None:
-            found[result["seed"]] = _value(cell, result, suffix)
+    found: dict[int, float] = {}
+    if cell.run is None:
+        return found
+    for result in results.of_all_seeds(cell.run):
+        path = path_of(reading, result, evaluate(cell.run)) if cell.show == "accuracy" else ""
+        if path is not None:
+            found[result["seed"]] = _value(cell, result, path)
     return found
 
 
@@ -150,6 +170,7 @@ def page(table: Table, results: Results) -> str:
     scale = "" if table.scale == "paper" else f" --scale {table.scale}"
     command = f"python examples/reproduce/run.py {table.paper.name} {table.name}{scale} --seeds {seeds} --root FOLDER"
     at = "" if table.scale == "paper" else f", at the {table.scale} scale"
+    best = any(got.best for got in found.values())
     lines = [f"# {table.title}{at}", "", table.about, ""]
     if table.scale != "paper":
         lines += [f"{_header(table)} So the numbers are not meant to be the same; what may be is their order.", ""]
@@ -162,6 +183,7 @@ def page(table: Table, results: Results) -> str:
         " an element, as the papers count. Seconds are those of training, the mean over the seeds, of cells "
         f"that ran {', '.join(places)}.",
         "",
+        *(line for line in (f"The {BEST} is chosen by these data, so it is too high.", "") if best),
         "```",
         command,
         "```",
@@ -204,19 +226,26 @@ def _header(table: Table) -> str:
 
 
 def _lines(table: Table, pairs: Sequence[tuple[str, str]], found: dict[tuple[str, str], Measured]) -> list[str]:
-    lines = [
-        "| | printed | ours | difference | worst tenth | cost printed, GB | cost, GB | seconds | seeds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    there = [found[pair] for pair in pairs if pair in found]
+    others = [r.name for r in READINGS if any(got.others.get(r.name, got.values) != got.values for got in there)]
+    best = [BEST] if any(got.best for got in there) else []
+    titles = ["", "printed", "ours", *others, *best, "difference", "worst tenth", "cost printed, GB", "cost, GB",
+              "seconds", "seeds"]  # fmt: skip
+    lines = [f"| {' | '.join(titles)} |".replace("|  |", "| |"), "|---" * len(titles) + "|"]
     for row, column in pairs:
         cell, got = table.cell(row, column), found.get((row, column))
         name = row if table.sections == "columns" else column
         cost = table.cost.get(table.stands_for(row), "")
         if got is None:
-            lines.append(f"| {name} | {cell.printed} | | | | {cost} | | | |")
+            empty = " |" * len([*others, *best])
+            lines.append(f"| {name} | {cell.printed} | |{empty} | | {cost} | | | |")
             continue
         digits = 3 if cell.show != "accuracy" else 2
-        ours = f"{got.mean:.{digits}f}" + ("" if got.deviation is None else f" ± {got.deviation:.{digits}f}")
+        ours = " | ".join([
+            _over_seeds(got.values, digits),
+            *(_over_seeds(got.others.get(other, ()), digits) for other in others),
+            *(f"{_over_seeds(got.best, digits)} ({', '.join(map(str, got.rounds))})" if got.best else "" for _ in best),
+        ])  # fmt: skip
         difference = "" if cell.number is None else f"{got.mean - cell.number:+.{digits}f}"
         worst = f"{fmean(got.worst):.1f}" if got.worst else ""
         spent = "" if math.isnan(got.cost) else f"{got.cost:.3g}"
@@ -225,6 +254,14 @@ def _lines(table: Table, pairs: Sequence[tuple[str, str]], found: dict[tuple[str
             f"| {len(got.values)} |"
         )
     return lines
+
+
+def _over_seeds(values: tuple[float, ...], digits: int) -> str:
+    """Write the mean over seeds and the deviation, if there are several; nothing without any."""
+    if not values:
+        return ""
+    spread = Measured(values).deviation
+    return f"{fmean(values):.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
 
 
 def orderings(table: Table, column: str, results: Results) -> list[str]:
@@ -254,7 +291,9 @@ def _judged(table: Table, column: str, results: Results, pairs: list[tuple[str, 
         return []
     of_states = (cell.run for cell in cells.values() if cell.show == "accuracy" and cell.run is not None)
     readings = ONE_READING if {evaluate(run) for run in of_states} <= {"global"} else READINGS
-    seeds = {(row, reading): _by_seed(cell, results, reading) for row, cell in cells.items() for reading in readings}
+    seeds = {
+        (row, reading): scores_by_seed(cell, results, reading) for row, cell in cells.items() for reading in readings
+    }
     found = {
         (above, below): {reading.name: judge(seeds[above, reading], seeds[below, reading]) for reading in readings}
         for above, below in ordered

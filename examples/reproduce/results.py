@@ -16,6 +16,7 @@ from torch import Tensor
 from lit_pfl.lightning_internals import read_checkpoint
 from lit_pfl_callbacks.files import replacing
 from lit_pfl_callbacks.run_folder import read_rows
+from lit_pfl_callbacks.states import with_states
 
 
 class Results:
@@ -72,11 +73,13 @@ def collect(folder: Path, run: Run, seed: int, clients_a_domain: int | None) -> 
     """
     last = read_rows(folder / "metrics.csv")[-1]
     with (folder / "clients.csv").open(newline="") as file:
-        tested = [row for row in csv.DictReader(file) if row["split"] == "test" and row["round"] == last["round"]]
+        rows = with_states([*csv.DictReader(file)])
+    tested = [row for row in rows if row["split"] == "test" and row["round"] == last["round"]]
     checkpoint = read_checkpoint(folder / "checkpoints" / "last.ckpt", mmap=True)
     models: dict[str, list[float | None]] = {}
-    for row in tested:
-        models.setdefault(row["model"].partition(":")[0], []).append(_rounded(row["acc"]))
+    for row in tested:  # those of the run's own state come first
+        path = "" if row["state"] == tested[0]["state"] else f"{row['state']}/"
+        models.setdefault(path + row["model"].partition(":")[0], []).append(_rounded(row["acc"]))
     result = {
         "run": run.name,
         "scale": run.scale,
@@ -91,9 +94,19 @@ def collect(folder: Path, run: Run, seed: int, clients_a_domain: int | None) -> 
         "parameters": _parameters(checkpoint["federation"]["clients"], _threshold(folder / "config.yaml")),
         "seconds": round(checkpoint["callbacks"]["Timer"]["time_elapsed"]["train"], 1),
     }
+    if best := _best(read_rows(folder / "metrics.csv")):
+        result["best"] = best
     if clients_a_domain is not None and (folder / "similarity.csv").exists():
         result["similarity"] = _similarity(folder / "similarity.csv", clients_a_domain)
     return result
+
+
+def _best(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the best round on test data and its accuracy, by name of the score; of those scored in several rounds."""
+    names = [name for name in rows[0] if name.startswith("test/") and name.endswith("/acc")]
+    scores = {name: [(float(row[name]), int(float(row["round"]))) for row in rows if row[name]] for name in names}
+    best = {name: max(found, key=lambda one: (one[0], -one[1])) for name, found in scores.items() if len(found) > 1}
+    return {name: [round, _rounded(str(score)) or 0.0] for name, (score, round) in best.items()}
 
 
 def _rounded(value: str) -> float | None:

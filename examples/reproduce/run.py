@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import yaml
-from page import page
+from page import orderings, page
 from results import Results, collect
 from tables import PAPERS, ROOT, Run, Table
 
@@ -170,6 +170,13 @@ class Reproduction:
         with replacing(self.options.results / f"{table.paper.name}_{table.name}{at}.md") as file:
             file.write(page(table, results).encode())
 
+    def _print_orderings(self, table: Table) -> None:
+        """Print in which state how many of the printed orderings hold."""
+        results = Results(self.options.results / f"{table.paper.name}.jsonl")
+        for line in (line for column in table.columns for line in orderings(table, column, results)):
+            if line.startswith("- "):  # the others say which ones
+                print(f"{table.title}: {line.removeprefix('- ')}", flush=True)
+
     def run(self) -> int:
         """Run, and return the exit code: 1 where a cell failed."""
         jobs = self.jobs()
@@ -182,6 +189,7 @@ class Reproduction:
         if not self.options.estimate:
             for table, _, _ in self.tables:
                 self.write_page(table)
+                self._print_orderings(table)
         done = sum(outcome.state in ("done", "there") for outcome in outcomes)
         if done < len(jobs):
             print(f"{len(jobs) - done} cells are left; the same command goes on with them.")

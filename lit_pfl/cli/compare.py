@@ -17,7 +17,7 @@ from lit_pfl.cli.overview import methods as names_of_methods
 from lit_pfl.cli.report import read, require_charts, write_report
 from lit_pfl.cli.runner import OUTPUT, Job, Outcome, run_jobs
 from lit_pfl.errors import ConfigError
-from lit_pfl.report import grouped, main_metric, paired, summary
+from lit_pfl.report import grouped, main_metric, paired_by_state, summary, validated
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> None:
         page = write_report(runs, options.output / "report.html")
         groups, metric = grouped(runs), main_metric(runs)
         if metric is not None:
-            for table in filter(None, (summary(groups, metric), paired(groups, metric))):
+            tables = (summary(groups, metric), *paired_by_state(groups, metric), validated(groups, metric))
+            for table in filter(None, tables):
                 print(f"\n{table.title}\n\n{table.markdown()}", end="")
         print(f"\nReport: {page}")
     if failed:

@@ -6,12 +6,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
+from lit_pfl_callbacks.states import GLOBAL
 
 LOSS = re.compile(r"(^|[/_.])loss$")
 
 
 class Row(NamedTuple):
-    """One client's score, a line of ``clients.csv``."""
+    """One client's score, a line of ``clients.csv``; ``state`` is one of :mod:`lit_pfl_callbacks.states`."""
 
     client: int
     round: int
@@ -20,15 +21,17 @@ class Row(NamedTuple):
     n: int
     scores: Mapping[str, float]
     sizes: Mapping[str, float] = MappingProxyType({})
+    state: str = ""
 
 
-def summary(rows: list[Row], split: str, higher_is_better: Mapping[str, bool]) -> dict[str, float]:
+def summary(rows: list[Row], split: str, higher_is_better: Mapping[str, bool], state: str = "") -> dict[str, float]:
     """Summarise scores over clients, each client counting once; clients without samples do not count.
 
     Args:
         rows: the scores.
         split: which of them.
         higher_is_better: the directions of metrics that have one.
+        state: goes into the names, as ``{split}/{state}/{name}``: for further states than that of the run's own scores.
 
     Returns:
         For every metric ``{split}/{name}``, the mean; its standard deviation ``{name}_std`` over clients; and where
@@ -42,19 +45,22 @@ def summary(rows: list[Row], split: str, higher_is_better: Mapping[str, bool]) -
             models.setdefault(row.model.partition(":")[0], []).append(row)
     metrics: dict[str, float] = {}
     for i, (model, scored) in enumerate(models.items()):
-        metrics |= _summary_of_one(scored, f"{split}/{model}" if i else split, higher_is_better)
+        path = [*filter(None, [state]), *([model] if i else [])]
+        metrics |= _summary_of_one(scored, "/".join([split, *path]), higher_is_better, spread=state != GLOBAL)
         for name in dict.fromkeys(name for row in scored for name in row.sizes):
-            metrics[f"model/{model}/{name}" if i else f"model/{name}"] = mean([row.sizes[name] for row in scored])
+            metrics["/".join(["model", *path, name])] = mean([row.sizes[name] for row in scored])
     return metrics
 
 
-def _summary_of_one(scored: list[Row], prefix: str, higher_is_better: Mapping[str, bool]) -> dict[str, float]:
+def _summary_of_one(
+    scored: list[Row], prefix: str, higher_is_better: Mapping[str, bool], spread: bool
+) -> dict[str, float]:
     names = dict.fromkeys(name for row in scored for name in row.scores)
     metrics: dict[str, float] = {}
     for name in names:
         values = [row.scores[name] for row in scored if name in row.scores]
         metrics[f"{prefix}/{name}"] = mean(values)
-        if LOSS.search(name):
+        if LOSS.search(name) or not spread:
             continue
         metrics[f"{prefix}/{name}_std"] = deviation(values)
         if (higher := higher_is_better.get(name)) is not None:

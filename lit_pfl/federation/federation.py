@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +24,7 @@ from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.checkpoint import fingerprint, resume, saved, trained_in
-from lit_pfl.federation.scoring import GlobalModel, Scores
+from lit_pfl.federation.scoring import GlobalModel, Scores, State
 from lit_pfl.federation.server_step import ServerStep
 from lit_pfl.federation.summary import described, summarize
 from lit_pfl.learners.scoring import Split
@@ -90,7 +91,6 @@ class Federation(QuickModule):
     """
 
     prototype: Client
-    global_model: GlobalModel
     coordinator: Coordinator
 
     def __init__(
@@ -181,8 +181,8 @@ class Federation(QuickModule):
         else:
             self._work.trainer = self.trainer
             self.engine.setup(self._work)
-        if hasattr(self, "global_model"):
-            self.global_model.client.place_on(self.trainer.strategy.root_device)
+        if self.scores.global_model is not None:
+            self.scores.global_model.client.place_on(self.trainer.strategy.root_device)
         summarize(self.trainer, self._described)
 
     def _begin(self, data: FederatedDataModule) -> None:
@@ -206,7 +206,7 @@ class Federation(QuickModule):
         self.coordinator = Coordinator(server, self.quorum)
         self.coordinator.start(self.engine.joined())
         if self.evaluate == "global":
-            self.__dict__["global_model"] = GlobalModel(work.fresh(data.clients[0]), self.coordinator)
+            self.scores.global_model = GlobalModel(work.fresh(data.clients[0]), self.coordinator)
         self._described = described(example, len(data.clients))
         self._work = work
 
@@ -330,8 +330,13 @@ class Federation(QuickModule):
 
     @property
     def rows(self) -> list[Row]:
-        """The scores of the latest evaluation."""
+        """The scores of the latest evaluation, in the state that ``evaluate`` names."""
         return self.scores.rows
+
+    @property
+    def other_rows(self) -> list[Row]:
+        """If it was a test, the scores in the other states."""
+        return self.scores.other_rows
 
     @property
     def higher_is_better(self) -> Mapping[str, bool]:
@@ -340,13 +345,16 @@ class Federation(QuickModule):
 
     def on_validation_epoch_start(self) -> None:
         """Begin an evaluation."""
-        self.scores.rows = []
+        self.scores.begin()
 
-    on_test_epoch_start = on_validation_epoch_start
+    def on_test_epoch_start(self) -> None:
+        """Begin a test, in every state that there is."""
+        self.scores.begin()
+        self._tested = self._states()
 
     def validation_step(self, batch: list[int], batch_idx: int) -> None:
         """Evaluate a set of clients on their validation data."""
-        self._evaluate(batch, self._validated_on)
+        self._evaluate(batch, self._validated_on, [self.evaluate])
 
     def on_validation_epoch_end(self) -> None:
         """Log means over clients; to the loggers they go with the rest of the round."""
@@ -356,11 +364,11 @@ class Federation(QuickModule):
 
     def test_step(self, batch: list[int], batch_idx: int) -> None:
         """Evaluate a set of clients on their test data."""
-        self._evaluate(batch, "test")
+        self._evaluate(batch, "test", self._tested)
 
     def on_test_epoch_end(self) -> None:
         """Log means over clients."""
-        self._log(self.scores.summary("test"), write=True)
+        self._log({**self.scores.summary("test"), **self.scores.summary_of_others("test")}, write=True)
 
     def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Any]:
         """Return what every client of the set predicts on its test data, by client id: (n, classes) logits, if tensors.
@@ -388,21 +396,41 @@ class Federation(QuickModule):
         data = self._work.data
         return "val" if any(has_batches(data.client(client).val) for client in data.clients) else "test"
 
-    def _evaluate(self, clients: Sequence[int], split: Split) -> None:
+    def _states(self) -> list[State]:
+        """Return the states in which models are tested, the one of the run's own scores first; to be asked once a test.
+
+        In a state besides its own a run has a global model only if the method and the data have all that it takes.
+        """
+        assert self._work is not None
+        if not self.coordinator.round:  # there is one model, that of the start
+            return [self.evaluate]
+        if self.evaluate != "global":
+            self.scores.global_model = None
+            with suppress(ConfigError):
+                self.data.everything("test")
+                if self.coordinator.server.global_model():
+                    self.scores.global_model = GlobalModel(self._work.fresh(self.client_ids[0]), self.coordinator)
+                    self.scores.global_model.client.place_on(self.trainer.strategy.root_device)
+        return self.scores.states()
+
+    def _evaluate(self, clients: Sequence[int], split: Split, states: Sequence[State]) -> None:
+        own = [state for state in states if state != "global"]
         with computing(self.threads):
-            if self.evaluate == "global":
+            if "global" in states:
                 with scoring_draws(self.draws.seed):
-                    self.scores.score_global(self.global_model, self.data.everything(split), split, self.trainer)
-            else:
-                self.scores.score(self.engine, self.prototype.evaluated, clients, split, self.coordinator)
+                    self.scores.score_global(self.data.everything(split), split, self.trainer)
+            self.scores.score(self.engine, self.prototype.evaluated, clients, split, self.coordinator, own)
 
     def _test_last_round(self) -> None:
-        if self.scores.are_of(self.client_ids, self.coordinator.round, "test"):
-            return  # there were no validation data, and nobody was left out
-        self.scores.rows = []
+        # there were no validation data, and nobody was left out
+        done, rows = self.scores.are_of(self.client_ids, self.coordinator.round, "test"), self.rows
+        self.scores.begin()
+        if done:
+            self.scores.rows = [*rows]  # another list, since there is more to write
         with torch.no_grad(), self.trainer.precision_plugin.test_step_context():  # as in a test by the Trainer
-            self._evaluate(self.client_ids, "test")
-        metrics = self.scores.summary("test")
+            self._evaluate(self.client_ids, "test", self._states()[done:])
+        metrics = {} if done else self.scores.summary("test")
+        metrics |= self.scores.summary_of_others("test")
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 

@@ -16,6 +16,7 @@ from lit_pfl.engines.questions import scored
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.scoring import Score, Split, score
 from lit_pfl.lightning_internals import lent_trainer
+from lit_pfl_callbacks.states import BY_OPTION, GLOBAL
 
 State = Literal["before", "after", "global"]
 
@@ -25,35 +26,53 @@ class Scores:
 
     Args:
         state: in which state clients are scored: ``before`` or ``after`` aggregation; or ``global``, the one model of
-            all.
+            all. Tests are in further states as well.
         higher_is_better: the directions of metrics that do not say so themselves.
 
     Attributes:
-        rows: a score a client and model.
+        rows: a score a client and model, in that state.
+        other_rows: if it was a test, the scores in the other states.
         higher_is_better: the directions of all metrics that are known.
         trained: ids of the clients that have ever trained.
+        global_model: the one model of all, if it is to be scored.
     """
 
     def __init__(self, state: State, higher_is_better: Mapping[str, bool]) -> None:
         self.state = state
         self.higher_is_better: dict[str, bool] = {"acc": True, **higher_is_better}
         self.rows: list[Row] = []
+        self.other_rows: list[Row] = []
         self.trained: set[int] = set()
+        self.global_model: GlobalModel | None = None
 
-    def reply(self, client: int, coordinator: Coordinator) -> Payload | None:
-        """Return what a client loads before it is scored; None where it is scored as it is."""
-        if self.state == "before" and client in self.trained:
-            return None
-        return coordinator.server.evaluation_reply(client)
+    def begin(self) -> None:
+        """Forget the former evaluation; its lists stay as they are, for whoever has kept them."""
+        self.rows, self.other_rows = [], []
+
+    def states(self) -> list[State]:
+        """Return the states that there are, the one of the run's own scores first."""
+        there: list[State] = ["before", "after"]
+        if self.global_model is not None:
+            there.append("global")
+        return [self.state, *(state for state in there if state != self.state)]
 
     def replies(self, clients: Iterable[int], coordinator: Coordinator) -> dict[int, Payload | None]:
-        """Return :meth:`reply` of several clients, by id."""
-        return {client: self.reply(client, coordinator) for client in clients}
+        """Return by id what clients load to be in the run's own state; None for those that are in it as they are."""
+        return {
+            client: None if self._is_in(self.state, client) else coordinator.server.evaluation_reply(client)
+            for client in clients
+        }
 
     def score(
-        self, engine: Engine, models: Sequence[str], clients: Sequence[int], split: Split, coordinator: Coordinator
+        self,
+        engine: Engine,
+        models: Sequence[str],
+        clients: Sequence[int],
+        split: Split,
+        coordinator: Coordinator,
+        states: Sequence[State],
     ) -> None:
-        """Score clients on their own data and add the rows.
+        """Score clients on their own data in some states and add the rows.
 
         Args:
             engine: where they live.
@@ -61,20 +80,42 @@ class Scores:
             clients: their ids.
             split: which data.
             coordinator: the server's side.
+            states: in which states, but for ``global``; the clients' own Trainers are to show the first one.
         """
-        replies = self.replies(clients, coordinator)
-        found = {model: engine.ask(partial(scored, model, split), replies) for model in models}
+        if not states:
+            return
+        first, *others = states
+        moved = [client for client in clients if not all(self._is_in(state, client) for state in states)]
+        replies = {client: coordinator.server.evaluation_reply(client) for client in moved}
+        # of whoever has never trained, or is sent nothing, aggregation changes nothing
+        differing = [client for client in moved if client in self.trained and replies[client]]
+        found: dict[State, dict[str, dict[int, Score]]] = {}
+        for state in (*others, first):  # the first one last, since it is what the clients' own Trainers are to show
+            asked = clients if state == first else differing
+            loaded = {client: None if self._is_in(state, client) else replies[client] for client in asked}
+            found[state] = {model: engine.ask(partial(scored, model, split), loaded) for model in models}
         for client in clients:
-            when = self.state if client in self.trained else "joining"
-            for model, scores in found.items():
-                one = scores[client]
-                self.higher_is_better = {**one.higher_is_better, **self.higher_is_better}
-                self.rows.append(Row(client, coordinator.round, split, f"{model}:{when}", one.n, one.values, one.sizes))
+            for state in states:
+                for model, scores in found[state].items():
+                    one = scores[client] if client in scores else found[first][model][client]
+                    kind = f"{model}:{state if client in self.trained else 'untrained'}"
+                    self.higher_is_better = {**one.higher_is_better, **self.higher_is_better}
+                    self._add(state, Row(client, coordinator.round, split, kind, one.n, one.values, one.sizes))
 
-    def score_global(self, model: "GlobalModel", batches: Iterable[Any], split: Split, trainer: L.Trainer) -> None:
+    def score_global(self, batches: Iterable[Any], split: Split, trainer: L.Trainer) -> None:
         """Score the one model of all, once an evaluation; see :meth:`GlobalModel.score`."""
-        if not self.rows and (one := model.score(batches, split, trainer)) is not None:
-            self.rows = [Row(GlobalModel.ID, model.coordinator.round, split, "global", one.n, one.values)]
+        model = self.global_model
+        if model is None or any(row.state == GLOBAL for row in (*self.rows, *self.other_rows)):
+            return
+        if (one := model.score(batches, split, trainer)) is not None:
+            self._add("global", Row(GlobalModel.ID, model.coordinator.round, split, "global", one.n, one.values))
+
+    def _is_in(self, state: State, client: int) -> bool:
+        """Say whether a client is in a state as it is, and need not load anything."""
+        return state == "before" and client in self.trained
+
+    def _add(self, state: State, row: Row) -> None:
+        (self.rows if state == self.state else self.other_rows).append(row._replace(state=BY_OPTION[state]))
 
     def are_of(self, clients: Iterable[int], round: int, split: Split) -> bool:
         """Say whether the rows are these clients', of this round and these data."""
@@ -82,8 +123,16 @@ class Scores:
         return {row[:3] for row in self.rows} == {(client, round, split) for client in everybody}
 
     def summary(self, split: Split) -> dict[str, float]:
-        """Return means over clients, see :func:`~lit_pfl.core.scores.summary`."""
+        """Return means over clients in the run's own state, see :func:`~lit_pfl.core.scores.summary`."""
         return summary(self.rows, split, self.higher_is_better)
+
+    def summary_of_others(self, split: Split) -> dict[str, float]:
+        """Return the same of the other states, which are in the names."""
+        metrics: dict[str, float] = {}
+        for state in dict.fromkeys(row.state for row in self.other_rows):
+            rows = [row for row in self.other_rows if row.state == state]
+            metrics |= summary(rows, split, self.higher_is_better, state)
+        return metrics
 
 
 class GlobalModel:

@@ -2,6 +2,8 @@
 
 from lit_pfl.report.numbers import Metric, main_metric
 from lit_pfl.report.runs import Group, Run, check, grouped
-from lit_pfl.report.tables import paired, summary
+from lit_pfl.report.tables import paired, paired_by_state, summary, validated
 
-__all__ = ["Group", "Metric", "Run", "check", "grouped", "main_metric", "paired", "summary"]
+__all__ = [
+    "Group", "Metric", "Run", "check", "grouped", "main_metric", "paired", "paired_by_state", "summary", "validated",
+]  # fmt: skip

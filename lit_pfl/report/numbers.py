@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 from lit_pfl.report.runs import Group, Row, Run
 from lit_pfl_callbacks.averages import deviation, mean
+from lit_pfl_callbacks.states import BY_OPTION, TRAINED, UNTRAINED, WORDS
 
 #: the metric that an image classifier has, its title and unit, and what it is multiplied by
 TITLES = {"acc": ("accuracy (%)", 100.0)}
 DERIVED = re.compile(r"_(std|worst10)$")
 LOSS = re.compile(r"(^|[/_.])loss$")
-#: how the model of a client that has never trained ends, in ``clients.csv``
-JOINING = ":joining"
 
 
 class Metric(NamedTuple):
@@ -77,6 +76,52 @@ def main_metric(runs: Sequence[Run]) -> Metric | None:
     return Metric(name, curve, f"test/{name}" if tested else curve)
 
 
+def state_of(group: Group) -> str:
+    """Return the state in which a group's plain scores are, see :mod:`lit_pfl_callbacks.states`."""
+    return BY_OPTION.get(str(group.options.get("federation.evaluate", "before")), TRAINED)
+
+
+def column(group: Group, metric: Metric, state: str, suffix: str = "") -> str:
+    """Return the column of ``metrics.csv`` that has a group's scores in a state, after the last round.
+
+    Args:
+        group: the group.
+        metric: what groups are compared by.
+        state: the state.
+        suffix: ``_std`` or ``_worst10``, for the deviation over clients or the worst tenth of them.
+    """
+    split, _, name = metric.last.partition("/")
+    path = split if state == state_of(group) else f"{split}/{state}"
+    return f"{path}/{name}{suffix}"
+
+
+def states_there(groups: Sequence[Group], metric: Metric) -> list[str]:
+    """Return the states in which any group has been scored after its last round."""
+    return [state for state in WORDS if any(group.last(column(group, metric, state)) for group in groups)]
+
+
+def best_validated(run: Run, metric: Metric) -> tuple[int, float] | None:
+    """Return the round with the best score on validation data, and the score.
+
+    None where a round was not validated, there is one round only, or nobody knows which end of the metric is good.
+    """
+    name = f"val/{metric.name}"
+    scores = {int(row["round"]): row[name] for row in run.metrics if name in row}
+    higher = _higher_is_better(run, metric.name)
+    if higher is None or len(scores) < 2 or scores.keys() != {*range(1, run.rounds + 1)}:
+        return None
+    best = (max if higher else min)(scores, key=lambda round: scores[round])
+    return best, scores[best]
+
+
+def _higher_is_better(run: Run, name: str) -> bool | None:
+    """Say which end of a metric is the good one: the worst tenth of clients is at the other one."""
+    if name == "acc" or LOSS.search(name):
+        return name == "acc"
+    below = sum(row[f"val/{name}"] - row[f"val/{name}_worst10"] for row in run.metrics if f"val/{name}_worst10" in row)
+    return below > 0 if below else None
+
+
 def over_seeds(values: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean and the standard deviation (of a sample: n - 1); None of a single value."""
     return mean(values), deviation(values, of_sample=True) if len(values) > 1 else None
@@ -117,15 +162,15 @@ def last_scores(run: Run, metric: Metric) -> dict[int, float]:
     return {int(row["client"]): float(row[metric.name]) * metric.scale for row in last if row["model"] in own}
 
 
-def _model_shown(models: Sequence[str], evaluate: str | None) -> tuple[str, str]:
-    """Return one model of those scored, and its name for clients that have never trained.
+def _model_shown(models: Sequence[str], evaluate: str | None) -> tuple[str, ...]:
+    """Return one model of those scored, and its names for clients that have never trained.
 
     Of a method with several models, the first is the one that it is about. A later test may have scored it in another
     state than the run's own evaluation, which ``metrics.csv`` keeps: that of ``federation.evaluate``, else the first.
     """
-    settled = [model for model in models if not model.endswith(JOINING)] or models
+    settled = [model for model in models if not model.endswith(UNTRAINED)] or models
     fitting = [model for model in settled if model.rpartition(":")[2] == evaluate] or settled
-    return fitting[0], fitting[0].partition(":")[0] + JOINING
+    return fitting[0], *(fitting[0].partition(":")[0] + ending for ending in UNTRAINED)
 
 
 def byte_unit(largest: float) -> tuple[str, float]:

@@ -39,7 +39,11 @@ def sections(groups: Sequence[Group], metric: Metric | None) -> list[Section]:
         results = [
             Section(
                 "Results",
-                tables=[tables.summary(groups, metric), tables.paired(groups, metric)],
+                tables=[
+                    tables.summary(groups, metric),
+                    *tables.paired_by_state(groups, metric),
+                    tables.validated(groups, metric),
+                ],
                 pictures=[charts.over_rounds(groups, metric), charts.over_bytes(groups, metric), charts.losses(groups)],
             ),
             Section(

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from lit_pfl.report.numbers import Metric, over_seeds
+from lit_pfl.report.numbers import Metric, best_validated, column, over_seeds, states_there
 from lit_pfl.report.runs import SEED, Group, differing, short
-from lit_pfl_callbacks.clients import human_bytes
+from lit_pfl_callbacks.scores_shown import human_bytes
+from lit_pfl_callbacks.states import GLOBAL, WORDS
 
 NOTHING = "–"  # noqa: RUF001 - a dash as in printed tables
 
@@ -49,21 +50,31 @@ class Table:
 def summary(groups: Sequence[Group], metric: Metric) -> Table:
     """Return what every group achieved after the last round: mean and deviation over seeds.
 
-    Columns that no run has are left out: the worst tenth of clients, second models, bytes.
+    Where models were scored in several states, each has a column. Columns that no run has are left out: the worst tenth
+    of clients, second models, bytes.
     """
     split, _, name = metric.last.partition("/")
-    scores = {metric.title: metric.last, "deviation over clients": f"{metric.last}_std",
-              "worst tenth of clients": f"{metric.last}_worst10"}  # fmt: skip
     found = dict.fromkeys(chain.from_iterable(run.metrics[-1] for group in groups for run in group.runs))
-    for column in found:
-        if second := re.fullmatch(rf"{split}/(.+)/{re.escape(name)}", column):
-            scores[f"{metric.title}, {second[1]} model"] = column
-    scores = {title: column for title, column in scores.items() if column in found}
+    states = states_there(groups, metric)
+    measures = {metric.title: "", "deviation over clients": "_std", "worst tenth of clients": "_worst10"}
+    scores = {
+        f"{title}, {WORDS[state]}" if len(states) > 1 else title: [column(g, metric, state, suffix) for g in groups]
+        for title, suffix in measures.items()
+        for state in states
+        if not suffix or state != GLOBAL or len(states) == 1  # of one model there is one score
+    }
+    for other in found:
+        second = re.fullmatch(rf"{split}/(.+)/{re.escape(name)}", other)
+        if second and second[1] not in WORDS:
+            state, _, model = second[1].rpartition("/")
+            title = f"{metric.title}, {model} model" + f", {WORDS.get(state, state)}" * bool(state)
+            scores[title] = [other for _ in groups]
+    scores = {title: columns for title, columns in scores.items() if any(name in found for name in columns)}
     sent = "comm/total_bytes"
     rows = []
-    for group in groups:
+    for i, group in enumerate(groups):
         row = [group.name, str(len(group.last(metric.last)))]
-        row += [written(group.last(column), metric.scale) for column in scores.values()]
+        row += [written(group.last(columns[i]), metric.scale) for columns in scores.values()]
         if sent in found:
             totals = group.last(sent)
             row.append(human_bytes(over_seeds(totals)[0]) if totals else NOTHING)
@@ -72,12 +83,39 @@ def summary(groups: Sequence[Group], metric: Metric) -> Table:
     return Table(f"After the last round, on {metric.data}: mean and standard deviation over seeds", columns, rows)
 
 
-def paired(groups: Sequence[Group], metric: Metric) -> Table | None:
+def validated(groups: Sequence[Group], metric: Metric) -> Table | None:
+    """Return the scores on validation data of the last round and of the best one; None if no group has them."""
+    rows = []
+    for group in groups:
+        best = [(run, found) for run in group.runs if (found := best_validated(run, metric)) is not None]
+        last = [run.metrics[-1][f"val/{metric.name}"] for run, _ in best]
+        rounds = ", ".join(str(round) for _, (round, _) in best) or NOTHING
+        scores = [score for _, (_, score) in best]
+        rows.append([group.name, str(len(best)), written(last, metric.scale), written(scores, metric.scale), rounds])
+    if all(row[1] == "0" for row in rows):
+        return None
+    title = f"{metric.title} on validation data, of the last round and of the best one, which these data choose"
+    columns = ["method", "seeds", "last round", "best validated round", "which round"]
+    return Table(title[0].upper() + title[1:], columns, rows)
+
+
+def paired_by_state(groups: Sequence[Group], metric: Metric) -> list[Table]:
+    """Return :func:`paired` for every state in which models were scored."""
+    states = states_there(groups, metric)
+    return [table for state in states if (table := paired(groups, metric, state if len(states) > 1 else None))]
+
+
+def paired(groups: Sequence[Group], metric: Metric, state: str | None = None) -> Table | None:
     """Return by how much one group is above another: mean and deviation of the differences at the same seeds.
 
     None where no two groups have a seed in common; two runs whose seeds nobody knows have not.
+
+    Args:
+        groups: the runs.
+        metric: what they are compared by.
+        state: the state of the models; None for that of each group's own scores.
     """
-    scores = [group.by_seed(metric.last) for group in groups]
+    scores = [group.by_seed(column(group, metric, state) if state else metric.last) for group in groups]
     rows, any_there = [], False
     for group, own in zip(groups, scores, strict=True):
         row = [group.name]
@@ -91,7 +129,8 @@ def paired(groups: Sequence[Group], metric: Metric) -> Table | None:
         rows.append(row)
     if not any_there:
         return None
-    title = f"{metric.title}: by how much the row's method is above the column's, at the same seeds"
+    what = f"{metric.title}, {WORDS[state]}" if state else metric.title
+    title = f"{what}: by how much the row's method is above the column's, at the same seeds"
     return Table(title[0].upper() + title[1:], ["row less column", *(group.name for group in groups)], rows)
 
 

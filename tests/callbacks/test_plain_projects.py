@@ -229,7 +229,7 @@ def test_scores_are_what_each_validation_logs_and_no_more(tmp_path):
     trainer.save_checkpoint(tmp_path / "mine.ckpt")
     trainer.test(module, loader, verbose=False)
     lines = rows(tmp_path / "clients.csv")
-    assert list(lines[0]) == ["client", "round", "split", "model", "n", "loss", "constant"]
+    assert list(lines[0]) == ["client", "round", "split", "model", "state", "n", "loss", "constant"]
     assert [(line["round"], line["split"]) for line in lines] == [("2", "val"), ("4", "val"), ("4", "test")]
     assert [float(line["loss"]) for line in lines[:2]] == seen
     before = (tmp_path / "clients.csv").read_text()

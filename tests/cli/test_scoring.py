@@ -50,12 +50,27 @@ def test_scores_of_an_earlier_round_leave_later_ones(scored, capsys):
     assert [row["round"] for row in rows(RUN / "clients.csv")][-3:] == ["3"] * 3
 
 
-def test_scores_after_aggregation_stand_beside_those_before(scored, capsys):
-    metrics = (RUN / "metrics.csv").read_text()
+def test_a_test_of_the_other_state_first_changes_no_number(scored, capsys):
+    metrics, clients = rows(RUN / "metrics.csv"), (RUN / "clients.csv").read_text()
     typed(capsys, "test", *scored, "--federation.evaluate", "after")
-    assert (RUN / "metrics.csv").read_text() == metrics
+    assert (RUN / "clients.csv").read_text() == clients
     tested = [row for row in rows(RUN / "clients.csv") if row["split"] == "test"]
     assert [row["model"] for row in tested] == ["personalized:before"] * 3 + ["personalized:after"] * 3
+    assert [row["state"] for row in tested] == ["trained"] * 3 + ["aggregated"] * 3
+    after = rows(RUN / "metrics.csv")
+    assert [{name: row[name] for name in metrics[0]} for row in after] == metrics
+    assert after[-1]["test/trained/acc"] == after[-1]["test/acc"]
+
+
+def test_a_run_of_a_former_version_is_scored_and_gets_the_column(scored, capsys):
+    """Its ``clients.csv`` has no column ``state``, and another word for clients that have never trained."""
+    path = RUN / "clients.csv"
+    new = rows(path)
+    state = list(new[0]).index("state")
+    old = [line.split(",") for line in path.read_text().splitlines() if "aggregated" not in line]
+    path.write_text("".join(",".join(line[:state] + line[state + 1 :]) + "\n" for line in old))
+    assert typed(capsys, "test", *scored).code == 0
+    assert rows(path) == new
 
 
 def test_another_model_or_other_data_are_not_scored(scored, capsys):

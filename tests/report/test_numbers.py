@@ -7,10 +7,10 @@ import pytest
 
 from lit_pfl.cli.report import read, run_folders
 from lit_pfl.errors import ConfigError
-from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, summary
+from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, paired_by_state, summary, validated
 from lit_pfl.report.charts import client_by_client, distributions, losses, over_rounds
 from lit_pfl.report.maps import similarities
-from lit_pfl.report.numbers import Metric, byte_unit, curve, last_scores
+from lit_pfl.report.numbers import Metric, best_validated, byte_unit, curve, last_scores
 from report.made import make_run, make_runs, write
 
 ACC = Metric("acc", "val/acc", "test/acc")
@@ -180,13 +180,14 @@ def test_of_several_models_the_first_is_shown(tmp_path):
     assert last_scores(read(tmp_path / "a"), ACC) == {0: 50.0, 1: 50.0}
 
 
+@pytest.mark.parametrize("untrained", ["untrained", "joining"])  # the second is that of former versions
 @pytest.mark.parametrize(
     ("evaluate", "shown"), [("before", [50.0, 30.0]), ("after", [90.0, 30.0]), ("global", [70.0]), (None, [50.0, 30.0])]
 )
-def test_a_later_test_of_another_state_does_not_change_whose_scores_are_shown(tmp_path, evaluate, shown):
+def test_a_later_test_of_another_state_does_not_change_whose_scores_are_shown(tmp_path, evaluate, shown, untrained):
     made = read(make_run(tmp_path / "a", "FedAvg", 1, clients=2))
     rows = [
-        [1, 6, "test", "personalized:joining", 5, 0.3],
+        [1, 6, "test", f"personalized:{untrained}", 5, 0.3],
         [0, 6, "test", "personalized:before", 5, 0.5],
         [0, 6, "test", "personalized:after", 5, 0.9],
         [-1, 6, "test", "global", 5, 0.7],
@@ -295,3 +296,65 @@ def test_of_clients_that_were_not_measured_nothing_is_drawn(tmp_path):
 
 def test_units_of_bytes():
     assert [byte_unit(size)[0] for size in (0, 999, 1e3, 2.5e6, 1e9, 1e15)] == ["B", "B", "kB", "MB", "GB", "TB"]
+
+
+def both_states(folder: Path, seed: int = 1, evaluate: str = "before", **more: float) -> Run:
+    """A run of two rounds that was tested in two states."""
+    folder.mkdir(parents=True)
+    names = ["round", "val/acc", "val/acc_worst10", "test/acc", "test/acc_worst10", *more]
+    rows = [[1, 0.8, 0.7, *[""] * (2 + len(more))], [2, 0.7, 0.6, 0.6, 0.5, *more.values()]]
+    write(folder / "metrics.csv", " ".join(names), rows)
+    options = {"model": f"lit_pfl.methods.{folder.parent.name}", "seed_everything": seed}
+    return Run(folder, {**options, "federation.evaluate": evaluate})
+
+
+def test_states_stand_side_by_side(tmp_path):
+    aggregated = {"test/aggregated/acc": 0.3, "test/aggregated/acc_worst10": 0.2, "test/aggregated/GKR/acc": 0.1}
+    groups = grouped([
+        both_states(tmp_path / "FedAvg/1", **aggregated, **{"test/global/acc": 0.4}),
+        both_states(tmp_path / "Ditto/1", evaluate="after", **{"test/trained/acc": 0.9}),
+        both_states(tmp_path / "FedProx/1"),
+    ])  # fmt: skip
+    table = summary(groups, ACC)
+    acc = "accuracy (%)"
+    assert list(table.columns[2:]) == [
+        f"{acc}, as trained", f"{acc}, as aggregated", f"{acc}, global model",
+        "worst tenth of clients, as trained", "worst tenth of clients, as aggregated",
+        f"{acc}, GKR model, as aggregated",
+    ]  # fmt: skip
+    assert [list(row[2:]) for row in table.rows] == [
+        ["60.00", "30.00", "40.00", "50.00", "20.00", "10.00"],
+        ["90.00", "60.00", "–", "–", "50.00", "–"],  # noqa: RUF001
+        ["60.00", "–", "–", "50.00", "–", "–"],  # noqa: RUF001
+    ]
+    trained, after = paired_by_state(groups, ACC)  # one group alone has a global model
+    assert trained.title.startswith("Accuracy (%), as trained: by how much")
+    assert trained.rows[0][1:] == ["", "-30.00", "+0.00"]
+    assert after.title.startswith("Accuracy (%), as aggregated: ")
+    assert after.rows[0][1:] == ["", "-30.00", "–"]  # noqa: RUF001
+
+
+def test_the_best_validated_round_stands_beside_the_last_where_every_round_was_validated(tmp_path):
+    groups = grouped([both_states(tmp_path / f"FedAvg/{seed}", seed) for seed in (1, 2)])
+    table = validated(groups, ACC)
+    assert table.title.endswith("of the last round and of the best one, which these data choose")
+    assert list(table.rows[0]) == ["FedAvg", "2", "70.00 ± 0.00", "80.00 ± 0.00", "1, 1"]
+    made = make_run(tmp_path / "made", "FedAvg", 1)
+    lines = [line.split(",") for line in (made / "metrics.csv").read_text().splitlines()]
+    lines[2][2] = ""  # a round that was not validated
+    (made / "metrics.csv").write_text("".join(",".join(line) + "\n" for line in lines))
+    assert validated(grouped([read(made)]), ACC) is None
+    one = both_states(tmp_path / "FedAvg/3")
+    write(one.folder / "metrics.csv", "round test/acc", [[1, 0.9], [2, 0.1]])
+    assert validated(grouped([one]), ACC) is None, "test data choose no round"
+
+
+@pytest.mark.parametrize(("name", "best"), [("rmse", 2), ("f1", 1), ("loss", 2), ("unknown", None)])
+def test_which_end_of_a_metric_is_good_is_seen_at_its_worst_tenth(tmp_path, name, best):
+    worst = {"rmse": 0.2, "f1": -0.2}.get(name)
+    columns = ["round", f"val/{name}", *([f"val/{name}_worst10"] if worst else [])]
+    write(tmp_path / "metrics.csv", " ".join(columns), [
+        [r, v, *([v + worst] if worst else [])] for r, v in ((1, 0.8), (2, 0.7))
+    ])  # fmt: skip
+    found = best_validated(Run(tmp_path, {}), Metric(name, f"val/{name}", f"val/{name}"))
+    assert (found and found[0]) == best

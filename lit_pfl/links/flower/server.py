@@ -24,6 +24,7 @@ from lit_pfl.links.flower.plan import Plan
 from lit_pfl.randomness import Draws
 from lit_pfl_callbacks.clients import COLUMNS
 from lit_pfl_callbacks.run_folder import write_rows
+from lit_pfl_callbacks.states import TRAINED
 
 MakeSpec = Callable[[UserConfig], ClientSpec]
 
@@ -174,11 +175,11 @@ class FlowerServer:
         scores, higher_is_better = self.nodes.evaluate(fresh)
         rows = []
         for client, model, n, values in scores:
-            kind = f"{model}:{'before' if answered[client] else 'joining'}"
+            kind = f"{model}:{'before' if answered[client] else 'untrained'}"
             sizes = {name.removeprefix(SIZE): value for name, value in values.items() if name.startswith(SIZE)}
             own = {name: value for name, value in values.items() if not name.startswith(SIZE)}
-            rows.append(Row(client, self.coordinator.round, "test", kind, n, own, sizes))
-        records = [{**dict(zip(COLUMNS, row, strict=False)), **row.scores} for row in rows]  # scores have no one column
+            rows.append(Row(client, self.coordinator.round, "test", kind, n, own, sizes, TRAINED))
+        records = [{column: getattr(row, column) for column in COLUMNS} | {**row.scores} for row in rows]
         write_rows(self.folder / "clients.csv", records)
         means = summary(rows, "test", {"acc": True, **higher_is_better})
         rank_zero_info(_line(means))
