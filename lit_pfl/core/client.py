@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lit_pfl.core.exchange import Exchange
 from lit_pfl.core.payload import Payload
+from lit_pfl.core.robust import RobustMean, with_mean
 from lit_pfl.core.server import Server
 from lit_pfl.core.sharing import Role, owners
 from lit_pfl.core.spec import ClientSpec
@@ -78,6 +79,9 @@ class Client(Training, Exchange, Telling):
         shares: which tensors travel at most, of those that the method shares: a regular expression searched in the
             names of parameters and buffers, or a role. ``FedAvg(shares="adapter")`` averages the adapters of a network
             that ``peft`` has given some.
+        mean: robust mean that the server takes in place of the weighted mean of the uploads (``CoordinateMedian``,
+            ``TrimmedMean``, ``GeometricMedian``, ``Krum``, ``MultiKrum``, ``NormClipping``, ``FLTrust``), for methods
+            whose server averages. Default: the weighted mean.
 
     Raises:
         ConfigError: when the learner is none, the head is to be shared although labels differ, or nothing is left to
@@ -113,6 +117,7 @@ class Client(Training, Exchange, Telling):
         head: str | None = None,
         encoder: str | None = None,
         shares: str | None = None,
+        mean: RobustMean | None = None,
     ) -> None:
         super().__init__()
         self.make_backbone = backbone
@@ -129,6 +134,7 @@ class Client(Training, Exchange, Telling):
         self.head = head
         self.encoder = encoder
         self.only = shares
+        self.mean = mean
         self.data = None
         self.checkpoint_folder: Callable[[], Path] | None = None
 
@@ -231,7 +237,7 @@ class Client(Training, Exchange, Telling):
 
     def configure_server(self) -> Server:
         """Return the server that goes with this kind of client."""
-        return Server()
+        return with_mean(Server(), self.mean)
 
     def configure_callbacks(self) -> Any:
         """Get ready for a Trainer, of all hooks in the one before Lightning looks which steps there are."""
@@ -362,7 +368,7 @@ def _once_configured(configure_server: Any) -> Any:
 
     def configured(self: Client) -> Server:
         self.configure_model()
-        return configure_server(self)
+        return with_mean(configure_server(self), self.mean)
 
     configured.__doc__ = configure_server.__doc__
     return configured

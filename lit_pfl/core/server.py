@@ -1,8 +1,8 @@
 """The server's side of a method. It sees payloads only: never a client's data, module or Trainer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lit_pfl.core.robust import RobustMean
 
 #: how much an upload counts in a mean: as any other, or by its client's number of samples
 Weighting = Literal["uniform", "samples"]
@@ -57,6 +60,10 @@ class Server:
     #: averages payloads in :meth:`aggregate`, as :func:`~lit_pfl.core.averaging.weighted_mean` does; several processes,
     #: which all do that at once, do a part each, unless a method has a mean of its own here
     mean: Callable[..., Payload] = staticmethod(weighted_mean)
+    #: takes the place of :attr:`mean` in :meth:`average`, if one is given to the method
+    robust: "RobustMean | None" = None
+    #: whether models are made by :meth:`average`; a class with an ``aggregate`` of its own has to say so again
+    averages: bool = True
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
@@ -96,7 +103,34 @@ class Server:
             uploads: by client id, in increasing order; checked: the names, shapes and types of the first round, finite.
                 Their memory is the clients' own, which changes when these train on: clone what is to be kept as it is.
         """
-        self.model = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), self._averaged(uploads))
+        self.model = self.average(uploads, self.averaging_weights(round, uploads), self._averaged(uploads))
+
+    def average(
+        self,
+        uploads: Mapping[int, Payload],
+        weights: Sequence[float],
+        names: Sequence[str],
+        center: Mapping[str, Tensor] | None = None,
+    ) -> Payload:
+        """Average uploads: their weighted mean, or the robust mean that the method was given.
+
+        Args:
+            uploads: by client id.
+            weights: as many numbers, whose sum the mean is multiplied by if it is not 1.
+            names: tensors to average.
+            center: what these clients trained from; by default :meth:`center` of the first.
+        """
+        if self.robust is None:
+            return self.mean(list(uploads.values()), weights, names)
+        center = self.center(next(iter(uploads))) if center is None else center
+        return self.robust(uploads, weights, names, center)
+
+    def center(self, client: int) -> Mapping[str, Tensor]:
+        """Return what this client's next upload is measured from: by default its reply, from which it trains.
+
+        Tensors of an upload that are not in it are updates already. It is asked for before :meth:`aggregate`.
+        """
+        return self.reply(client)
 
     def _averaged(self, uploads: Mapping[int, Payload]) -> list[str]:
         """Return the names of what is averaged: what clients are sent, and what some of them have just unfrozen."""

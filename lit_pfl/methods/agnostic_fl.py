@@ -68,6 +68,7 @@ class AgnosticFLServer(Server):
         lambdas: every client's weight, by id; they sum to 1.
     """
 
+    averages = True
     lambdas: dict[int, float]
 
     def __init__(self, step: float = 0.1, decay: float = 1.0) -> None:

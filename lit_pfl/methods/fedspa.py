@@ -176,6 +176,7 @@ class FedSpaServer(UniformServer):
         masks: every client's masks, packed to bits in the order of ``masked``.
     """
 
+    averages = True
     masks: dict[int, Tensor]
 
     def __init__(self, masked: Sequence[str], masks_change: bool) -> None:
@@ -200,6 +201,10 @@ class FedSpaServer(UniformServer):
         )
         self.masks |= {client: upload[MASKS].clone() for client, upload in uploads.items() if self.masks_change}
         self.round = round
+
+    def center(self, client: int) -> Mapping[str, Tensor]:
+        """Return nothing: uploads are updates."""
+        return {}
 
     def reply(self, client: int) -> Payload:
         """Return this client's mask times the model, and the number of the round that it is for."""

@@ -140,6 +140,7 @@ class ScaffoldServer(UniformServer):
         control: c, by the names of the weights it belongs to.
     """
 
+    averages = True
     control: dict[str, Tensor]
 
     def __init__(self, server_lr: float = 1.0, by_samples: bool = False) -> None:
@@ -164,8 +165,12 @@ class ScaffoldServer(UniformServer):
             }
             self.model = Payload({**self.model, **moved}, self.model.sparse)
         counts = [self._size(client) / len(self.num_samples) for client in uploads]
-        changes = self.mean(list(uploads.values()), counts, [CONTROL + name for name in self.control])
+        changes = self.average(uploads, counts, [CONTROL + name for name in self.control])
         self.control = {name: control + changes[CONTROL + name] for name, control in self.control.items()}
+
+    def center(self, client: int) -> Mapping[str, Tensor]:
+        """Return the model; changes of control variates are updates as they are."""
+        return self.model
 
     def _size(self, client: int) -> float:
         """Return nu_i."""
