@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_pfl.core import Client
+from lit_pfl.core.participation import Participation
 from lit_pfl.core.robust import RobustMean
 from lit_pfl.data import Augment, FederatedDataModule, Partition
 from lit_pfl.errors import ConfigError
@@ -33,6 +34,7 @@ CLASSES: dict[str, type] = {
     "logger": Logger,
     "callbacks": L.Callback,
     "mean": RobustMean,
+    "participation": Participation,
 }
 #: classes that are no choice all the same: a federation's own and Lightning's; one that would have to be told a metric
 NO_CHOICE = {"ServerStep", "DummyLogger", "ReduceLROnPlateau"}

@@ -1,7 +1,7 @@
 """What happens between clients and server whatever the link: uploads are checked, and a round keeps its order."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_pfl.core.encoding import Expected, Layout, misfit
 from lit_pfl.core.ledger import Ledger, Size
 from lit_pfl.core.payload import TYPES, Payload, Upload, as_payload
+from lit_pfl.core.robust import update_norm
 from lit_pfl.core.server import ClientInfo, Server, check_samples
 from lit_pfl.engines.parcels import alike, of_all_ranks
 from lit_pfl.engines.ranks import Ranks
@@ -48,18 +49,28 @@ class Coordinator:
         server: the method's server.
         quorum: the share of a round's participants whose uploads must be usable for the round to count.
         ranks: the processes of the run; by default this one alone.
+        max_update_norm: largest Euclidean norm of an update that is used; None: any.
 
     Attributes:
         round: number of rounds completed.
+        changes: functions that change a round's uploads before they are checked, by round and client id: attacks.
         under_way: whether a round has begun and not ended.
         refused: what was wrong with the uploads that were refused in the latest round.
         seconds: time spent so far, in this process: ``aggregate``, in the server's steps and in making its replies, and
             ``link``, in checking and counting what is sent.
     """
 
-    def __init__(self, server: Server, quorum: float = 0.5, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        quorum: float = 0.5,
+        ranks: Ranks | None = None,
+        max_update_norm: float | None = None,
+    ) -> None:
         self.server = server
         self.quorum = quorum
+        self.max_update_norm = max_update_norm
+        self.changes: list[Callable[[int, Mapping[int, Upload]], Mapping[int, Upload]]] = []
         self.ranks = ranks or Ranks()
         self.ledger = Ledger()
         self.round = 0
@@ -196,6 +207,8 @@ class Coordinator:
     def _use(self, uploads: Mapping[int, Upload]) -> None:
         """Hand those of checked uploads to the server that are any good."""
         self.round += 1
+        for change in self.changes:
+            uploads = {client: self._checked(client, upload) for client, upload in change(self.round, uploads).items()}
         with self._timed("link"):
             usable = self._usable(uploads)
         if len(usable) < self.quorum * len(uploads) - 1e-9:
@@ -258,6 +271,13 @@ class Coordinator:
             raise UploadError(
                 f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.", upload.not_finite
             )
+        if self.max_update_norm is not None:
+            norm = update_norm(upload, self.server.center(client))
+            if norm > self.max_update_norm:
+                raise UploadError(
+                    f"Client {client}: its update has a norm of {norm:.6g}, above "
+                    f"federation.max_update_norm={self.max_update_norm:g}."
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed federation needs of the server's side."""

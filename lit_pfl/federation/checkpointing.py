@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core import Client
+from lit_pfl.core.participation import Participation
 from lit_pfl.data import FederatedDataModule
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.identity import fingerprint, refuse_another_run
@@ -20,7 +21,7 @@ class Checkpointing(Parts):
     draws: Draws
     seed: int | None
     local_epochs: int
-    participation: float
+    participation: float | Participation
     _given_seed: int | None
     _made_with: FederatedDataModule
 
@@ -42,7 +43,7 @@ class Checkpointing(Parts):
         return {
             "method": type(self.prototype).__name__,
             "local_epochs": self.local_epochs,
-            "participation": self.participation,
+            "participation": repr(p) if isinstance(p := self.participation, Participation) else p,
             "seed": self.seed,
             "data": self._fingerprints,
         }

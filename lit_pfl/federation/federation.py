@@ -1,11 +1,12 @@
 """A federation is a LightningModule: a round is an epoch, a client is a batch."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -14,6 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lit_pfl.core import Client, ClientSpec
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.ledger import Ledger
+from lit_pfl.core.participation import Participation, check_participation, participants
 from lit_pfl.core.scores import mean_over_samples
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.engines.frozen import share_frozen
@@ -54,7 +56,8 @@ class Federation(Scoring, Checkpointing):
             (``Client.min_local_epochs``: one, but FedRep needs one for the head and one for the body).
         participation: who trains in a round: a share of the clients (0.1; 1 is all of them, and there is always at
             least one) or, above 1, their number (10). Drawn anew every round, from the seed and the round's number
-            alone.
+            alone. Or an object that chooses: ``Bernoulli``, ``BySize``, ``Trace`` (a file), ``Share``, each also with
+            clients that join late or leave for good.
         evaluate_clients: who is validated during a fit: a share of the clients or a number, the same ones every time,
             drawn from the seed. Tests are always of all clients.
         evaluate: which state of the personalized models is evaluated: ``before`` aggregation, as trained, or
@@ -76,6 +79,8 @@ class Federation(Scoring, Checkpointing):
             a device is not busy with one small network: for methods that minimise the loss of an image classifier, and
             networks without random layers. The numbers are the same but for rounding.
         stack_size: how many clients the stacked engine trains at once.
+        max_update_norm: largest Euclidean norm of an update, over all its floating-point tensors; a longer one is
+            refused. To shorten long updates instead, see :class:`~lit_pfl.core.robust.NormClipping`. Default: any.
 
     Attributes:
         clients: the clients by id, once set up; in a run of several processes those of this one.
@@ -95,7 +100,7 @@ class Federation(Scoring, Checkpointing):
         self,
         client: Client,
         local_epochs: PositiveInt | None = None,
-        participation: float = 1.0,
+        participation: float | Participation = 1.0,
         evaluate: Literal["before", "after", "global"] = "before",
         quorum: float = 0.5,
         seed: NonNegativeInt | None = None,
@@ -106,18 +111,21 @@ class Federation(Scoring, Checkpointing):
         higher_is_better: dict[str, bool] | None = None,
         engine: Literal["local", "stacked"] = "local",
         stack_size: PositiveInt = 32,
+        max_update_norm: PositiveFloat | None = None,
     ) -> None:
         super().__init__(higher_is_better or {})
         if not isinstance(client, Client):
             name = getattr(client, "__name__", type(client).__name__)
             raise ConfigError(f"{name} is no method; give one around it: Federation(FedAvg(learner={name}())).")
-        check_share("federation.participation", participation)
+        check_participation(participation)
         check_share("federation.evaluate_clients", evaluate_clients)
         check_client_options(client_trainer or {})
         if not 0 <= quorum <= 1:
             raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
         if stack_size < 1:
             raise ConfigError(f"federation.stack_size={stack_size}: give 1 or more.")
+        if max_update_norm is not None and not max_update_norm > 0:
+            raise ConfigError(f"federation.max_update_norm={max_update_norm}: give a number above 0.")
         for name, given, choices in (
             ("evaluate", evaluate, ("before", "after", "global")),
             ("if_not_saved", if_not_saved, ("stop", "continue")),
@@ -133,7 +141,7 @@ class Federation(Scoring, Checkpointing):
         self.participation = participation
         self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
-        self.quorum = quorum
+        self.quorum, self.max_update_norm = quorum, max_update_norm
         self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.client_trainer = client_trainer or {}
@@ -164,12 +172,13 @@ class Federation(Scoring, Checkpointing):
         if self.clients and data is not self._made_with:
             self._refuse_other_data(data)
         data.participants, data.validated = self.participants, self.validated
+        data.as_many_each_round = not isinstance(self.participation, Participation)
         data.all_at_once = self.ranks.size > 1 or self.stacked  # processes meet once a round, and stacks are to be full
         if not self.clients and self.ranks.size > 1 and device.type == "cpu":
             data.hold_in(self.ranks.one_copy)
         data.move_to(device)
         if not self.clients:
-            check_share("federation.participation", self.participation, len(data.clients))
+            check_participation(self.participation, data.clients)
             check_share("federation.evaluate_clients", self.evaluate_clients, len(data.clients))
             if self.seed is None:
                 self.seed = self.ranks.of_first(torch.initial_seed())
@@ -182,7 +191,7 @@ class Federation(Scoring, Checkpointing):
                 self.clients[id] = self._build(id)
                 self._place_on(device, id)  # before the server takes its first tensors from them
             self.engine = self._make_engine()
-            self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks)
+            self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks, self.max_update_norm)
             self.coordinator.start({k: self._joined(k) for k in self.clients})
             self.ranks.settle([tensor for client in self.clients.values() for tensor in client.shared_tensors()])
             if self.evaluate == "global":
@@ -259,7 +268,12 @@ class Federation(Scoring, Checkpointing):
 
     def participants(self, completed: int) -> list[int]:
         """Return the ids of the clients that train in the round after ``completed`` rounds."""
-        return self.draws.choose(self.data.clients, self.participation, "participation", completed)
+        return participants(self.participation, completed, self._samples, self.draws)
+
+    @cached_property
+    def _samples(self) -> dict[int, int]:
+        """Numbers of training samples of all clients, by id."""
+        return {client: self.data.client(client).num_samples for client in self.data.clients}
 
     def validated(self) -> list[int]:
         """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
