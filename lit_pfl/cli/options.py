@@ -14,6 +14,7 @@ MAY_CHANGE = (
     "federation.engine",
     "federation.stack_size",
     "federation.quorum",
+    "federation.privacy.budget",
     "federation.if_not_saved",
 )
 #: of these, what makes other numbers all the same

@@ -13,7 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core.encoding import Expected, Layout, misfit
 from lit_pfl.core.ledger import Ledger, Size
+from lit_pfl.core.participation import Sampling
 from lit_pfl.core.payload import TYPES, Payload, Upload, as_payload
+from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.robust import update_norm
 from lit_pfl.core.server import ClientInfo, Server, check_samples
 from lit_pfl.engines.parcels import alike, of_all_ranks
@@ -53,6 +55,7 @@ class Coordinator:
 
     Attributes:
         round: number of rounds completed.
+        privacy: protects uploads, see :meth:`protect`; None: nothing does.
         changes: functions that change a round's uploads before they are checked, by round and client id: attacks.
         under_way: whether a round has begun and not ended.
         refused: what was wrong with the uploads that were refused in the latest round.
@@ -70,6 +73,7 @@ class Coordinator:
         self.server = server
         self.quorum = quorum
         self.max_update_norm = max_update_norm
+        self.privacy: ClientPrivacy | None = None
         self.changes: list[Callable[[int, Mapping[int, Upload]], Mapping[int, Upload]]] = []
         self.ranks = ranks or Ranks()
         self.ledger = Ledger()
@@ -142,6 +146,21 @@ class Coordinator:
         initial = of_all_ranks(self.ranks, alike({client: info.initial for client, info in clients.items()}))
         return {client: ClientInfo(sizes[client], payload) for client, payload in initial.items()}  # type: ignore[arg-type]
 
+    def protect(self, privacy: ClientPrivacy | None, sampling: Sampling, seed: int) -> None:
+        """Protect uploads from now on. :meth:`start` comes first.
+
+        Args:
+            privacy: how, if at all.
+            sampling: how clients are sampled.
+            seed: seed of the noise.
+
+        Raises:
+            ConfigError: when the method, or the clients' tensors, cannot be protected so.
+        """
+        if privacy is not None:
+            privacy.start(self.server, self._layout, sampling, seed)
+        self.privacy = privacy
+
     def begin_round(self) -> None:
         """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state."""
         self.under_way = True
@@ -210,7 +229,7 @@ class Coordinator:
         for change in self.changes:
             uploads = {client: self._checked(client, upload) for client, upload in change(self.round, uploads).items()}
         with self._timed("link"):
-            usable = self._usable(uploads)
+            usable = self._usable(self._protected(uploads))
         if len(usable) < self.quorum * len(uploads) - 1e-9:
             raise UploadError(
                 f"Round {self.round}: {len(usable)} of {len(uploads)} uploads are usable, fewer than the quorum of "
@@ -218,7 +237,16 @@ class Coordinator:
             )
         if usable:
             with self._timed("aggregate"):
+                if self.privacy is not None:
+                    usable = self.privacy.protect_centrally(self.round, self.server, usable, len(uploads))
                 self.server.aggregate(self.round, usable)
+
+    def _protected(self, uploads: Mapping[int, Upload]) -> Mapping[int, Upload]:
+        """Return uploads as clients send them."""
+        if self.privacy is None:
+            return uploads
+        sent = {client: upload for client, upload in uploads.items() if isinstance(upload, Payload)}
+        return {**uploads, **self.privacy.protect_locally(self.round, self.server, sent)}
 
     def _usable(self, uploads: Mapping[int, Upload]) -> dict[int, Payload]:
         """Return the uploads that can be used, counted; note what is wrong with the others."""
@@ -281,10 +309,14 @@ class Coordinator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed federation needs of the server's side."""
-        return {"round": self.round, "ledger": self.ledger.state_dict(), "server": self.server.state_dict()}
+        privacy = {} if self.privacy is None else {"privacy": self.privacy.state_dict()}
+        server = self.server.state_dict()
+        return {"round": self.round, "ledger": self.ledger.state_dict(), "server": server, **privacy}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`, on the clients' device. :meth:`start` comes first."""
         self.round = state["round"]
+        if self.privacy is not None:
+            self.privacy.load_state_dict(state["privacy"])
         self.ledger.load_state_dict(state["ledger"])
         self.server.load_state_dict(move_data_to_device(state["server"], self._device))

@@ -6,6 +6,7 @@ A new one is a subclass of :class:`RobustMean` with one method, and then works b
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
@@ -275,7 +276,7 @@ def with_mean(server: Server, mean: RobustMean | None) -> Server:
         return server
     if not isinstance(mean, RobustMean):
         raise ConfigError(f"model.mean={mean!r}: give a robust mean, such as lit_pfl.core.robust.TrimmedMean(0.2).")
-    if not averages(server):
+    if not declares(server, "averages"):
         raise ConfigError(
             f"model.mean={type(mean).__name__}: {type(server).__name__} does not average uploads by Server.average, "
             "whose place a robust mean takes; leave it out, or use a method that averages, such as FedAvg or Ditto. "
@@ -285,13 +286,13 @@ def with_mean(server: Server, mean: RobustMean | None) -> Server:
     return server
 
 
-def averages(server: Server) -> bool:
-    """Say whether a server averages by :meth:`lit_pfl.Server.average`, and by it alone."""
-    if "averages" in vars(server):
-        return server.averages
-    for cls in type(server).__mro__:  # a class with an aggregate of its own has to say it again
-        if "averages" in vars(cls):
-            return bool(vars(cls)["averages"])
+def declares(server: Server, what: Literal["averages", "means_only"]) -> bool:
+    """Say whether a server declares one of these of its ``aggregate``: a class with its own has to do so again."""
+    if what in vars(server):
+        return bool(vars(server)[what])
+    for cls in type(server).__mro__:
+        if what in vars(cls):
+            return bool(vars(cls)[what])
         if "aggregate" in vars(cls):
             break
     return False

@@ -64,6 +64,8 @@ class Server:
     robust: "RobustMean | None" = None
     #: whether models are made by :meth:`average`; a class with an ``aggregate`` of its own has to say so again
     averages: bool = True
+    #: whether uploads are used in that average and nowhere else; to be said again likewise
+    means_only: bool = True
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 

@@ -15,7 +15,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lit_pfl.core import Client, ClientSpec
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.ledger import Ledger
-from lit_pfl.core.participation import Participation, check_participation, participants
+from lit_pfl.core.participation import Participation, check_participation, participants, sampling_of
+from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.scores import mean_over_samples
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.engines.frozen import share_frozen
@@ -28,6 +29,7 @@ from lit_pfl.engines.trainers import check_client_options, check_outer, client_t
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.checkpointing import Checkpointing
 from lit_pfl.federation.global_model import GlobalModel
+from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import Scoring
 from lit_pfl.federation.server_step import ServerStep
 from lit_pfl.federation.summary import summarize
@@ -81,6 +83,7 @@ class Federation(Scoring, Checkpointing):
         stack_size: how many clients the stacked engine trains at once.
         max_update_norm: largest Euclidean norm of an update, over all its floating-point tensors; a longer one is
             refused. To shorten long updates instead, see :class:`~lit_pfl.core.robust.NormClipping`. Default: any.
+        privacy: differential privacy of clients, see :class:`~lit_pfl.core.privacy.ClientPrivacy`. Default: none.
 
     Attributes:
         clients: the clients by id, once set up; in a run of several processes those of this one.
@@ -112,6 +115,7 @@ class Federation(Scoring, Checkpointing):
         engine: Literal["local", "stacked"] = "local",
         stack_size: PositiveInt = 32,
         max_update_norm: PositiveFloat | None = None,
+        privacy: ClientPrivacy | None = None,
     ) -> None:
         super().__init__(higher_is_better or {})
         if not isinstance(client, Client):
@@ -141,7 +145,7 @@ class Federation(Scoring, Checkpointing):
         self.participation = participation
         self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
-        self.quorum, self.max_update_norm = quorum, max_update_norm
+        self.quorum, self.max_update_norm, self.privacy = quorum, max_update_norm, privacy
         self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.client_trainer = client_trainer or {}
@@ -193,6 +197,7 @@ class Federation(Scoring, Checkpointing):
             self.engine = self._make_engine()
             self.coordinator = Coordinator(self._make_server(), self.quorum, self.ranks, self.max_update_norm)
             self.coordinator.start({k: self._joined(k) for k in self.clients})
+            self.coordinator.protect(self.privacy, sampling_of(self.participation, len(data.clients)), self.seed)
             self.ranks.settle([tensor for client in self.clients.values() for tensor in client.shared_tensors()])
             if self.evaluate == "global":
                 self.__dict__["global_model"] = GlobalModel(self._fresh(data.clients[0]), self.coordinator)
@@ -282,6 +287,7 @@ class Federation(Scoring, Checkpointing):
 
     def on_train_epoch_start(self) -> None:
         """Begin a round."""
+        end_of_privacy(self.trainer, self.coordinator, begins=True)
         self.engine.losses.clear()
         self._validated = {}
         self.coordinator.begin_round()
@@ -320,10 +326,11 @@ class Federation(Scoring, Checkpointing):
         if self.clients.keys() == self.engine.left:
             rank_zero_info("All clients have ended their training; the federation ends.")
             self.trainer.should_stop = True
+        spent = end_of_privacy(self.trainer, self.coordinator)
         # A callback may have stopped one of several processes only; they end together.
         self.trainer.should_stop = any(told.words for told in self.ranks.exchange(self.trainer.should_stop))
         losses = self.ranks.merged(self.engine.losses).values()
-        metrics = {"train/loss": mean_over_samples(losses), **self._validated, **self.traffic.of_round()}
+        metrics = {"train/loss": mean_over_samples(losses), **self._validated, **self.traffic.of_round(), **spent}
         self._log(metrics)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
 

@@ -113,7 +113,7 @@ class FedDynServer(UniformServer):
         deviation: mean of h_i over all clients, by name.
     """
 
-    averages = True
+    averages = means_only = True
     deviation: dict[str, Tensor]
 
     def __init__(self, weights: frozenset[str], alpha: float | None = None, shows_mean: bool = False) -> None:
