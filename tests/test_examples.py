@@ -48,6 +48,16 @@ def test_adapters(capsys):
     assert f"{results['alone'][0]:.3f}" in capsys.readouterr().out
 
 
+def test_private_samples(capsys):
+    pytest.importorskip("opacus")
+    results = run("private_samples.py", rounds=2)
+    spent = [epsilon for _, epsilon in results.values()]
+    assert spent == sorted(spent, reverse=True)
+    assert all(0 < epsilon < math.inf for epsilon in spent)
+    assert results[0.5][0] > 0.2
+    assert f"epsilon {spent[0]:.2f}" in capsys.readouterr().out
+
+
 def test_pictures_of_neurons(tmp_path):
     """Two nodes with two of three classes each; of the divided layer both have the group of the last class only."""
     pytest.importorskip("matplotlib")

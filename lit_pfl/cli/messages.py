@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_pfl.core import Client
+from lit_pfl.core.participation import Participation
+from lit_pfl.core.privacy import ClientPrivacy
+from lit_pfl.core.robust import RobustMean
 from lit_pfl.data import Augment, FederatedDataModule, Partition
 from lit_pfl.errors import ConfigError
 from lit_pfl.models import Backbone
@@ -31,11 +34,16 @@ CLASSES: dict[str, type] = {
     "learner": L.LightningModule,
     "logger": Logger,
     "callbacks": L.Callback,
+    "mean": RobustMean,
+    "participation": Participation,
+    "privacy": ClientPrivacy,
 }
 #: classes that are no choice all the same: a federation's own and Lightning's; one that would have to be told a metric
 NO_CHOICE = {"ServerStep", "DummyLogger", "ReduceLROnPlateau"}
 #: options of which no names are listed: most classes of their kinds are no choice there
 UNLISTED = ("learner", "callbacks")
+#: options that take something else than a class as well
+ALSO = {"participation": "give a number, "}
 #: what the parser calls a kind of value, and what people do
 KINDS = {
     "PositiveInt": "a whole number above 0",
@@ -114,7 +122,7 @@ def explained(message: str, known: list[str]) -> str:
     if kind in CLASSES and re.search("path string|instantiatable class", reason):
         names = names_of_subclasses(CLASSES[kind])
         problem = f"there is no {given!r}" if given.isidentifier() else "it has options, but no name"
-        choice = "give" if kind in UNLISTED else f"choose one of {', '.join(names)}, or"
+        choice = ALSO.get(kind, "") + ("give" if kind in UNLISTED else f"choose one of {', '.join(names)}, or")
         return f"{option}: {problem}; {choice} a class path of your own.{_did_you_mean([given], names)}"
     said = [line for line in reason.split("\n") if line and not line.startswith(FRAME)]
     kinds = [

@@ -13,6 +13,7 @@ MAY_CHANGE = (
     "federation.threads",
     "federation.engine*",
     "federation.quorum",
+    "federation.privacy.budget",
     "federation.if_not_saved",
 )
 #: of these, what makes other numbers all the same

@@ -41,7 +41,7 @@ def _terms_of(name: str, terms: Sequence[tuple[Payload, float]]) -> list[tuple[T
 
 def _weighted_sum(terms: list[tuple[Tensor, float]]) -> Tensor:
     (first, weight), *others = terms
-    wide = _wide(first)
+    wide = wide_type(first)
     total = first.to(wide) * weight
     term = torch.empty_like(total)  # one for all: fresh memory would take longer than the sum
     for tensor, weight in others:
@@ -49,7 +49,7 @@ def _weighted_sum(terms: list[tuple[Tensor, float]]) -> Tensor:
     return (total if first.is_floating_point() else total.round()).to(first.dtype)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide_type(tensor: Tensor) -> torch.dtype:
     """Return the type in which to add up: in half precision a sum of many loses what is added last."""
     if not tensor.is_floating_point():
         return torch.float64  # whole numbers, exact up to 2^53
@@ -77,7 +77,7 @@ def mean_of_rows(parts: Sequence[tuple[Tensor, Tensor, float]], before: Tensor) 
     mass = torch.zeros(len(before), dtype=torch.float64)
     for _, rows, weight in parts:
         mass[rows] += weight
-    total = torch.zeros_like(before, dtype=_wide(before))
+    total = torch.zeros_like(before, dtype=wide_type(before))
     for tensor, rows, weight in parts:
         share = (weight / mass[rows]).to(total).view(-1, *[1] * (before.dim() - 1))
         total.index_add_(0, rows.to(before.device), tensor * share)

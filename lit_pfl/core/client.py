@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.core.payload import Payload
+from lit_pfl.core.robust import RobustMean, with_mean
 from lit_pfl.core.server import Server
 from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.core.sharing import Role, SharedTensors, check_sharing, encoder_of, names_of_head, roles_of
@@ -85,7 +86,7 @@ class ClientSpec:
 
 
 def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Server]:
-    """Let a method's ``configure_server`` find a client that is ready; give its server the client's optimizer."""
+    """Let a method's ``configure_server`` find a client that is ready; give its server what the client was given."""
 
     @wraps(make)
     def configure_server(self: "Client") -> Server:
@@ -94,7 +95,7 @@ def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Serv
         if self.server_optimizer is not None:
             weights = [name for name, _ in self.learner.named_parameters(remove_duplicate=False)]
             server.step_by(copy.deepcopy(self.server_optimizer), weights)
-        return server
+        return with_mean(server, self.mean)
 
     return configure_server
 
@@ -136,6 +137,9 @@ class Client(QuickModule, ABC):
             that ``peft`` has given some.
         server_optimizer: how a server that averages steps from its model towards the mean of a round; by default to the
             mean itself. ``FedProx(server_optimizer=ServerAdam(lr=0.01))`` is FedProx with the server of FedAdam.
+        mean: robust mean that the server takes in place of the weighted mean of the uploads (``CoordinateMedian``,
+            ``TrimmedMean``, ``GeometricMedian``, ``Krum``, ``MultiKrum``, ``NormClipping``, ``FLTrust``), for methods
+            whose server averages. Default: the weighted mean.
 
     Raises:
         ConfigError: when the learner is none, the head is to be shared although labels differ, nothing is left to
@@ -183,6 +187,7 @@ class Client(QuickModule, ABC):
         encoder: str | None = None,
         shares: str | None = None,
         server_optimizer: ServerOptimizer | None = None,
+        mean: RobustMean | None = None,
     ) -> None:
         super().__init__()
         self.make_backbone, self.make_optimizer, self.make_scheduler = backbone, optimizer, scheduler
@@ -190,7 +195,7 @@ class Client(QuickModule, ABC):
         self.factorization, self.channels_last = factorization, channels_last
         self.norm_stats, self.share_head, self.local, self.only = norm_stats, share_head, local, shares
         self.learner = learner  # type: ignore[assignment]  # configure() makes one where there is none
-        self.head, self.encoder, self.server_optimizer = head, encoder, server_optimizer
+        self.head, self.encoder, self.server_optimizer, self.mean = head, encoder, server_optimizer, mean
         self.data = None
         self.checkpoint_folder: Callable[[], Path] | None = None
         self.completed_rounds = 0  # of the federation, which keeps it up to date

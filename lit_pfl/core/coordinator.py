@@ -1,7 +1,7 @@
 """What happens between clients and server whatever the link: uploads are checked, and a round keeps its order."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,7 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core.encoding import Expected, Layout, misfit
 from lit_pfl.core.ledger import Ledger
+from lit_pfl.core.participation import Sampling
 from lit_pfl.core.payload import TYPES, Payload, Upload, as_payload
+from lit_pfl.core.privacy import ClientPrivacy
+from lit_pfl.core.robust import update_norm
 from lit_pfl.core.server import ClientInfo, Server, check_samples
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl_callbacks.frozen import FROZEN, read_table, refuse_other_weights, table_of
@@ -40,18 +43,24 @@ class Coordinator:
     Args:
         server: the method's server.
         quorum: the share of a round's participants whose uploads must be usable for the round to count.
+        max_update_norm: largest Euclidean norm of an update that is used; None: any.
 
     Attributes:
         round: number of rounds completed.
+        privacy: protects uploads, see :meth:`protect`; None: nothing does.
+        changes: functions that change a round's uploads before they are checked, by round and client id: attacks.
         under_way: whether a round has begun and not ended.
         refused: what was wrong with the uploads that were refused in the latest round.
         seconds: time spent so far: ``aggregate``, in the server's steps and in making its replies, and
             ``link``, in checking and counting what is sent.
     """
 
-    def __init__(self, server: Server, quorum: float = 0.5) -> None:
+    def __init__(self, server: Server, quorum: float = 0.5, max_update_norm: float | None = None) -> None:
         self.server = server
         self.quorum = quorum
+        self.max_update_norm = max_update_norm
+        self.privacy: ClientPrivacy | None = None
+        self.changes: list[Callable[[int, Mapping[int, Upload]], Mapping[int, Upload]]] = []
         self.ledger = Ledger()
         self.round = 0
         self.under_way = False
@@ -111,6 +120,21 @@ class Coordinator:
             raise ConfigError(str(error)) from None
         return {k: ClientInfo(info.num_samples, info.initial.without(FROZEN)) for k, info in clients.items()}
 
+    def protect(self, privacy: ClientPrivacy | None, sampling: Sampling, seed: int) -> None:
+        """Protect uploads from now on. :meth:`start` comes first.
+
+        Args:
+            privacy: how, if at all.
+            sampling: how clients are sampled.
+            seed: seed of the noise.
+
+        Raises:
+            ConfigError: when the method, or the clients' tensors, cannot be protected so.
+        """
+        if privacy is not None:
+            privacy.start(self.server, self._layout, sampling, seed)
+        self.privacy = privacy
+
     def begin_round(self) -> None:
         """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state."""
         self.under_way = True
@@ -161,8 +185,10 @@ class Coordinator:
         """
         uploads = {client: self._checked(client, upload) for client, upload in uploads.items()}
         self.round += 1
+        for change in self.changes:
+            uploads = {client: self._checked(client, upload) for client, upload in change(self.round, uploads).items()}
         with self._timed("link"):
-            usable = self._usable(uploads)
+            usable = self._usable(self._protected(uploads))
         if len(usable) < self.quorum * len(uploads) - 1e-9:
             raise UploadError(
                 f"Round {self.round}: {len(usable)} of {len(uploads)} uploads are usable, fewer than the quorum of "
@@ -170,7 +196,16 @@ class Coordinator:
             )
         if usable:
             with self._timed("aggregate"):
+                if self.privacy is not None:
+                    usable = self.privacy.protect_centrally(self.round, self.server, usable, len(uploads))
                 self.server.aggregate(self.round, usable)
+
+    def _protected(self, uploads: Mapping[int, Upload]) -> Mapping[int, Upload]:
+        """Return uploads as clients send them."""
+        if self.privacy is None:
+            return uploads
+        sent = {client: upload for client, upload in uploads.items() if isinstance(upload, Payload)}
+        return {**uploads, **self.privacy.protect_locally(self.round, self.server, sent)}
 
     def _usable(self, uploads: Mapping[int, Upload]) -> dict[int, Payload]:
         """Return the uploads that can be used, counted; note what is wrong with the others."""
@@ -223,13 +258,24 @@ class Coordinator:
             raise UploadError(
                 f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.", upload.not_finite
             )
+        if self.max_update_norm is not None:
+            norm = update_norm(upload, self.server.center(client, upload))
+            if norm > self.max_update_norm:
+                raise UploadError(
+                    f"Client {client}: its update has a norm of {norm:.6g}, above "
+                    f"federation.max_update_norm={self.max_update_norm:g}."
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed federation needs of the server's side."""
-        return {"round": self.round, "ledger": self.ledger.state_dict(), "server": self.server.state_dict()}
+        privacy = {} if self.privacy is None else {"privacy": self.privacy.state_dict()}
+        server = self.server.state_dict()
+        return {"round": self.round, "ledger": self.ledger.state_dict(), "server": server, **privacy}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`, on the clients' device. :meth:`start` comes first."""
         self.round = state["round"]
+        if self.privacy is not None:
+            self.privacy.load_state_dict(state["privacy"])
         self.ledger.load_state_dict(state["ledger"])
         self.server.load_state_dict(move_data_to_device(state["server"], self._device))

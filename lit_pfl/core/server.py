@@ -1,8 +1,8 @@
 """The server's side of a method. It sees payloads only: never a client's data, module or Trainer."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.errors import ConfigError
 from lit_pfl.ops.low_rank import LowRank
+
+if TYPE_CHECKING:
+    from lit_pfl.core.robust import RobustMean
 
 #: how much an upload counts in a mean: as any other, or by its client's number of samples
 Weighting = Literal["uniform", "samples"]
@@ -66,6 +69,12 @@ class Server:
     #: takes the step from the model to the mean of a round; without one, the mean is the new model
     server_optimizer: ServerOptimizer | None = None
     optimized: frozenset[str] = frozenset()
+    #: takes the place of :attr:`mean` in :meth:`average`, if one is given to the method
+    robust: "RobustMean | None" = None
+    #: whether models are made by :meth:`average`; a class with its own ``aggregate`` or ``averaged`` says so again
+    averages: bool = True
+    #: whether uploads are used in that average and nowhere else; said again likewise
+    means_only: bool = True
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
@@ -116,7 +125,34 @@ class Server:
 
     def averaged(self, uploads: Mapping[int, Payload], weights: list[float]) -> Payload:
         """Return the mean of a round's uploads by these weights, from which the server's optimizer steps."""
-        return self.mean(list(uploads.values()), weights, self._averaged(uploads))
+        return self.average(uploads, weights, self._averaged(uploads))
+
+    def average(
+        self,
+        uploads: Mapping[int, Payload],
+        weights: Sequence[float],
+        names: Sequence[str],
+        center: Mapping[str, Tensor] | None = None,
+    ) -> Payload:
+        """Average uploads: their weighted mean, or the robust mean that the method was given.
+
+        Args:
+            uploads: by client id.
+            weights: as many numbers, whose sum the mean is multiplied by if it is not 1.
+            names: tensors to average.
+            center: what these clients trained from; by default :meth:`center` of the first.
+        """
+        if self.robust is None:
+            return self.mean(list(uploads.values()), weights, names)
+        center = self.center(*next(iter(uploads.items()))) if center is None else center
+        return self.robust(uploads, weights, names, center)
+
+    def center(self, client: int, upload: Payload) -> Mapping[str, Tensor]:
+        """Return what this client's upload is measured from: by default its reply, from which it trains.
+
+        Tensors of an upload that are not in it are updates already. It is asked for before :meth:`aggregate`.
+        """
+        return self.reply(client)
 
     def step_by(self, optimizer: ServerOptimizer, weights: Iterable[str]) -> None:
         """Take the server's steps by an optimizer.

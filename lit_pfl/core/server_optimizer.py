@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat
@@ -22,6 +22,8 @@ class ServerOptimizer(ABC):
         state: what it keeps from round to round: tensors by name, by what they are.
     """
 
+    #: whether steps are made of the mean and the shares alone: a robust mean, and central privacy, go with no other
+    means_only: ClassVar[bool] = False
     state: dict[str, dict[str, Tensor]]
 
     def __init__(self) -> None:
@@ -69,6 +71,8 @@ class ServerMomentum(ServerOptimizer):
         Hsu et al. 2019, Section 4.3.
     """
 
+    means_only = True
+
     def __init__(self, lr: PositiveFloat = 1.0, momentum: ClosedUnitInterval = 0.9, nesterov: bool = False) -> None:
         super().__init__()
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
@@ -87,6 +91,8 @@ class ServerMomentum(ServerOptimizer):
 
 class _Adaptive(ServerOptimizer):
     """What ServerAdagrad, ServerAdam and ServerYogi share."""
+
+    means_only = True
 
     def __init__(self, lr: float, beta1: float, tau: float) -> None:
         super().__init__()

@@ -98,11 +98,13 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     # them all at once.
     all_at_once = False
     participants: Callable[[int], list[int]] | None = None
+    as_many_each_round = True  # or fewer in one round than in another
     validated: Callable[[], list[int]] | None = None
 
     def train_dataloader(self) -> "ClientSets":
         """Return the sets of clients that train in a round."""
-        return ClientSets(self.participants or (lambda completed: self.clients), self.all_at_once)
+        lists = None if self.as_many_each_round else 1 if self.all_at_once else min(LISTS, len(self.clients))
+        return ClientSets(self.participants or (lambda completed: self.clients), self.all_at_once, lists)
 
     def val_dataloader(self) -> "ClientSets":
         """Return the clients that are scored on validation data."""
@@ -123,14 +125,17 @@ class ClientSets:
     """What a federation's Trainer iterates over: lists of client ids.
 
     Args:
-        choose: returns the clients of a round, by the number of rounds before it. Their number is always the same.
+        choose: returns the clients of a round, by the number of rounds before it. Their number is always the same,
+            unless ``lists`` is given.
         all_at_once: whether there is one list of all of them, or as many lists as a Trainer's hooks are worth: one a
             client, but at most ``LISTS``.
+        lists: number of lists in every round, of which some may be empty: a Trainer counts batches once.
     """
 
-    def __init__(self, choose: Callable[[int], list[int]], all_at_once: bool = False) -> None:
+    def __init__(self, choose: Callable[[int], list[int]], all_at_once: bool = False, lists: int | None = None) -> None:
         self.choose = choose
         self.all_at_once = all_at_once
+        self.lists = lists
         self.set_epoch(0)
         self.sampler = self.batch_sampler = self  # where a Trainer looks for someone to tell the epoch
 
@@ -139,13 +144,19 @@ class ClientSets:
         self.clients = self.choose(epoch)
 
     def __len__(self) -> int:
-        return -(-len(self.clients) // self._each())
+        return self.lists or -(-len(self.clients) // self._each())
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, so that the clients are looked up at the first step: a resumed Trainer asks for the iterator
         # before it tells the epoch.
-        each = self._each()
-        yield from (self.clients[i : i + each] for i in range(0, len(self.clients), each))
+        for i in range(len(self)):
+            yield self.clients[slice(*self._place(i))]
+
+    def _place(self, i: int) -> tuple[int, int]:
+        """Return where a list begins and ends."""
+        if self.lists:
+            return i * len(self.clients) // self.lists, (i + 1) * len(self.clients) // self.lists
+        return i * self._each(), (i + 1) * self._each()
 
     def _each(self) -> int:
         """Return how many clients are in a list."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -16,6 +16,8 @@ from torch import nn
 from lit_pfl.core import Client
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.ledger import Ledger
+from lit_pfl.core.participation import Participation, check_participation, participants, sampling_of
+from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.scores import Row, mean_over_samples
 from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
 from lit_pfl.engines import Engine, Local, Work
@@ -24,6 +26,7 @@ from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.checkpoint import fingerprint, resume, saved, trained_in
+from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import GlobalModel, Scores, State
 from lit_pfl.federation.server_step import ServerStep
 from lit_pfl.federation.summary import described, summarize
@@ -54,7 +57,8 @@ class Federation(QuickModule):
             (``Client.min_local_epochs``: one, but FedRep needs one for the head and one for the body).
         participation: who trains in a round: a share of the clients (0.1; 1 is all of them, and there is always at
             least one) or, above 1, their number (10). Drawn anew every round, from the seed and the round's number
-            alone.
+            alone. Or an object that chooses: ``Bernoulli``, ``BySize``, ``Trace`` (a file), ``Share``, each also with
+            clients that join late or leave for good.
         evaluate_clients: who is validated during a fit: a share of the clients or a number, the same ones every time,
             drawn from the seed. Tests are always of all clients.
         evaluate: which state of the personalized models is evaluated: ``before`` aggregation, as trained, or
@@ -76,6 +80,9 @@ class Federation(QuickModule):
             is faster where a device is not busy with one small network: for methods that minimise the loss of an image
             classifier, and networks without random layers; the numbers are the same but for rounding. By default
             ``Local``.
+        max_update_norm: largest Euclidean norm of an update, over all its floating-point tensors; a longer one is
+            refused. To shorten long updates instead, see :class:`~lit_pfl.core.robust.NormClipping`. Default: any.
+        privacy: differential privacy of clients, see :class:`~lit_pfl.core.privacy.ClientPrivacy`. Default: none.
 
     Attributes:
         coordinator: the server's side.
@@ -97,7 +104,7 @@ class Federation(QuickModule):
         self,
         client: Client,
         local_epochs: PositiveInt | None = None,
-        participation: float = 1.0,
+        participation: float | Participation = 1.0,
         evaluate: Literal["before", "after", "global"] = "before",
         quorum: float = 0.5,
         seed: NonNegativeInt | None = None,
@@ -107,18 +114,22 @@ class Federation(QuickModule):
         evaluate_clients: float = 1.0,
         higher_is_better: dict[str, bool] | None = None,
         engine: Engine | None = None,
+        max_update_norm: PositiveFloat | None = None,
+        privacy: ClientPrivacy | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(client, Client):
             name = getattr(client, "__name__", type(client).__name__)
             raise ConfigError(f"{name} is no method; give one around it: Federation(FedAvg(learner={name}())).")
-        check_share("federation.participation", participation)
+        check_participation(participation)
         check_share("federation.evaluate_clients", evaluate_clients)
         check_client_options(client_trainer or {})
         if not 0 <= quorum <= 1:
             raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
         if not isinstance(engine, Engine | None):
             raise ConfigError(f"federation.engine={engine!r}: give an engine, such as Local() or Stacked(size=32).")
+        if max_update_norm is not None and not max_update_norm > 0:
+            raise ConfigError(f"federation.max_update_norm={max_update_norm}: give a number above 0.")
         for name, given, choices in (
             ("evaluate", evaluate, ("before", "after", "global")),
             ("if_not_saved", if_not_saved, ("stop", "continue")),
@@ -133,7 +144,7 @@ class Federation(QuickModule):
         self.participation = participation
         self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
-        self.quorum = quorum
+        self.quorum, self.max_update_norm, self.privacy = quorum, max_update_norm, privacy
         self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.client_trainer = client_trainer or {}
@@ -174,6 +185,7 @@ class Federation(QuickModule):
         if self._work is not None and data is not self._work.data:
             self._refuse_other_data(data)
         data.participants, data.validated = self.participants, self.validated
+        data.as_many_each_round = not isinstance(self.participation, Participation)
         data.all_at_once = self.engine.all_at_once
         data.move_to(self.trainer.strategy.root_device)
         if self._work is None:
@@ -186,7 +198,7 @@ class Federation(QuickModule):
         summarize(self.trainer, self._described)
 
     def _begin(self, data: FederatedDataModule) -> None:
-        check_share("federation.participation", self.participation, len(data.clients))
+        check_participation(self.participation, data.clients)
         check_share("federation.evaluate_clients", self.evaluate_clients, len(data.clients))
         if self.seed is None:
             self.seed = torch.initial_seed()
@@ -203,8 +215,9 @@ class Federation(QuickModule):
         threads = choose_threads(example.learner, example.spec.example, batch_size, stacked, self.engine.cores)
         self.threads = work.threads = self.threads or threads
         self.engine.setup(work)
-        self.coordinator = Coordinator(server, self.quorum)
+        self.coordinator = Coordinator(server, self.quorum, self.max_update_norm)
         self.coordinator.start(self.engine.joined())
+        self.coordinator.protect(self.privacy, sampling_of(self.participation, len(data.clients)), self.seed)
         if self.evaluate == "global":
             self.scores.global_model = GlobalModel(work.fresh(data.clients[0]), self.coordinator)
         self._described = described(example, len(data.clients))
@@ -252,7 +265,12 @@ class Federation(QuickModule):
 
     def participants(self, completed: int) -> list[int]:
         """Return the ids of the clients that train in the round after ``completed`` rounds."""
-        return self.draws.choose(self.data.clients, self.participation, "participation", completed)
+        return participants(self.participation, completed, self._samples, self.draws)
+
+    @cached_property
+    def _samples(self) -> dict[int, int]:
+        """Numbers of training samples of all clients, by id."""
+        return {client: self.data.client(client).num_samples for client in self.data.clients}
 
     def validated(self) -> list[int]:
         """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
@@ -261,6 +279,7 @@ class Federation(QuickModule):
 
     def on_train_epoch_start(self) -> None:
         """Begin a round."""
+        end_of_privacy(self.trainer, self.coordinator, begins=True)
         self._losses, self._validated = [], {}
         self.coordinator.begin_round()
 
@@ -297,7 +316,8 @@ class Federation(QuickModule):
         if set(self.client_ids) == self.engine.left:
             rank_zero_info("All clients have ended their training; the federation ends.")
             self.trainer.should_stop = True
-        metrics = {"train/loss": mean_over_samples(self._losses), **self._validated, **self.traffic.of_round()}
+        spent = end_of_privacy(self.trainer, self.coordinator)
+        metrics = {"train/loss": mean_over_samples(self._losses), **self._validated, **self.traffic.of_round(), **spent}
         self._log(metrics)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
 
@@ -466,7 +486,7 @@ class Federation(QuickModule):
         return {
             "method": type(self.prototype).__name__,
             "local_epochs": self.local_epochs,
-            "participation": self.participation,
+            "participation": repr(p) if isinstance(p := self.participation, Participation) else p,
             "seed": self.seed,
             "data": self._fingerprints,
         }

@@ -69,6 +69,7 @@ class AgnosticFLServer(Server):
     """
 
     kept = ("lambdas",)
+    averages = True
 
     lambdas: dict[int, float]
 

@@ -121,6 +121,7 @@ class ClusteredFLServer(Server):
 
     kept = ("place", "scale")
     kept_payloads = ("models",)
+    averages = True
 
     models: dict[int, Payload]
     place: dict[int, int]
@@ -162,7 +163,8 @@ class ClusteredFLServer(Server):
                 continue
             for part, group in self._split(round, cluster, clients, uploads).items():
                 equal = [1 / len(group)] * len(group)
-                self.models[part] = self.mean([uploads[client] for client in group], equal, list(self.model))
+                own = {client: uploads[client] for client in group}
+                self.models[part] = self.average(own, equal, list(self.model), self.models[cluster])
         self._forget()
 
     def _updates(self, clients: list[int], uploads: Mapping[int, Payload]) -> Tensor:

@@ -116,6 +116,8 @@ class FedDBEServer(Server):
         feature_mean: (d,) m_g; None before the first round.
     """
 
+    averages = means_only = True
+
     feature_mean: Tensor | None = None
 
     def is_averaged(self, name: str) -> bool:  # noqa: D102
@@ -124,7 +126,7 @@ class FedDBEServer(Server):
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         if self.feature_mean is None:
             weights = self.averaging_weights(round, uploads)
-            self.feature_mean = self.mean(list(uploads.values()), weights, [MEAN])[MEAN]
+            self.feature_mean = self.average(uploads, weights, [MEAN])[MEAN]
         else:
             super().aggregate(round, uploads)
 

@@ -112,6 +112,7 @@ class FedDynServer(UniformServer):
     """
 
     kept = ("deviation",)
+    averages = means_only = True
 
     deviation: dict[str, Tensor]
 

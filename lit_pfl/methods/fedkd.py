@@ -145,6 +145,8 @@ class FedKDServer(UniformServer):
         holders: who has the model that it was added to.
     """
 
+    averages = means_only = True
+
     def __init__(self, method: FedKD) -> None:
         self.energy = method.energy
         self.change = Payload({})
@@ -156,10 +158,14 @@ class FedKDServer(UniformServer):
         self.change, self.holders, self.completed = Payload({}), set(), 0
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
-        mean = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), list(self.model))
+        mean = self.average(uploads, self.averaging_weights(round, uploads), list(self.model))
         self.change = in_factors(mean, self.energy(round - 1))
         self.model = {name: x + self.change[name] for name, x in self.model.items()}
         self.holders, self.completed = set(uploads), round
+
+    def center(self, client: int, upload: Payload) -> Payload:
+        """Return nothing: uploads are changes."""
+        return Payload({})
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         if client not in self.holders:

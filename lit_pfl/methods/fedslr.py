@@ -298,6 +298,7 @@ class FedSLRServer(UniformServer):
         self, weights: frozenset[str], threshold: float, eta_g: float, structure: Structure, each: bool
     ) -> None:
         self.weights, self.threshold, self.eta_g, self.structure, self.each = weights, threshold, eta_g, structure, each
+        self.averages = self.means_only = not each  # else gammas are made of single uploads
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)

@@ -177,6 +177,7 @@ class FedSpaServer(UniformServer):
     """
 
     kept = ("masks", "round")
+    averages = True
 
     masks: dict[int, Tensor]
 
@@ -202,6 +203,10 @@ class FedSpaServer(UniformServer):
         )
         self.masks |= {client: upload[MASKS].clone() for client, upload in uploads.items() if self.masks_change}
         self.round = round
+
+    def center(self, client: int, upload: Payload) -> Mapping[str, Tensor]:
+        """Return nothing: uploads are updates."""
+        return {}
 
     def reply(self, client: int) -> Payload:
         """Return this client's mask times the model, and the number of the round that it is for."""

@@ -100,6 +100,8 @@ class IFCAServer(UniformServer):
         chosen: the model that each client chose last, by client id.
     """
 
+    averages = True
+
     models: list[Payload]
     chosen: dict[int, int]
 
@@ -123,9 +125,13 @@ class IFCAServer(UniformServer):
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         self.chosen |= {client: int(upload[CLUSTER]) for client, upload in uploads.items()}
         for cluster, model in enumerate(self.models):
-            own = [upload for upload in uploads.values() if int(upload[CLUSTER]) == cluster]
+            own = {client: upload for client, upload in uploads.items() if int(upload[CLUSTER]) == cluster}
             if own:
-                self.models[cluster] = self.mean(own, [1 / len(own)] * len(own), list(model))
+                self.models[cluster] = self.average(own, [1 / len(own)] * len(own), list(model), model)
+
+    def center(self, client: int, upload: Payload) -> Payload:
+        """Return the model that the client chose; nothing if there is none of that number."""
+        return dict(enumerate(self.models)).get(int(upload[CLUSTER]), Payload({}))
 
     def reply(self, client: int) -> Payload:
         """Return all models, each tensor named ``<cluster>/<tensor>``."""

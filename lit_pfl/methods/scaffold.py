@@ -139,6 +139,7 @@ class ScaffoldServer(UniformServer):
     """
 
     kept = ("control",)
+    averages = True
 
     control: dict[str, Tensor]
 
@@ -164,8 +165,12 @@ class ScaffoldServer(UniformServer):
             }
             self.model = self.model.with_(moved)
         counts = [self._size(client) / len(self.num_samples) for client in uploads]
-        changes = self.mean(list(uploads.values()), counts, [CONTROL + name for name in self.control])
+        changes = self.average(uploads, counts, [CONTROL + name for name in self.control])
         self.control = {name: control + changes[CONTROL + name] for name, control in self.control.items()}
+
+    def center(self, client: int, upload: Payload) -> Mapping[str, Tensor]:
+        """Return the model; changes of control variates are updates as they are."""
+        return self.model
 
     def _size(self, client: int) -> float:
         """Return nu_i."""

@@ -1,0 +1,286 @@
+"""Which clients train in a round, and which are there at all."""
+
+import csv
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jsonargparse.typing import PositiveInt
+
+from lit_pfl.errors import ConfigError
+from lit_pfl.randomness import Draws, check_share
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How likely it is that a client takes part, for privacy accounting.
+
+    Args:
+        kind: ``all``: nothing is sampled, or not so that privacy gains by it; ``poisson``: every client by itself;
+            ``fixed``: a fixed number without replacement.
+        share: probability, or share of the clients.
+    """
+
+    kind: str = "all"
+    share: float = 1.0
+
+
+class Participation(ABC):
+    """Chooses the clients that train in a round: ``Federation(..., participation=Bernoulli(0.1))``.
+
+    A new one needs :meth:`draw` only, and then works by name on the command line. Draws depend on the seed and on the
+    round alone, so that a resumed run draws the same clients.
+
+    Args:
+        joins: first round of every client that joins late, by client id. From 1; others are there from the start.
+        leaves: last round of every client that leaves for good, by client id. A client that has left is evaluated on.
+
+    Raises:
+        ConfigError: when a round is below 1, or a client leaves before it joins.
+    """
+
+    def __init__(self, joins: dict[int, int] | None = None, leaves: dict[int, int] | None = None) -> None:
+        self.joins, self.leaves = dict(joins or {}), dict(leaves or {})
+        for name, rounds in (("joins", self.joins), ("leaves", self.leaves)):
+            for client, round in rounds.items():
+                if round < 1:
+                    raise ConfigError(f"federation.participation.{name}: client {client}: rounds count from 1.")
+        for client in self.joins.keys() & self.leaves.keys():
+            if self.leaves[client] < self.joins[client]:
+                raise ConfigError(
+                    f"federation.participation: client {client} leaves after round {self.leaves[client]}, before it "
+                    f"joins in round {self.joins[client]}."
+                )
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in vars(self).items() if not name.startswith("_") and value != {}}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in given.items())})"
+
+    @abstractmethod
+    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:
+        """Choose among clients.
+
+        Args:
+            round: the round's number, from 1.
+            clients: ids of the clients that are there in this round, in increasing order; at least one.
+            samples: number of training samples of every client of the federation, by id.
+            draws: source of all randomness.
+
+        Returns:
+            Ids of some of the clients.
+        """
+
+    def choose(self, completed: int, samples: Mapping[int, int], draws: Draws) -> list[int]:
+        """Return the ids of the clients that train in the round after ``completed`` rounds, in increasing order.
+
+        Raises:
+            ConfigError: when nobody does.
+        """
+        round = completed + 1
+        there = [k for k in sorted(samples) if self.joins.get(k, 1) <= round <= self.leaves.get(k, round)]
+        chosen = sorted(self.draw(round, there, samples, draws)) if there else []
+        if not chosen:
+            raise ConfigError(
+                f"federation.participation={self!r}: no client trains in round {round}; see that one does."
+            )
+        return chosen
+
+    def check(self, clients: Sequence[int]) -> None:
+        """See that these clients can be chosen from.
+
+        Raises:
+            ConfigError: when a client of :attr:`joins` or :attr:`leaves` is not among them.
+        """
+        for name, rounds in (("joins", self.joins), ("leaves", self.leaves)):
+            if unknown := rounds.keys() - set(clients):
+                raise ConfigError(f"federation.participation.{name}: there is no client {min(unknown)}.")
+
+    def sampling(self, clients: int) -> Sampling:
+        """Return how some of so many clients are sampled, for privacy accounting.
+
+        By default as if all took part in every round: then the accounting gains nothing by sampling.
+        """
+        return Sampling()
+
+
+class Share(Participation):
+    """A share of the clients, or a number of them, drawn without replacement. Without options, as the number alone.
+
+    Args:
+        share: share of the clients that are there (1: all of them; at least one client trains) or, above 1, their
+            number.
+        joins: see :class:`Participation`.
+        leaves: see :class:`Participation`.
+    """
+
+    def __init__(
+        self, share: float = 1.0, joins: dict[int, int] | None = None, leaves: dict[int, int] | None = None
+    ) -> None:
+        super().__init__(joins, leaves)
+        check_share("federation.participation.share", share)
+        self.share = share
+
+    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
+        return draws.choose(clients, self.share, "participation", round - 1)
+
+    def check(self, clients: Sequence[int]) -> None:  # noqa: D102
+        super().check(clients)
+        check_share("federation.participation.share", self.share, len(clients))
+
+    def sampling(self, clients: int) -> Sampling:  # noqa: D102
+        return Sampling() if self.joins or self.leaves else sampling_of(self.share, clients)
+
+
+class Bernoulli(Participation):
+    """Every client takes part with the same probability, independently of all others (Poisson sampling).
+
+    In a round in which nobody is drawn, the client that was nearest to being drawn trains.
+
+    Args:
+        probability: probability of taking part in a round, above 0 and up to 1.
+        joins: see :class:`Participation`.
+        leaves: see :class:`Participation`.
+
+    Raises:
+        ConfigError: when it is no such probability.
+    """
+
+    def __init__(
+        self, probability: float = 0.1, joins: dict[int, int] | None = None, leaves: dict[int, int] | None = None
+    ) -> None:
+        super().__init__(joins, leaves)
+        if not 0 < probability <= 1:
+            raise ConfigError(f"federation.participation.probability={probability}: give one above 0 and up to 1.")
+        self.probability = probability
+
+    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
+        # drawn for every client of the federation, so that one's luck does not depend on who else is there
+        luck = dict(zip(sorted(samples), draws.generator("participation", round - 1).random(len(samples)), strict=True))
+        drawn = [client for client in clients if luck[client] < self.probability]
+        return drawn or [min(clients, key=lambda client: luck[client])]
+
+    def sampling(self, clients: int) -> Sampling:  # noqa: D102
+        return Sampling("poisson", self.probability) if self.probability < 1 else Sampling()
+
+
+class BySize(Participation):
+    """A number of clients, drawn without replacement with probabilities in proportion to their training samples.
+
+    Args:
+        number: number of clients; all of those that are there, if they are fewer.
+        joins: see :class:`Participation`.
+        leaves: see :class:`Participation`.
+
+    Source:
+        Li et al. 2020 (On the Convergence of FedAvg on Non-IID Data), Scheme I, without replacement.
+    """
+
+    def __init__(
+        self, number: PositiveInt = 10, joins: dict[int, int] | None = None, leaves: dict[int, int] | None = None
+    ) -> None:
+        super().__init__(joins, leaves)
+        self.number = int(number)
+
+    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
+        if self.number >= len(clients):
+            return list(clients)
+        sizes = np.array([samples[client] for client in clients], dtype=np.float64)
+        rng = draws.generator("participation", round - 1)
+        return [int(c) for c in rng.choice(clients, self.number, replace=False, p=sizes / sizes.sum())]
+
+
+class Trace(Participation):
+    """The clients that a file names for each round, as recorded from a real federation, or written by hand.
+
+    Args:
+        file: CSV file with the columns ``round`` (from 1) and ``client``: one row for every client and round in which
+            it takes part. Further columns are ignored.
+        repeat: begin anew after the last round of the file. Otherwise a run that is longer is refused.
+        joins: see :class:`Participation`.
+        leaves: see :class:`Participation`.
+
+    Raises:
+        ConfigError: when the file cannot be read, or names clients that do not exist.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        repeat: bool = False,
+        joins: dict[int, int] | None = None,
+        leaves: dict[int, int] | None = None,
+    ) -> None:
+        super().__init__(joins, leaves)
+        self.file, self.repeat = str(file), repeat
+        self._rounds = self._read()
+
+    def _read(self) -> dict[int, list[int]]:
+        rounds: dict[int, list[int]] = {}
+        option = f"federation.participation.file={self.file}"
+        try:
+            with Path(self.file).open(newline="", encoding="utf-8") as file:
+                for line, row in enumerate(csv.DictReader(file), start=2):
+                    round, client = _number(row, "round"), _number(row, "client")
+                    if round is None or client is None or round < 1 or client < 0:
+                        raise ConfigError(f"{option}, line {line}: give a round from 1 and a client's id.")
+                    if client not in rounds.setdefault(round, []):
+                        rounds[round].append(client)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise ConfigError(f"{option}: cannot be read: {error}") from None
+        if not rounds:
+            raise ConfigError(f"{option}: it has no row; give the columns round and client.")
+        return rounds
+
+    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
+        last = max(self._rounds)
+        if round > last and not self.repeat:
+            raise ConfigError(
+                f"federation.participation.file={self.file}: it ends with round {last}; set "
+                "federation.participation.repeat=true, or trainer.max_epochs to at most so many."
+            )
+        there = set(clients)
+        return [client for client in self._rounds.get((round - 1) % last + 1, []) if client in there]
+
+    def check(self, clients: Sequence[int]) -> None:  # noqa: D102
+        super().check(clients)
+        if unknown := {client for chosen in self._rounds.values() for client in chosen} - set(clients):
+            raise ConfigError(f"federation.participation.file={self.file}: there is no client {min(unknown)}.")
+
+
+def _number(row: Mapping[str, Any], name: str) -> int | None:
+    try:
+        return int(row[name])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def check_participation(participation: "float | Participation", clients: Sequence[int] | None = None) -> None:
+    """See that clients can be chosen so, from these if they are known.
+
+    Raises:
+        ConfigError: when they cannot.
+    """
+    if not isinstance(participation, Participation):
+        check_share("federation.participation", participation, None if clients is None else len(clients))
+    elif clients is not None:
+        participation.check(clients)
+
+
+def participants(
+    participation: "float | Participation", completed: int, samples: Mapping[int, int], draws: Draws
+) -> list[int]:
+    """Return the ids of the clients that train in the round after ``completed`` rounds."""
+    if isinstance(participation, Participation):
+        return participation.choose(completed, samples, draws)
+    return draws.choose(sorted(samples), participation, "participation", completed)
+
+
+def sampling_of(participation: "float | Participation", clients: int) -> Sampling:
+    """Return how clients are sampled, for privacy accounting."""
+    if isinstance(participation, Participation):
+        return participation.sampling(clients)
+    count = max(1, round(participation * clients) if participation <= 1 else int(participation))
+    return Sampling("fixed", count / clients) if count < clients else Sampling()

@@ -1,0 +1,293 @@
+"""Differential privacy of clients: what a server makes of uploads says little about any one client."""
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, cast
+
+import torch
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat
+from torch import Tensor
+
+from lit_pfl.core.averaging import weighted_mean
+from lit_pfl.core.encoding import Layout
+from lit_pfl.core.participation import Sampling
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.robust import declares, update_norm, update_of
+from lit_pfl.core.server import Server
+from lit_pfl.errors import ConfigError
+from lit_pfl.ops.robust import clipping_factors
+from lit_pfl.randomness import Draws
+
+
+class ClientPrivacy:
+    """Clips every client's update to a norm and adds Gaussian noise: ``Federation(..., privacy=ClientPrivacy(1.0))``.
+
+    ``central``: the server is trusted. It scales the sum of the clipped updates by the expected number of participants
+    (every client counts the same, whatever its number of samples), with noise of standard deviation
+    ``noise_multiplier * clip`` in the sum. Only for methods whose server uses uploads in their mean alone. ``local``:
+    the noise is added to every update before it is sent, so that the server need not be trusted; for every method. What
+    clients keep for themselves is neither clipped nor noised.
+
+    Logged every round is ``privacy/epsilon``, what has been spent so far; of adaptive clipping also ``privacy/clip``.
+    Noise is drawn from the seed and the round, so that a resumed run is the same. Whoever knows the seed can take the
+    noise off again: keep it secret if the privacy is to be real.
+
+    Args:
+        noise_multiplier: standard deviation of the noise, divided by ``clip``. Without noise (0) epsilon is infinite.
+        clip: largest Euclidean norm of an update, over all its tensors; with adaptive clipping, in round 1.
+        where: ``central`` or ``local``.
+        delta: probability with which the guarantee may fail; choose it well below 1 over the number of clients.
+        budget: epsilon after which the run ends: no round begins that would exceed it. Default: no end.
+        quantile: adapt ``clip`` so that this share of the updates is shorter, for example 0.5. Default: ``clip`` stays.
+        quantile_lr: how fast ``clip`` adapts, the paper's eta_C.
+        count_noise: standard deviation of the noise in the number of updates that are shorter, the paper's sigma_b,
+            divided by the expected number of participants.
+        accountant: how rounds with ``Bernoulli`` participation are added up: ``rdp``, by Renyi divergences, or
+            ``pld``, by privacy loss distributions, which is tighter and takes seconds a round. A fixed number of
+            clients is always by ``rdp``; without sampling the result is exact.
+
+    Raises:
+        ConfigError: for an option that is out of range.
+
+    Source:
+        McMahan et al. 2018, Algorithm 1 (flat clipping, fixed denominator); Andrew et al. 2021, Algorithm 1 (adaptive
+        clipping). Epsilon is by Google's ``dp-accounting``, in the extra ``privacy``.
+    """
+
+    def __init__(
+        self,
+        noise_multiplier: NonNegativeFloat = 1.0,
+        clip: PositiveFloat = 1.0,
+        where: Literal["central", "local"] = "central",
+        delta: PositiveFloat = 1e-5,
+        budget: PositiveFloat | None = None,
+        quantile: float | None = None,
+        quantile_lr: PositiveFloat = 0.2,
+        count_noise: PositiveFloat = 0.05,
+        accountant: Literal["rdp", "pld"] = "rdp",
+    ) -> None:
+        for name, value, good, right in (
+            ("noise_multiplier", noise_multiplier, noise_multiplier >= 0, "a number from 0"),
+            ("clip", clip, clip > 0, "a number above 0"),
+            ("where", where, where in ("central", "local"), "central or local"),
+            ("delta", delta, 0 < delta < 1, "a number above 0 and below 1"),
+            ("budget", budget, budget is None or budget > 0, "a number above 0"),
+            ("quantile", quantile, quantile is None or 0 < quantile < 1, "a number above 0 and below 1"),
+            ("quantile_lr", quantile_lr, quantile_lr > 0, "a number above 0"),
+            ("count_noise", count_noise, count_noise > 0, "a number above 0"),
+            ("accountant", accountant, accountant in ("rdp", "pld"), "rdp or pld"),
+        ):
+            if not good:
+                raise ConfigError(f"federation.privacy.{name}={value}: give {right}.")
+        if quantile is not None and where == "local":
+            raise ConfigError("federation.privacy.quantile: a local clip cannot adapt; leave it out, or where=central.")
+        self.noise_multiplier, self.clip, self.where, self.delta = noise_multiplier, clip, where, delta
+        self.budget, self.quantile, self.quantile_lr = budget, quantile, quantile_lr
+        self.count_noise, self.accountant = count_noise, accountant
+        self._first_clip = clip
+        self.taken: dict[int, int] = {}  # in how many rounds a client has uploaded, where that counts
+
+    def start(self, server: Server, layouts: Mapping[int, Layout], sampling: Sampling, seed: int) -> None:
+        """Take note of the federation, before its first round.
+
+        Args:
+            server: the method's server.
+            layouts: shapes and types of every client's uploads, by id.
+            sampling: how clients are sampled.
+            seed: the federation's seed.
+
+        Raises:
+            ConfigError: for a method or a tensor that this kind of privacy does not cover, or a budget that is too
+                small for one round.
+        """
+        self.sampling, self.clients, self.draws = sampling, len(layouts), Draws(seed)
+        self.clip, self.taken = self._first_clip, {}
+        for layout in layouts.values():
+            for name, (_, dtype) in layout.items():
+                if not dtype.is_floating_point:
+                    raise ConfigError(
+                        f"federation.privacy: tensor {name!r} holds {dtype}, to which no noise is added; keep it local "
+                        "(model.norm_stats=local, model.local), or use another method."
+                    )
+        if self.where == "central" and not (
+            declares(server, "means_only") and server.robust is None and type(server).mean is weighted_mean
+        ):
+            raise ConfigError(
+                f"federation.privacy.where=central: {type(server).__name__} uses single uploads, not their mean "
+                "alone; use local, or a method that averages, such as FedAvg or Ditto, without model.mean."
+            )
+        self._noise_of_updates()
+        if self.noise_multiplier or self.budget is not None:
+            self._epsilon(1)
+        if self.spent(0):
+            raise ConfigError(
+                f"federation.privacy.budget={self.budget:g}: the first round takes {self._epsilon(1):.4g}; give a "
+                "larger budget, more noise, or sample fewer of more clients."
+            )
+
+    @property
+    def expected(self) -> float | None:
+        """The expected number of participants; None where it is no random number."""
+        return self.sampling.share * self.clients if self.sampling.kind == "poisson" else None
+
+    # ---------------------------------------------------------------------------------------------------------- rounds
+
+    def protect_locally(self, round: int, server: Server, uploads: Mapping[int, Payload]) -> dict[int, Payload]:
+        """Return a round's uploads as clients send them."""
+        if self.where == "central":
+            return dict(uploads)
+        std = self.noise_multiplier * self.clip
+        for client in uploads:
+            self.taken[client] = self.taken.get(client, 0) + 1
+        return {k: self._noised(round, k, upload, server.center(k, upload), std, 1.0) for k, upload in uploads.items()}
+
+    def protect_centrally(
+        self, round: int, server: Server, uploads: Mapping[int, Payload], planned: int
+    ) -> dict[int, Payload]:
+        """Return uploads whose weighted mean is the private one, whatever the weights.
+
+        With weights w that sum to 1, center c and clipped updates u of J clients, upload k becomes
+        ``c + (u_k + n_k) / (E w_k)``, where E is the expected number of participants and the n_k of all clients
+        together have a standard deviation of ``noise_multiplier * clip``. Then the mean is ``c + (sum u + n) / E``.
+
+        Args:
+            round: the round's number.
+            server: the method's server.
+            uploads: those that can be used, by client id.
+            planned: number of participants, also of those whose uploads cannot be used.
+        """
+        if self.where == "local" or not uploads:
+            return dict(uploads)
+        expected = self.expected or planned
+        weights = server.averaging_weights(round, uploads)
+        std = self._noise_of_updates() * self.clip / math.sqrt(len(uploads))
+        centers = {client: server.center(client, upload) for client, upload in uploads.items()}
+        protected = {
+            client: self._noised(round, client, upload, centers[client], std, 1 / (expected * weight))
+            for (client, upload), weight in zip(uploads.items(), weights, strict=True)
+        }
+        if self.quantile is not None:
+            self._adapt(round, [update_norm(upload, centers[k]) for k, upload in uploads.items()], expected)
+        return protected
+
+    def _noised(
+        self, round: int, client: int, upload: Payload, center: Mapping[str, Tensor], std: float, scale: float
+    ) -> Payload:
+        update = update_of(upload, center)
+        factor = float(clipping_factors(torch.tensor(update_norm(upload, center)).double(), self.clip))
+        rng = self.draws.generator("privacy", round, client)
+        tensors = {}
+        for name, tensor in update.items():
+            noise = torch.from_numpy(rng.standard_normal(tuple(tensor.shape))).to(tensor) if std else 0.0
+            start = upload[name].double() - tensor
+            tensors[name] = (start + scale * (factor * tensor + std * noise)).to(upload[name].dtype)
+        return upload.with_(tensors)
+
+    def _noise_of_updates(self) -> float:
+        """Return the noise multiplier of updates, which is more than the whole one where counts are told as well.
+
+        Source:
+            Andrew et al. 2021, Theorem 1.
+        """
+        z, count = self.noise_multiplier, 2 * self.count_noise * (self.expected or self.sampling.share * self.clients)
+        if self.quantile is None or z == 0:
+            return z
+        if z >= count:
+            raise ConfigError(
+                f"federation.privacy.count_noise={self.count_noise:g}: give more than "
+                f"{self.count_noise * z / count:.3g}; the number of short updates needs more noise than all together."
+            )
+        return (z**-2 - count**-2) ** -0.5
+
+    def _adapt(self, round: int, norms: list[float], expected: float) -> None:
+        """Move the clip towards the quantile of the norms."""
+        assert self.quantile is not None
+        shorter = sum(norm <= self.clip for norm in norms) - len(norms) / 2  # less a half each: half the sensitivity
+        noise = self.draws.generator("privacy of counts", round).standard_normal() * self.count_noise * expected
+        share = (shorter + (noise if self.noise_multiplier else 0)) / expected + 0.5
+        self.clip *= math.exp(-self.quantile_lr * (share - self.quantile))
+
+    # --------------------------------------------------------------------------------------------------------- account
+
+    def epsilon(self, completed: int) -> float:
+        """Return the epsilon that some rounds have spent: central, of all clients; local, of the one that took part
+        most often.
+        """
+        return self._epsilon(completed if self.where == "central" else max(self.taken.values(), default=0))
+
+    def spent(self, completed: int) -> bool:
+        """Say whether another round would exceed the budget."""
+        if self.budget is None:
+            return False
+        done = completed if self.where == "central" else max(self.taken.values(), default=0)
+        return self._epsilon(done + 1) > self.budget
+
+    def report(self, completed: int) -> dict[str, float]:
+        """Return what is logged after a round."""
+        clip = {} if self.quantile is None else {"privacy/clip": self.clip}
+        return {"privacy/epsilon": self.epsilon(completed), **clip}
+
+    def _epsilon(self, rounds: int) -> float:
+        kind = "local" if self.where == "local" else self.sampling.kind
+        share = self.sampling.share if kind in ("poisson", "fixed") else 1.0
+        return epsilon(rounds, self.noise_multiplier, self.delta, kind, share, self.clients, self.accountant)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {"clip": self.clip, "taken": dict(self.taken), "seed": self.draws.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of :meth:`state_dict`."""
+        self.clip, self.taken, self.draws.seed = state["clip"], dict(state["taken"]), state["seed"]
+
+
+@cache
+def epsilon(
+    rounds: int,
+    noise_multiplier: float,
+    delta: float,
+    kind: str = "all",
+    share: float = 1.0,
+    clients: int = 0,
+    accountant: str = "rdp",
+) -> float:
+    """Return the epsilon of a number of rounds, by ``dp-accounting``.
+
+    Args:
+        rounds: number of rounds.
+        noise_multiplier: standard deviation of the noise, divided by the clip norm.
+        delta: delta.
+        kind: ``all``: every client in every round; ``poisson``: each with a probability; neighboring federations
+            differ by one client more or less. ``fixed``: a fixed number without replacement; ``local``: noise in
+            every upload; here one client is replaced by another, which moves a sum by up to twice the clip norm.
+        share: probability of taking part, or share of the clients.
+        clients: number of clients; for ``fixed``.
+        accountant: for ``poisson``: ``rdp`` or ``pld``.
+
+    Raises:
+        ConfigError: when ``dp-accounting`` is not installed.
+    """
+    if not rounds:
+        return 0.0
+    if not noise_multiplier:
+        return math.inf
+    try:
+        import dp_accounting
+        from dp_accounting import pld, rdp
+    except ImportError:
+        raise ConfigError(
+            "federation.privacy: epsilon needs dp-accounting, in the extra privacy: pip install 'lit-pfl[privacy]'."
+        ) from None
+    noise = noise_multiplier / 2 if kind in ("fixed", "local") else noise_multiplier
+    gaussian = dp_accounting.GaussianDpEvent(noise)
+    if kind == "poisson":
+        account = pld.PLDAccountant() if accountant == "pld" else rdp.RdpAccountant()
+        account.compose(dp_accounting.PoissonSampledDpEvent(share, gaussian), rounds)
+    elif kind == "fixed":
+        account = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+        drawn = round(share * clients)
+        account.compose(dp_accounting.SampledWithoutReplacementDpEvent(clients, drawn, gaussian), rounds)
+    else:  # as one round with less noise
+        return cast(float, dp_accounting.get_epsilon_gaussian(noise / math.sqrt(rounds), delta))
+    return cast(float, account.get_epsilon(delta))

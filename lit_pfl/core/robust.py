@@ -1,0 +1,382 @@
+"""Means that take the place of the weighted one, and that a few wrong uploads cannot move far.
+
+A new one is a subclass of :class:`RobustMean` with one method, and then works by name on the command line.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lit_pfl.core.averaging import weighted_mean, wide_type
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import Server
+from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.ops.robust import (
+    clipping_factors,
+    coordinate_median,
+    geometric_median_weights,
+    inner_product,
+    krum_scores,
+    squared_distances,
+    trimmed_mean,
+    trust_scores,
+)
+
+Uploads = Mapping[int, Payload]
+Tensors = Mapping[str, Tensor]
+
+
+class RobustMean(ABC):
+    """Averages the uploads of a round in place of the weighted mean: ``FedAvg(mean=CoordinateMedian())``.
+
+    Every method whose server averages uploads by :meth:`lit_pfl.Server.average` takes one. What distances and norms
+    are of are all floating-point tensors of an upload together; whole numbers, such as counts of batches, only get the
+    weights that follow.
+    """
+
+    @abstractmethod
+    def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:
+        """Average uploads.
+
+        Args:
+            uploads: J uploads by client id, at least one.
+            weights: J weights that the plain mean would give them. Most means only use their sum, and leave uploads
+                with a weight of 0 out.
+            names: tensors to average. Of one that only some uploads have, the mean is over those.
+            center: what the clients trained from, by name, where uploads are models: an update is what an upload
+                differs from it. Tensors that it lacks are updates themselves.
+
+        Returns:
+            A payload of new tensors; whole numbers are rounded to the nearest.
+
+        Raises:
+            UploadError: when there are too few uploads.
+        """
+
+
+class CoordinateMedian(RobustMean):
+    """The median of every coordinate over the uploads; weights do not count.
+
+    Holds as long as less than half of the uploads are wrong.
+
+    Source:
+        Yin et al. 2018, Algorithm 1, Option I.
+    """
+
+    def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:  # noqa: D102
+        used, total = _used(uploads, weights)
+        return Payload(
+            {name: _rounded(self.location(_stack(name, used)) * total, _like(name, used)) for name in names},
+            _sparse(used),
+        )
+
+    def location(self, values: Tensor) -> Tensor:
+        """Return the middle of (J, ...) values as (...)."""
+        return coordinate_median(values)
+
+
+class TrimmedMean(CoordinateMedian):
+    """The mean of every coordinate without its largest and smallest values; weights do not count.
+
+    Args:
+        share: share of the uploads that is left out at each end, from 0 and below 0.5. Choose at least the share of
+            clients that may be wrong.
+
+    Raises:
+        ConfigError: when the share is not from 0 and below 0.5.
+
+    Source:
+        Yin et al. 2018, Algorithm 1, Option II.
+    """
+
+    def __init__(self, share: float = 0.1) -> None:
+        if not 0 <= share < 0.5:
+            raise ConfigError(f"model.mean.share={share}: give a share from 0 and below 0.5.")
+        self.share = share
+
+    def location(self, values: Tensor) -> Tensor:  # noqa: D102
+        return trimmed_mean(values, self.share)
+
+
+class Reweighted(RobustMean):
+    """A weighted mean whose weights follow from the uploads."""
+
+    def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:  # noqa: D102
+        used, total = _used(uploads, weights)
+        given = torch.tensor([weight for weight in weights if weight != 0], dtype=torch.float64) / total
+        parts = [[upload[name] for upload in used.values()] for name in _comparable(used, names)]
+        return weighted_mean(list(used.values()), (total * self.weigh(parts, given)).tolist(), names)
+
+    @abstractmethod
+    def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:
+        """Return the uploads' weights.
+
+        Args:
+            parts: of every floating-point tensor that all uploads have, those of the J uploads.
+            weights: (J,) weights in the plain mean; they sum to 1.
+
+        Returns:
+            (J,) weights that sum to 1.
+        """
+
+
+class GeometricMedian(Reweighted):
+    """RFA: the point with the smallest weighted sum of distances to the uploads, by smoothed Weiszfeld steps.
+
+    With every step the weight of uploads far away shrinks by their share among all (3 to 7, if they are 3 of 10), so
+    that three steps do not bear uploads that are many times as long as the others. Give more steps against those; they
+    cost little.
+
+    Args:
+        iterations: number of steps from the plain mean. The paper takes three.
+        smoothing: smallest distance that counts, the paper's nu.
+
+    Source:
+        Pillutla et al. 2022, Algorithm 2; Section 6 for the defaults.
+    """
+
+    def __init__(self, iterations: PositiveInt = 3, smoothing: PositiveFloat = 1e-6) -> None:
+        self.iterations, self.smoothing = iterations, smoothing
+
+    def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:  # noqa: D102
+        return geometric_median_weights(parts, weights, self.iterations, self.smoothing)
+
+
+class MultiKrum(Reweighted):
+    """The plain mean of those uploads that are nearest to their neighbors; weights do not count.
+
+    An upload's score is the sum of its squared distances to the ``J - byzantine - 2`` uploads nearest to it.
+
+    Args:
+        byzantine: number of clients in a round that may send anything. A round needs ``2 byzantine + 3`` uploads.
+        chosen: number of uploads with the lowest scores that are averaged. By default ``J - byzantine``.
+
+    Source:
+        Blanchard et al. 2017, Sections 4 and 5.
+    """
+
+    def __init__(self, byzantine: NonNegativeInt = 1, chosen: PositiveInt | None = None) -> None:
+        self.byzantine, self.chosen = byzantine, chosen
+
+    def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:  # noqa: D102
+        count = len(weights)
+        if count < 2 * self.byzantine + 3:
+            raise UploadError(
+                f"model.mean.byzantine={self.byzantine}: {type(self).__name__} needs {2 * self.byzantine + 3} uploads "
+                f"in a round, and there are {count}; give a smaller number, or let more clients take part."
+            )
+        chosen = min(self.chosen or count - self.byzantine, count)
+        distances = torch.zeros(count, count, dtype=torch.float64)
+        for part in parts:
+            distances += squared_distances(torch.stack([tensor.detach().flatten() for tensor in part])).cpu()
+        best = krum_scores(distances, self.byzantine).argsort(stable=True)[:chosen]
+        return torch.zeros_like(weights).index_fill_(0, best, 1 / chosen)
+
+
+class Krum(MultiKrum):
+    """The one upload that is nearest to its neighbors, see :class:`MultiKrum`.
+
+    Args:
+        byzantine: number of clients in a round that may send anything. A round needs ``2 byzantine + 3`` uploads.
+
+    Source:
+        Blanchard et al. 2017, Section 4.
+    """
+
+    def __init__(self, byzantine: NonNegativeInt = 1) -> None:
+        super().__init__(byzantine, chosen=1)
+
+
+class Rescaled(RobustMean):
+    """A mean of updates that are scaled first, added to what the clients trained from."""
+
+    def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:  # noqa: D102
+        scaled = self.scale(uploads, weights, names, center)
+        first = Payload({name: _center_of(name, uploads, center) for name in names}, _sparse(uploads))
+        rest = sum(weights) - sum(scaled)
+        return weighted_mean([first, *uploads.values()], [rest, *scaled], names)
+
+    @abstractmethod
+    def scale(
+        self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors
+    ) -> Sequence[float]:
+        """Return every update's weight; see :meth:`RobustMean.__call__` for the arguments."""
+
+
+class NormClipping(Rescaled):
+    """The weighted mean of updates, each shortened to a norm if it is longer.
+
+    Args:
+        norm: largest Euclidean norm of an update, over all its floating-point tensors.
+
+    Source:
+        Sun et al. 2019, Section 3.
+    """
+
+    def __init__(self, norm: PositiveFloat = 1.0) -> None:
+        self.norm = norm
+
+    def scale(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> list[float]:  # noqa: D102
+        norms = torch.tensor([update_norm(upload, center, names) for upload in uploads.values()])
+        factors = clipping_factors(norms.double(), self.norm).tolist()
+        return [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+
+
+class FLTrust(Rescaled):
+    """Updates count by how far they point along the update of one client that the server trusts.
+
+    The trusted client holds the server's own data. Every other update is scaled to the length of the trusted one, and
+    weighted by the cosine of the angle between both, or by 0 where that is negative. The trusted update itself is not
+    averaged. The trusted client must take part: a round without its upload, or without any update that points along
+    its own, leaves the model as it is.
+
+    Args:
+        trusted: id of the client that holds the server's data.
+
+    Source:
+        Cao et al. 2021, Algorithm 2, with a global learning rate of 1.
+    """
+
+    def __init__(self, trusted: NonNegativeInt = 0) -> None:
+        self.trusted = trusted
+
+    def scale(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> list[float]:  # noqa: D102
+        if self.trusted not in uploads:
+            rank_zero_warn(
+                f"model.mean.trusted={self.trusted}: there is no upload of this client, so the model stays as it is."
+            )
+            return [0.0] * len(uploads)
+        reference = update_of(uploads[self.trusted], center, names)
+        norm = _norm(reference)
+        products, norms = [], []
+        for client, upload in uploads.items():
+            update = {} if client == self.trusted else update_of(upload, center, names)
+            products.append(sum(inner_product(reference[name], t) for name, t in update.items() if name in reference))
+            norms.append(_norm(update))
+        scores, factors = trust_scores(
+            torch.tensor(products, dtype=torch.float64), torch.tensor(norms, dtype=torch.float64), norm
+        )
+        trust = float(scores.sum())
+        return (sum(weights) * scores * factors / trust).tolist() if trust else [0.0] * len(uploads)
+
+
+def with_mean(server: Server, mean: RobustMean | None) -> Server:
+    """Return a server that averages by a robust mean, if one is given.
+
+    Raises:
+        ConfigError: when the server does not average, or has an ``aggregate`` or ``averaged`` that does not say so, or
+            steps by an optimizer that looks at single uploads.
+    """
+    if mean is None:
+        return server
+    if not isinstance(mean, RobustMean):
+        raise ConfigError(f"model.mean={mean!r}: give a robust mean, such as lit_pfl.core.robust.TrimmedMean(0.2).")
+    if not declares(server, "averages"):
+        raise ConfigError(
+            f"model.mean={type(mean).__name__}: {type(server).__name__} does not average uploads by Server.average, "
+            "whose place a robust mean takes; leave it out, or use a method that averages, such as FedAvg or Ditto. "
+            "(A server of your own that calls self.average in aggregate sets averages = True.)"
+        )
+    optimizer = server.server_optimizer
+    if optimizer is not None and not optimizer.means_only:
+        raise ConfigError(
+            f"model.mean={type(mean).__name__}: {type(optimizer).__name__} steps by single uploads as well, from which "
+            "a robust mean does not protect; leave one of the two out."
+        )
+    server.robust = mean
+    return server
+
+
+def declares(server: Server, what: Literal["averages", "means_only"]) -> bool:
+    """Say whether a server declares one of these.
+
+    A class with an ``aggregate`` or ``averaged`` of its own has to do so again, and so has an optimizer of the server.
+    """
+    optimizer = server.server_optimizer
+    if what == "means_only" and optimizer is not None and not optimizer.means_only:
+        return False
+    if what in vars(server):
+        return bool(vars(server)[what])
+    for cls in type(server).__mro__:
+        if what in vars(cls):
+            return bool(vars(cls)[what])
+        if {"aggregate", "averaged"} & vars(cls).keys():
+            break
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------------- updates
+
+
+def update_of(upload: Tensors, center: Tensors, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Return by how much an upload's floating-point tensors differ from what its client trained from.
+
+    Args:
+        upload: the upload.
+        center: see :meth:`lit_pfl.Server.center`; a tensor that it lacks, or has in another shape, is an update itself.
+        names: tensors to look at; by default all.
+
+    Returns:
+        Tensors of double precision.
+    """
+    update = {}
+    for name in upload if names is None else names:
+        if name in upload and upload[name].is_floating_point():
+            tensor = upload[name].double()
+            before = center.get(name)
+            moved = before is not None and before.shape == tensor.shape
+            update[name] = tensor - before.to(tensor) if moved and before is not None else tensor
+    return update
+
+
+def update_norm(upload: Tensors, center: Tensors, names: Sequence[str] | None = None) -> float:
+    """Return the Euclidean norm of an update, see :func:`update_of`."""
+    return _norm(update_of(upload, center, names))
+
+
+def _norm(tensors: Tensors) -> float:
+    return math.sqrt(sum(inner_product(tensor, tensor) for tensor in tensors.values()))
+
+
+def _used(uploads: Uploads, weights: Sequence[float]) -> tuple[Uploads, float]:
+    """Return the uploads whose weight is not 0, and the sum of the weights."""
+    used = {client: upload for (client, upload), w in zip(uploads.items(), weights, strict=True) if w != 0}
+    total = sum(weights)
+    return used, 1.0 if abs(total - 1) < 1e-9 else total
+
+
+def _stack(name: str, uploads: Uploads) -> Tensor:
+    tensors = [upload[name] for upload in uploads.values() if name in upload]
+    return torch.stack([tensor.detach().to(wide_type(tensor)) for tensor in tensors])
+
+
+def _like(name: str, uploads: Uploads) -> Tensor:
+    return next(upload[name] for upload in uploads.values() if name in upload)
+
+
+def _rounded(value: Tensor, like: Tensor) -> Tensor:
+    return (value if like.is_floating_point() else value.round()).to(like.dtype)
+
+
+def _comparable(uploads: Uploads, names: Sequence[str]) -> list[str]:
+    """Return the names of floating-point tensors that all uploads have."""
+    return [
+        name
+        for name in names
+        if all(name in upload and upload[name].is_floating_point() for upload in uploads.values())
+    ]
+
+
+def _center_of(name: str, uploads: Uploads, center: Tensors) -> Tensor:
+    like = _like(name, uploads)
+    return center[name].to(like) if name in center else torch.zeros_like(like)
+
+
+def _sparse(uploads: Uploads) -> frozenset[str]:
+    return next(iter(uploads.values())).sparse

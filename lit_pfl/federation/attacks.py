@@ -1,0 +1,292 @@
+"""Attacks on a federation, to test defenses against: callbacks of a federation's Trainer.
+
+Some clients are attackers. They train as all others do, and what they upload is changed before the server looks at it;
+or they train on wrong labels. Checks of uploads and counts of bytes see what the attackers send.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from torch import Tensor
+
+from lit_pfl.core.client import Client
+from lit_pfl.core.payload import Payload, Upload
+from lit_pfl.core.robust import update_of
+from lit_pfl.errors import ConfigError
+from lit_pfl.federation.federation import Federation
+from lit_pfl.ops.robust import alie_deviation
+from lit_pfl.randomness import Draws, check_share
+
+Updates = Mapping[int, Mapping[str, Tensor]]
+
+
+class Attack(L.Callback, ABC):
+    """Lets some clients attack, see the subclasses.
+
+    Args:
+        clients: ids of the attackers. Default: as many as ``share`` says, drawn from the seed.
+        share: share of the clients that attack or, above 1, their number.
+        seed: seed by which attackers are drawn; the federation's seed does not count, so that attackers are the same
+            in runs with several seeds.
+
+    Attributes:
+        attackers: ids of the attackers, once a fit has begun.
+
+    Raises:
+        ConfigError: when there are no such clients, or the module is not a federation.
+    """
+
+    def __init__(
+        self, clients: Sequence[int] | None = None, share: PositiveFloat = 0.3, seed: NonNegativeInt = 0
+    ) -> None:
+        check_share("share", share)
+        self.clients, self.share, self.seed = clients, share, int(seed)
+        self.attackers: list[int] = []
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Choose the attackers, and begin."""
+        name = type(self).__name__
+        if not isinstance(pl_module, Federation):
+            raise ConfigError(f"trainer.callbacks: {name} attacks a Federation, not a {type(pl_module).__name__}.")
+        ids = pl_module.data.clients
+        if self.clients is not None and (unknown := set(self.clients) - set(ids)):
+            raise ConfigError(f"trainer.callbacks: {name}(clients={list(self.clients)}): no client {min(unknown)}.")
+        chosen = Draws(self.seed).choose(ids, self.share, "attackers") if self.clients is None else self.clients
+        self.attackers = sorted(chosen)
+        self.begin(pl_module)
+
+    @abstractmethod
+    def begin(self, federation: Federation) -> None:
+        """Make the attackers attack from now on."""
+
+    @abstractmethod
+    def end(self, federation: Federation) -> None:
+        """Make them stop."""
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """End the attack."""
+        assert isinstance(pl_module, Federation)
+        self.end(pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """End the attack."""
+        if self.attackers and isinstance(pl_module, Federation):
+            self.end(pl_module)
+
+
+class LabelFlip(Attack):
+    """Attackers train on wrong labels: of C classes, c becomes ``C - 1 - c``.
+
+    For learners whose batches are ``(inputs, labels)``.
+
+    Args:
+        clients: see :class:`Attack`.
+        share: see :class:`Attack`.
+        seed: see :class:`Attack`.
+
+    Source:
+        Fang et al. 2020, Section 5.1; Tolpegin et al. 2020.
+    """
+
+    def begin(self, federation: Federation) -> None:  # noqa: D102
+        stacked = federation.engine.stacked(len(federation.client_ids)) > 1
+        if stacked or not federation.clients.keys() >= set(self.attackers):
+            raise ConfigError("trainer.callbacks: LabelFlip changes single clients; give federation.engine=Local.")
+        for client in self.attackers:
+            module = federation.clients[client]
+            module.__dict__["training_step"] = _with_flipped_labels(module, client)
+
+    def end(self, federation: Federation) -> None:  # noqa: D102
+        for client in self.attackers:
+            if client in federation.clients:
+                federation.clients[client].__dict__.pop("training_step", None)
+
+
+def _with_flipped_labels(module: Client, client: int) -> Any:
+    num_classes = None if module.data is None else module.data.num_classes
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        labels = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if num_classes is None or not isinstance(labels, Tensor) or labels.is_floating_point():
+            raise ConfigError(f"trainer.callbacks: LabelFlip: batches of client {client} are not (inputs, labels).")
+        return type(module).training_step(module, (batch[0], num_classes - 1 - labels), batch_idx)
+
+    return training_step
+
+
+class Forgery(Attack):
+    """Attackers change what they upload: an update u becomes another one. Whole numbers stay as they are.
+
+    An update is what an upload differs from what its client trained from, over all floating-point tensors.
+    """
+
+    def begin(self, federation: Federation) -> None:  # noqa: D102
+        self._server = federation.coordinator.server
+        if self._forge not in federation.coordinator.changes:
+            federation.coordinator.changes.append(self._forge)
+
+    def end(self, federation: Federation) -> None:  # noqa: D102
+        if self._forge in federation.coordinator.changes:
+            federation.coordinator.changes.remove(self._forge)
+
+    def _forge(self, round: int, uploads: Mapping[int, Upload]) -> dict[int, Upload]:
+        sent = {client: upload for client, upload in uploads.items() if isinstance(upload, Payload)}
+        attackers = [client for client in self.attackers if client in sent]
+        if not attackers:
+            return dict(uploads)
+        centers = {client: self._server.center(client, upload) for client, upload in sent.items()}
+        updates = {client: update_of(upload, centers[client]) for client, upload in sent.items()}
+        forged: dict[int, Upload] = dict(uploads)
+        for client, update in self.forge(attackers, updates).items():
+            forged[client] = _moved(sent[client], centers[client], update)
+        return forged
+
+    @abstractmethod
+    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:
+        """Return the updates that the attackers send.
+
+        Args:
+            attackers: ids of those that take part in this round.
+            updates: the updates of all participants as they trained them, by id: tensors of double precision.
+        """
+
+
+def _moved(upload: Payload, center: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> Payload:
+    """Return an upload whose update is another one."""
+    tensors = {}
+    for name, tensor in update.items():
+        before = center.get(name)
+        moved = before is not None and before.shape == tensor.shape
+        tensors[name] = (before.to(tensor) + tensor if moved and before is not None else tensor).to(upload[name].dtype)
+    return upload.with_(tensors)
+
+
+class SignFlip(Forgery):
+    """Attackers go the other way: u becomes ``-scale u``.
+
+    Args:
+        scale: how far they go.
+        clients: see :class:`Attack`.
+        share: see :class:`Attack`.
+        seed: see :class:`Attack`.
+
+    Source:
+        Li et al. 2019 (RSA), Section 5.
+    """
+
+    def __init__(
+        self,
+        scale: PositiveFloat = 1.0,
+        clients: Sequence[int] | None = None,
+        share: PositiveFloat = 0.3,
+        seed: NonNegativeInt = 0,
+    ) -> None:
+        super().__init__(clients, share, seed)
+        self.scale = scale
+
+    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:  # noqa: D102
+        return {client: {name: -self.scale * t for name, t in updates[client].items()} for client in attackers}
+
+
+class ScaledUpdate(SignFlip):
+    """Attackers go too far: u becomes ``scale u``, which replaces the model if scale is the number of clients.
+
+    Args:
+        scale: how far they go.
+        clients: see :class:`Attack`.
+        share: see :class:`Attack`.
+        seed: see :class:`Attack`.
+
+    Source:
+        Bagdasaryan et al. 2020, Eq. 3.
+    """
+
+    def __init__(
+        self,
+        scale: PositiveFloat = 10.0,
+        clients: Sequence[int] | None = None,
+        share: PositiveFloat = 0.3,
+        seed: NonNegativeInt = 0,
+    ) -> None:
+        super().__init__(scale, clients, share, seed)
+
+    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:  # noqa: D102
+        return {client: {name: self.scale * t for name, t in updates[client].items()} for client in attackers}
+
+
+class ALIE(Forgery):
+    """A little is enough: attackers send the mean update less some standard deviations, in every coordinate.
+
+    They hide within the spread of honest updates. Without ``deviations`` they choose as many as leave enough honest
+    clients farther away from the mean than they are; with 3 of 10 clients that is 0.18.
+
+    Args:
+        deviations: number of standard deviations, the paper's z. Default: its ``z_max``.
+        knows: whose updates the mean and the deviations are of: the attackers' ``own``, as in the paper, or ``all``
+            honest clients'.
+        clients: see :class:`Attack`.
+        share: see :class:`Attack`.
+        seed: see :class:`Attack`.
+
+    Source:
+        Baruch et al. 2019, Algorithm 3.
+    """
+
+    def __init__(
+        self,
+        deviations: NonNegativeFloat | None = None,
+        knows: Literal["own", "all"] = "own",
+        clients: Sequence[int] | None = None,
+        share: PositiveFloat = 0.3,
+        seed: NonNegativeInt = 0,
+    ) -> None:
+        super().__init__(clients, share, seed)
+        if knows not in ("own", "all"):
+            raise ConfigError(f"ALIE(knows={knows}): choose own, all.")
+        self.deviations, self.knows = deviations, knows
+
+    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:  # noqa: D102
+        known = [u for client, u in updates.items() if (client in attackers) == (self.knows == "own")]
+        z = self.deviations
+        z = alie_deviation(len(updates), len(attackers)) if z is None else z
+        sent = {}
+        for name in known[0] if known else ():
+            values = torch.stack([update[name] for update in known if name in update])
+            sent[name] = values.mean(0) - z * values.std(0, correction=0)
+        return {client: {name: t for name, t in sent.items() if name in updates[client]} for client in attackers}
+
+
+class InnerProduct(Forgery):
+    """Attackers send the mean of the honest updates times a negative number, so that the mean points the other way.
+
+    Args:
+        epsilon: the number. A small one is hard to see: the paper has 0.1 against Krum, and larger ones against means.
+        clients: see :class:`Attack`.
+        share: see :class:`Attack`.
+        seed: see :class:`Attack`.
+
+    Source:
+        Xie et al. 2020 (Fall of Empires), Section 4.
+    """
+
+    def __init__(
+        self,
+        epsilon: PositiveFloat = 0.1,
+        clients: Sequence[int] | None = None,
+        share: PositiveFloat = 0.3,
+        seed: NonNegativeInt = 0,
+    ) -> None:
+        super().__init__(clients, share, seed)
+        self.epsilon = epsilon
+
+    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:  # noqa: D102
+        honest = [update for client, update in updates.items() if client not in attackers]
+        sent = {
+            name: -self.epsilon * torch.stack([update[name] for update in honest if name in update]).mean(0)
+            for name in (honest[0] if honest else ())
+        }
+        return {client: {name: t for name, t in sent.items() if name in updates[client]} for client in attackers}
