@@ -259,7 +259,8 @@ def test_on_the_command_line(capsys):
     assert "Client 1's model: there" in came.out
     assert contents(run) == before
     card = Path("there/README.md").read_text()
-    [row] = [row for row in rows(run / "clients.csv") if (row["client"], row["split"]) == ("1", "test")]
+    wanted = ("1", "test", "trained")  # the state in which the model is exported
+    [row] = [row for row in rows(run / "clients.csv") if (row["client"], row["split"], row["state"]) == wanted]
     assert f"acc {float(row['acc']):.4f}" in card
     assert "- Method: SimFed\n- Data: Digits\n- Seed: 1\n" in card
     wrong = typed(capsys, "export", str(run), "--no-onnx", "--client", "9")
