@@ -23,8 +23,10 @@ def test_fit_leaves_a_whole_run_folder_and_shows_a_table(capsys):
     assert float(metrics[1]["comm/total_bytes"]) == sum(
         float(row[key]) for row in metrics for key in ("comm/up_bytes", "comm/down_bytes")
     )
-    assert list(clients[0]) == ["client", "round", "split", "model", "n", "acc", "loss"]
-    assert [(row["round"], row["split"]) for row in clients[::3]] == [("1", "val"), ("2", "val"), ("2", "test")]
+    assert list(clients[0]) == ["client", "round", "split", "model", "state", "n", "acc", "loss"]
+    assert [(row["round"], row["split"], row["state"]) for row in clients[::3]] == [
+        ("1", "val", "trained"), ("2", "val", "trained"), ("2", "test", "trained"), ("2", "test", "aggregated")
+    ]  # fmt: skip
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]["tau"] == 0.9
     assert (folder / "checkpoints/last.ckpt").exists()
     shown = capsys.readouterr().out
@@ -102,7 +104,7 @@ def test_dirichlet_on_cifar100(real_data):
         "--model.backbone", "ResNet9", "--model.backbone.width", "2",
         "--federation.client_trainer.limit_train_batches", "2",
     ])  # fmt: skip
-    assert len(rows(Path("runs/FedAvg-CIFAR100/version_0/clients.csv"))) == 40
+    assert len(rows(Path("runs/FedAvg-CIFAR100/version_0/clients.csv"))) == 60  # validated, and tested in both states
 
 
 def written(**files: str) -> None:

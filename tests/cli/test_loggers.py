@@ -110,9 +110,9 @@ def test_wandb_has_numbers_pictures_tables_and_models_with_their_rounds(capsys):
     [table] = [row["clients/test"] for row in history if "clients/test" in row]
     content = json.loads((run.parent / "files" / table["path"]).read_text())
     lines = rows(next(Path("runs").glob("*/version_0/clients.csv")))
-    assert [row[0] for row in content["data"]] == [0, 1, 2]
+    assert [row[0] for row in content["data"]] == [0, 1, 2] * 2  # as trained, and as aggregated
     assert content["columns"] == list(lines[0])
-    assert (table["_type"], table["nrows"], rounds("clients/test")) == ("table-file", 3, [2])
+    assert (table["_type"], table["nrows"], rounds("clients/test")) == ("table-file", 6, [2])
     config = wandb_config(run)
     assert (config["model"]["class"], config["data"]["num_clients"]) == ("SimFed", 3)
     recorded = yaml.safe_load(next(Path("runs").glob("*/version_0/config.yaml")).read_text())

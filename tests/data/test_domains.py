@@ -320,7 +320,7 @@ def test_domains_on_the_command_line(groups):
         "--trainer.max_epochs", "1", "--model.backbone", "MLP", "--data.permute_labels", "true",
     ])  # fmt: skip
     with Path("runs/FedAvg-Digits/version_0/clients.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == 8
+        assert len(list(csv.DictReader(file))) == 12  # validated, and tested in both states
 
 
 @pytest.mark.parametrize("fragment", ["domains", "superclasses"])
