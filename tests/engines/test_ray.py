@@ -99,7 +99,7 @@ def test_what_cannot_be_is_refused(options, name):
 # ------------------------------------------------------------------------------------------------------- on two cores
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("method", NAMES)
 def test_every_method_comes_to_the_same_bits(method, workers):
@@ -227,7 +227,7 @@ trainer(3, callbacks=[End()]).fit(Federation(client(M.FedAvg), seed=3, engine=Ra
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGINT", "SIGTERM"])
 def test_nothing_is_left_however_a_run_ends(number):
     before = set(Path("/tmp").glob("lit-pfl-ray-*"))
@@ -255,7 +255,7 @@ def _read(path):
         return b""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_nobody_outside_can_reach_it():
     script = """
 import subprocess

@@ -25,13 +25,13 @@ METHODS = sorted(
 MADE_BY = {"backbone": "make_backbone", "scheduler": "make_scheduler"}
 
 
-#: rules that a method is held to by default that is not of the papers; the others are slow
+#: rules that a method is held to by default that is not of the papers; of the others `pytest -m full` has the rest
 FIRST = ("resumed_equals_uninterrupted", "the_order_of_clients_does_not_matter", "other_networks_work_or_are_refused")
 
 
 def told(name: str, *values: Any, first: bool = False) -> Any:
     """Return a method, with whatever else a test is given, as a parameter."""
-    return pytest.param(name, *values, marks=() if first or name in OF_THE_PAPERS else pytest.mark.slow)
+    return pytest.param(name, *values, marks=() if first or name in OF_THE_PAPERS else pytest.mark.full)
 
 
 def configured(name: str, **options: Any) -> Client:

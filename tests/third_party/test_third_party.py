@@ -14,7 +14,7 @@ CELLS = [(name, method) for name in MODULES for method in METHODS]
 
 def cell(name: str, method: str) -> object:
     quick = method in EVERYWHERE or name == "LightningTransformer"
-    return pytest.param(name, method, id=f"{name}-{method}", marks=[] if quick else pytest.mark.slow)
+    return pytest.param(name, method, id=f"{name}-{method}", marks=[] if quick else pytest.mark.full)
 
 
 @pytest.mark.parametrize(("name", "method"), [cell(*names) for names in CELLS])
