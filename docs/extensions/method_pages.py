@@ -26,6 +26,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROUNDS = 5  # enough for a pass of FedMA over its layers to begin anew
+#: methods that are shown on their default network: others' is a small CNN without norm layers
+OWN_NETWORK = ("FedBN", "PsiNet")
 #: how parts of a network are called in the pictures, and their colours (Okabe and Ito's, told apart by everybody)
 PARTS = {
     "body": ("weights of the body", "#0072B2"),
@@ -109,7 +111,7 @@ def watched(method: type[Client]) -> Watched:
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
         logging.getLogger(name).setLevel(logging.ERROR)
     data = Digits(num_clients=4, partition=Dirichlet(1.0), image_size=16, train_fraction=0.05, test_fraction=0.9)
-    federation = Watched(method() if method is lit_pfl.methods.PsiNet else method(backbone=CNN), local_epochs=2, seed=1)
+    federation = Watched(method() if method.__name__ in OWN_NETWORK else method(backbone=CNN), local_epochs=2, seed=1)
     trainer = L.Trainer(
         max_epochs=ROUNDS, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, accelerator="cpu", limit_val_batches=0, num_sanity_val_steps=0,
