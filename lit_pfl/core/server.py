@@ -59,8 +59,7 @@ class Server:
         McMahan et al. 2017, Algorithm 1.
     """
 
-    #: averages payloads in :meth:`aggregate`, as :func:`~lit_pfl.core.averaging.weighted_mean` does; several processes,
-    #: which all do that at once, do a part each, unless a method has a mean of its own here
+    #: averages payloads in :meth:`aggregate`; a method may have a mean of its own here
     mean: Callable[..., Payload] = staticmethod(weighted_mean)
     #: attributes that a checkpoint holds beside the model and the seed: tensors, plain values, and dicts of them
     kept: ClassVar[tuple[str, ...]] = ()

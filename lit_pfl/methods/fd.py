@@ -1,19 +1,14 @@
 """FD: federated distillation by the mean logits of every class."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor, nn
 
-from lit_pfl.core.classifying import Classifying
-from lit_pfl.core.payload import Payload
-from lit_pfl.methods.fedproto import COUNTS, PROTOTYPES, FedProtoServer
-from lit_pfl.nn import Memory
+from lit_pfl.methods.fedproto import COUNTS, PROTOTYPES, ClassMeans, FedProtoServer
 
 
-class FD(Classifying):
+class FD(ClassMeans):
     """Every client trains a network of its own, whose predictions stay near all clients' mean of the sample's class.
 
     With logits z, a client minimises its loss plus ``lam * CE(z, softmax(g_y))``, where g_y are the mean logits of all
@@ -40,29 +35,15 @@ class FD(Classifying):
     needs_labels = "takes the mean logits of every class"
     needs_common_labels = "averages logits of classes"
 
+    means_of = "logits"
     shares = frozenset()
-
-    own: Memory
-    common: Memory
 
     def __init__(self, lam: NonNegativeFloat = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.lam = lam
 
-    def configure_state(self) -> None:  # noqa: D102
-        classes = self.num_logits
-        none = {PROTOTYPES: torch.zeros(classes, classes), COUNTS: torch.zeros(classes, dtype=torch.int64)}
-        self.own, self.common = Memory(none), Memory(none)
-
     def configure_server(self) -> FedProtoServer:  # noqa: D102
         return FedProtoServer()
-
-    def upload(self) -> Payload:
-        """Return the mean logits of every class, and how many samples of it they are of."""
-        return Payload(dict(self.own.items()))
-
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
-        self.common.copy_(reply)
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
         with self.at_head() as seen:
@@ -73,7 +54,3 @@ class FD(Classifying):
         teacher = self.common[PROTOTYPES][labels].to(seen.logits).softmax(1)
         by_sample = nn.functional.cross_entropy(seen.logits, teacher, reduction="none")
         return loss + self.lam * (by_sample * (self.common[COUNTS][labels] > 0)).mean()
-
-    def end_round(self) -> None:  # noqa: D102
-        logits, counts = self.class_means("logits")
-        self.own.copy_({PROTOTYPES: logits, COUNTS: counts})

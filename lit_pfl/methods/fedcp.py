@@ -54,7 +54,6 @@ class FedCP(Classifying):
     def __init__(self, lam: NonNegativeFloat = 5.0, noisy: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.lam, self.noisy = lam, noisy
-        self._received: dict[str, Tensor] = {}
 
     def configure_state(self) -> None:  # noqa: D102
         d = self.num_features
@@ -94,10 +93,10 @@ class FedCP(Classifying):
     def begin_round(self) -> None:  # noqa: D102
         self.own.copy_({"context": self._context()})
         if self.lam:
-            self._received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
+            self.received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
-        before = self.call_frozen(self._received, batch, batch_idx).features if self.lam else None
+        before = self.call_frozen(self.received, batch, batch_idx).features if self.lam else None
         gates = self._gates()
         with self.at_head(features=gates.personal, logits=gates.add_common) as seen:
             loss = super().objective(batch, batch_idx)
@@ -106,7 +105,6 @@ class FedCP(Classifying):
     @torch.no_grad()
     def end_round(self) -> None:
         """Make the head that is sent: the mean of the personal and the received one."""
-        self._received = {}  # a sleeping client keeps no copy
         personal = self.head_module.state_dict()
         for leaf, tensor in self.common_head.state_dict().items():
             if tensor.is_floating_point():

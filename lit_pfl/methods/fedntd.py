@@ -38,24 +38,20 @@ class FedNTD(Classifying):
     def __init__(self, beta: NonNegativeFloat = 1.0, tau: PositiveFloat = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.beta, self.tau = beta, tau
-        self._received: dict[str, Tensor] = {}
 
     def begin_round(self) -> None:  # noqa: D102
         if self.beta:
-            self._received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
+            self.received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
         if not self.beta:
             return super().objective(batch, batch_idx)
-        teacher = self.call_frozen(self._received, batch, batch_idx).logits
+        teacher = self.call_frozen(self.received, batch, batch_idx).logits
         with self.at_head() as seen:
             loss = super().objective(batch, batch_idx)
         labels = self.targets(batch)
         term = divergence(*(without_true(z, labels) / self.tau for z in (teacher, seen.logits)))
         return loss + self.beta * self.tau**2 * term
-
-    def end_round(self) -> None:  # noqa: D102
-        self._received = {}  # a sleeping client keeps no copy
 
 
 def without_true(logits: Tensor, labels: Tensor) -> Tensor:

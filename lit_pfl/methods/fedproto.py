@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -18,7 +18,41 @@ from lit_pfl.nn import Memory
 PROTOTYPES, COUNTS = "prototypes", "counts"
 
 
-class FedProto(Classifying):
+class ClassMeans(Classifying):
+    """A client that sends what its network makes of every class, on average, and no weights.
+
+    Attributes:
+        own: its means and how many samples of every class they are of.
+        common: those of the last reply.
+    """
+
+    #: of what the means are
+    means_of: ClassVar[Literal["features", "logits"]]
+
+    own: Memory
+    common: Memory
+
+    def configure_state(self) -> None:  # noqa: D102
+        width = self.num_logits if self.means_of == "logits" else self.num_features
+        none = {
+            PROTOTYPES: torch.zeros(self.num_logits, width),
+            COUNTS: torch.zeros(self.num_logits, dtype=torch.int64),
+        }
+        self.own, self.common = Memory(none), Memory(none)
+
+    def upload(self) -> Payload:
+        """Return the means, and how many samples of every class they are of."""
+        return Payload(dict(self.own.items()))
+
+    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+        self.common.copy_(reply)
+
+    def end_round(self) -> None:  # noqa: D102
+        means, counts = self.class_means(self.means_of)
+        self.own.copy_({PROTOTYPES: means, COUNTS: counts})
+
+
+class FedProto(ClassMeans):
     """Every client trains a network of its own, whose features of a class stay near all clients' mean of that class.
 
     With features h, a client minimises its loss plus ``lam * MSE(h, g_y)``, the mean over batch and features, where g_y
@@ -48,10 +82,8 @@ class FedProto(Classifying):
     needs_labels = "takes the mean features of every class"
     needs_common_labels = "averages prototypes of classes"
 
+    means_of = "features"
     shares = frozenset()
-
-    own: Memory
-    common: Memory
 
     def __init__(
         self,
@@ -63,22 +95,8 @@ class FedProto(Classifying):
         super().__init__(**kwargs)
         self.lam, self.scored_by, self.weighting = lam, scored, weighting
 
-    def configure_state(self) -> None:  # noqa: D102
-        none = {
-            PROTOTYPES: torch.zeros(self.num_logits, self.num_features),
-            COUNTS: torch.zeros(self.num_logits, dtype=torch.int64),
-        }
-        self.own, self.common = Memory(none), Memory(none)
-
     def configure_server(self) -> "FedProtoServer":  # noqa: D102
         return FedProtoServer(self.weighting)
-
-    def upload(self) -> Payload:
-        """Return the prototypes, and how many samples of every class they are of."""
-        return Payload(dict(self.own.items()))
-
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
-        self.common.copy_(reply)
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
         with self.at_head() as seen:
@@ -90,10 +108,6 @@ class FedProto(Classifying):
         features = seen.features
         prototypes = torch.where(known, self.common[PROTOTYPES][labels].to(features), features.detach())
         return loss + self.lam * nn.functional.mse_loss(features, prototypes)
-
-    def end_round(self) -> None:  # noqa: D102
-        prototypes, counts = self.class_means()
-        self.own.copy_({PROTOTYPES: prototypes, COUNTS: counts})
 
     @contextmanager
     def personalized(self) -> Iterator[L.LightningModule]:

@@ -46,7 +46,6 @@ class MOON(Classifying):
     def __init__(self, mu: NonNegativeFloat = 5.0, tau: PositiveFloat = 0.5, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.mu, self.tau = mu, tau
-        self._received: dict[str, Tensor] = {}
 
     def configure_state(self) -> None:  # noqa: D102
         if self.mu:
@@ -55,19 +54,18 @@ class MOON(Classifying):
 
     def begin_round(self) -> None:  # noqa: D102
         if self.mu and self.has_previous:
-            self._received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
+            self.received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
-        if not self._received:
+        if not self.received:
             return super().objective(batch, batch_idx)
-        others = (self._received, dict(self.previous.items()))
+        others = (self.received, dict(self.previous.items()))
         near, away = (self.call_frozen(network, batch, batch_idx).features for network in others)
         with self.at_head() as seen:
             loss = super().objective(batch, batch_idx)
         return loss + self.mu * contrast(seen.features, near, away, self.tau)
 
     def end_round(self) -> None:  # noqa: D102
-        self._received = {}  # a sleeping client keeps no copy
         if self.mu:
             self.previous.copy_(self.network_tensors())
             self.has_previous.fill_(True)

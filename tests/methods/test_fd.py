@@ -72,6 +72,6 @@ def test_fedntd_s_objective_equals_the_formula():
     loss = -np.log(softmax(z))[range(len(y)), y].mean()
     expected = loss + 0.7 * 4 * (q_t * np.log(q_t / q)).sum(1).mean()
     np.testing.assert_allclose(member.objective((images, labels), 0).detach(), expected, rtol=1e-4)
-    member.end_round()
-    assert not member._received
+    member.release_round_state()
+    assert not member.received
     assert tensors_of(member.learner)

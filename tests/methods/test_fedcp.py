@@ -55,7 +55,7 @@ def test_the_objective_and_the_prediction_equal_the_formula():
     member.eval()
     h = member.backbone.body(images)
     now = {name: x.clone() for name, x in tensors_of(member.learner).items()}
-    member.learner.load_state_dict(member._received)
+    member.learner.load_state_dict(member.received)
     before = member.backbone.body(images).detach()
     member.learner.load_state_dict(now)
     w = member.backbone.head.weight
