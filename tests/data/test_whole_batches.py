@@ -32,6 +32,7 @@ from lit_pfl.data import (
     part_of,
     samples_of,
 )
+from lit_pfl.data.batches import size_of
 from lit_pfl.data.loaders import identity_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import (
@@ -411,3 +412,38 @@ def test_methods_that_need_single_samples_take_them_where_they_can_be_had(method
     fed = federation(method)
     trainer(2).fit(fed, datamodule=data(kind))
     assert all(tensor.isfinite().all() for tensor in weights(fed))
+
+
+# ------------------------------------------------------------------------------------------------- batches of any kind
+
+
+class Graphs:
+    """A batch of graphs as other libraries have them: no container, but it says how many graphs it holds."""
+
+    def __init__(self, graphs: int) -> None:
+        self.nodes, self.batch_size = torch.randn(5 * graphs, 3), graphs
+
+    def to(self, device):
+        return self
+
+
+def test_a_batch_of_graphs_counts_its_graphs():
+    assert size_of(Graphs(4)) == 4
+    batch = Graphs(4)
+    batch.batch_size = torch.Size([4])  # as tensordict has it, which is a mapping besides
+    assert size_of(batch) == 1
+
+
+def test_simfed_says_that_noise_has_no_place_in_a_batch_of_graphs():
+    class Net(Module):
+        def training_step(self, batch, batch_idx):
+            return self.head(self.body(batch.nodes)).square().mean()
+
+    class Site(L.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(range(8), 4, collate_fn=lambda numbers: Graphs(len(numbers)))
+
+    method = SimFed(learner=Net(), encoder="body")
+    with pytest.raises(ConfigError, match=r"^model\.learner: SimFed puts noise .* type Graphs has none") as error:
+        trainer(1).fit(Federation(method, seed=1), datamodule=PerClient([Site(), Site()]))
+    assert "\n" not in str(error.value)

@@ -292,3 +292,43 @@ def test_methods_around_adapters(method):
     federation = fit(method(learner=Adapted()))
     assert not federation.coordinator.refused
     assert federation.traffic.clients[0][0] < 50_000
+
+
+class OtherMomentum(Pretrained):
+    """A momentum encoder that does not start as a copy, and stays as it is after the first epoch.
+
+    It is taken for frozen until it is seen to change, which a run that is resumed later never sees.
+    """
+
+    def __init__(self):
+        super().__init__(momentum=0.5)
+        self.key = nn.Linear(8, 8).requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.momentum = 0.5 if self.current_epoch == 0 else 1.0
+
+
+def test_a_run_resumes_whose_module_changes_frozen_weights_of_other_values_than_those_trained(tmp_path):
+    checkpoint = LastCheckpoint(tmp_path)
+    with pytest.warns(UserWarning, match="OtherMomentum changes 'key.weight' in training"):
+        whole = fit(FedAvg(learner=OtherMomentum()), rounds=3)
+    fit(FedAvg(learner=OtherMomentum()), fitting=trainer(1, callbacks=[checkpoint], enable_checkpointing=True))
+    resumed = fit(FedAvg(learner=OtherMomentum()), rounds=3, ckpt_path=tmp_path / "last.ckpt")
+    assert_equal(weights(resumed), weights(whole))
+    keys = [client.learner.key.weight for client in whole.clients.values()]
+    assert not torch.equal(keys[0], keys[1])  # every client has its own
+
+
+class Remembers(Pretrained):
+    """Keeps what it has computed, with the graph behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = self(torch.zeros(2, 8))
+
+
+def test_a_module_that_keeps_an_activation_is_copied():
+    learner = Remembers()
+    assert not learner.last.is_leaf
+    federation = fit(FedAvg(learner=learner), rounds=1)
+    assert {client.learner.last.shape for client in federation.clients.values()} == {(2, 2)}

@@ -6,8 +6,9 @@ import torch
 
 from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
+from lit_pfl.errors import ConfigError
 from lit_pfl.methods import SimFed, StandAlone
-from lit_pfl.methods.simfed import SimFedServer
+from lit_pfl.methods.simfed import EMBEDDING, SimFedServer
 from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, weights
 
@@ -149,3 +150,10 @@ def test_the_gradient_of_the_l1_term_is_lambda_times_sign():
         member.objective((images, labels), 0).backward()
         gradients.append(member.backbone.body[0].mu.grad.clone())
     torch.testing.assert_close(gradients[1] - gradients[0], 0.25 * member.backbone.body[0].mu.detach().sign())
+
+
+def test_embeddings_of_different_sizes_are_told_by_client_before_anybody_trains():
+    server = SimFedServer(0.9, 30.0, {"noise": torch.zeros(1)})
+    clients = {k: ClientInfo(5, Payload({"w": torch.zeros(2), EMBEDDING: torch.zeros(4 + k)})) for k in range(2)}
+    with pytest.raises(ConfigError, match=r"^model\.encoder: client 1's embedding has 5 numbers and client 0's 4, so"):
+        server.start(clients)
