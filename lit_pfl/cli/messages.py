@@ -17,7 +17,9 @@ from lit_pfl.core import Client
 from lit_pfl.core.participation import Participation
 from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.robust import RobustMean
+from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.data import Augment, FederatedDataModule, Partition
+from lit_pfl.engines.engine import Engine
 from lit_pfl.errors import ConfigError
 from lit_pfl.models import Backbone
 
@@ -37,6 +39,8 @@ CLASSES: dict[str, type] = {
     "mean": RobustMean,
     "participation": Participation,
     "privacy": ClientPrivacy,
+    "engine": Engine,
+    "server_optimizer": ServerOptimizer,
 }
 #: classes that are no choice all the same: a federation's own and Lightning's; one that would have to be told a metric
 NO_CHOICE = {"ServerStep", "DummyLogger", "ReduceLROnPlateau"}
