@@ -48,6 +48,10 @@ def check_samples(client: int, number: object) -> None:
         raise ConfigError(f"Client {client} has no training sample.")
 
 
+#: under which a checkpoint has a payload's tensors that are in factors
+FACTORS = "factors"
+
+
 class Server:
     """Plain averaging (FedAvg): one model for all, the mean of the uploads weighted by numbers of samples.
 
@@ -63,7 +67,7 @@ class Server:
     mean: Callable[..., Payload] = staticmethod(weighted_mean)
     #: attributes that a checkpoint holds beside the model and the seed: tensors, plain values, and dicts of them
     kept: ClassVar[tuple[str, ...]] = ()
-    #: further ones that are payloads, or dicts of payloads; sparse in them is what is sparse in the model
+    #: further ones that are payloads, in factors too, or dicts of payloads, in none; sparse is what is in the model
     kept_payloads: ClassVar[tuple[str, ...]] = ()
     #: takes the step from the model to the mean of a round; without one, the mean is the new model
     server_optimizer: ServerOptimizer | None = None
@@ -198,39 +202,51 @@ class Server:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed server needs, as tensors and plain values."""
-        model, factors = self.model, self.model.low_rank
-        state = {
-            "model": {name: tensor for name, tensor in model.items() if name not in factors},
-            "sparse": sorted(model.sparse),
-            "seed": self.seed,
-        }
-        if factors:
-            state["factors"] = {name: (f.left, f.right, f.shape) for name, f in factors.items()}
+        state = {"model": _plain(self.model), "sparse": sorted(self.model.sparse), "seed": self.seed}
         if self.server_optimizer is not None:
             state["server_optimizer"] = self.server_optimizer.state_dict()
-        return state | {name: _plain(getattr(self, name)) for name in (*self.kept, *self.kept_payloads)}
+        state |= {name: _plain(getattr(self, name)) for name in (*self.kept, *self.kept_payloads)}
+        in_factors = {FACTORS: self.model, **{f"{name}.{FACTORS}": getattr(self, name) for name in self.kept_payloads}}
+        return state | {key: _factors(payload) for key, payload in in_factors.items() if _factors(payload)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
-        factors = {name: LowRank(*parts) for name, parts in state.get("factors", {}).items()}
-        self.model, self.seed = Payload(state["model"], state["sparse"], factors), state["seed"]
+        self.model, self.seed = Payload(state["model"], state["sparse"], _made(state.get(FACTORS, {}))), state["seed"]
         if self.server_optimizer is not None:
             self.server_optimizer.load_state_dict(state["server_optimizer"])
         for name in state.keys() & self.kept:
             setattr(self, name, _plain(state[name]))
         for name in state.keys() & self.kept_payloads:
-            setattr(self, name, _payloads(state[name], state["sparse"], like=getattr(self, name)))
+            factors = _made(state.get(f"{name}.{FACTORS}", {}))
+            setattr(self, name, _payloads(state[name], state["sparse"], factors, like=getattr(self, name)))
 
 
 def _plain(value: Any) -> Any:
-    """Return what a checkpoint holds of a value: a payload, like any mapping, as a dict."""
-    return {key: _plain(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+    """Return what a checkpoint holds of a value: a mapping as a dict, a payload as one of what is not in factors."""
+    if isinstance(value, Payload):
+        return {name: tensor for name, tensor in value.items() if name not in value.low_rank}
+    return {key: _dense(one) for key, one in value.items()} if isinstance(value, Mapping) else value
 
 
-def _payloads(value: Mapping[Any, Any], sparse: Iterable[str], like: Any) -> Any:
+def _dense(value: Any) -> Any:
+    """Return what a checkpoint holds of a part of a value, which has no factors beside it."""
+    return dict(value) if isinstance(value, Payload) else _plain(value)
+
+
+def _factors(value: Any) -> dict[str, tuple[Tensor, Tensor, tuple[int, ...]]]:
+    """Return what a checkpoint holds of those tensors of a payload that are in factors; of other values nothing."""
+    own = value.low_rank if isinstance(value, Payload) else {}
+    return {name: (f.left, f.right, f.shape) for name, f in own.items()}
+
+
+def _made(factors: Mapping[str, Any]) -> dict[str, LowRank]:
+    return {name: LowRank(*parts) for name, parts in factors.items()}
+
+
+def _payloads(value: Mapping[Any, Any], sparse: Iterable[str], factors: Mapping[str, LowRank], like: Any) -> Any:
     """Return the payload, or the dict of payloads, that a checkpoint's value is of."""
     if isinstance(like, Payload):
-        return Payload(value, sparse)
+        return Payload(value, sparse, factors)
     return {key: Payload(tensors, sparse) for key, tensors in value.items()}
 
 

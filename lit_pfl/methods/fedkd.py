@@ -142,26 +142,33 @@ class FedKDServer(UniformServer):
 
     Attributes:
         change: what was added to the model in the last round.
-        holders: who has the model that it was added to.
+        participants: who took part in it.
     """
 
     averages = means_only = True
+    kept = ("participants", "completed")
+    kept_payloads = ("change",)
 
     def __init__(self, method: FedKD) -> None:
         self.energy = method.energy
         self.change = Payload({})
-        self.holders: set[int] = set()
+        self.participants: list[int] = []
         self.completed = 0
+
+    @property
+    def holders(self) -> set[int]:
+        """Who has the model that the last change was added to."""
+        return set(self.participants)
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
-        self.change, self.holders, self.completed = Payload({}), set(), 0
+        self.change, self.participants, self.completed = Payload({}), [], 0
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         mean = self.average(uploads, self.averaging_weights(round, uploads), list(self.model))
         self.change = in_factors(mean, self.energy(round - 1))
         self.model = {name: x + self.change[name] for name, x in self.model.items()}
-        self.holders, self.completed = set(uploads), round
+        self.participants, self.completed = sorted(uploads), round
 
     def center(self, client: int, upload: Payload) -> Payload:
         """Return nothing: uploads are changes."""
@@ -177,20 +184,3 @@ class FedKDServer(UniformServer):
     def evaluation_reply(self, client: int) -> Payload:
         """Return the whole model."""
         return Payload({**self.model, ROUNDS: torch.tensor(self.completed)})
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        factors = {name: [f.left, f.right, list(f.shape)] for name, f in self.change.low_rank.items()}
-        plain = {name: x for name, x in self.change.items() if name not in factors}
-        return {
-            **super().state_dict(),
-            "change": plain,
-            "factors": factors,
-            "holders": sorted(self.holders),
-            "completed": self.completed,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        factors = {name: LowRank(left, right, tuple(shape)) for name, (left, right, shape) in state["factors"].items()}
-        self.change, self.holders = Payload(state["change"], low_rank=factors), set(state["holders"])
-        self.completed = state["completed"]

@@ -1,18 +1,23 @@
 """FML and FedKD against their formulas."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from heads import learners, skewed, softmax
 
+from lit_pfl import Federation
 from lit_pfl.core.server import UniformServer
 from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FML, FedAvg, FedKD, StandAlone
 from lit_pfl.methods.fedkd import CHANGE, in_factors, needed_rank
 from lit_pfl.methods.fml import divergence
+from lit_pfl.models import MLP
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.tensors import tensors_of
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, digits, run, trainer, weights
 
 
 class Uniform(FedAvg):
@@ -135,3 +140,23 @@ def test_a_factorization_is_refused():
 def test_labels_may_differ():
     for method in (FML, FedKD):
         assert run(client(method), digits(2, permute_labels=True, train_fraction=0.1)).rows
+
+
+def test_changes_in_factors_are_in_a_checkpoint(tmp_path):
+    """On a network that is large enough for them; those of the generic tests are not."""
+
+    def fit(rounds, path=None):
+        federation = Federation(
+            FedKD(backbone=partial(MLP, hidden=24), energy_start=0.5, energy_end=0.5), seed=1, threads=1
+        )
+        last = LastCheckpoint(tmp_path)
+        fitting = trainer(rounds, callbacks=[last], enable_checkpointing=True)
+        fitting.fit(federation, datamodule=digits(3), ckpt_path=path)
+        return federation
+
+    whole = fit(3)
+    assert whole.coordinator.server.change.low_rank
+    fit(2)
+    resumed = fit(3, tmp_path / "last.ckpt")
+    assert_equal(weights(resumed), weights(whole))
+    assert resumed.traffic.state_dict() == whole.traffic.state_dict()
