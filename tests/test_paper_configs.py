@@ -144,7 +144,7 @@ def test_rows_and_columns_set_options_of_their_own(tables, paper, name):
         return  # the test above makes all cells
     if "model.class_path" not in methods[0]:
         methods, protocols = protocols, methods
-    any_method = {"backbone", "factorization", "optimizer", "scheduler", "scheduler_counts", "reset_optimizer"}
+    any_method = {"backbone", "factorization", "norm_stats", "optimizer", "scheduler", "scheduler_counts", "reset_optimizer"}
     for protocol in protocols:
         assert {option.split(".")[1] for option in protocol if option.startswith("model.")} <= any_method
         for method in methods:
@@ -296,4 +296,4 @@ def test_a_cell_runs_to_its_end(tables):
     main(["fit", "--config=cell.yaml", *small, "--trainer.max_epochs", "1", "--federation.local_epochs", "1"])
     with Path("runs/FactorizedFL-Digits/version_0/clients.csv").open(newline="") as file:
         tested = [row for row in csv.DictReader(file) if row["split"] == "test"]
-    assert [row["n"] for row in tested] == ["180"] * 3  # all test images for each
+    assert [row["n"] for row in tested] == ["180"] * 6  # all test images for each, as trained and as aggregated

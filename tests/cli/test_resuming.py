@@ -290,7 +290,8 @@ def test_a_run_is_resumed_again_and_again(run, capsys):
     assert [row["round"] for row in rows(run / "metrics.csv")] == ["1", "2", "3"]
     tested = [[row["round"] for row in rows(run / name) if row.get("split") == "test" or row.get("test/acc")]
               for name in ("metrics.csv", "clients.csv")]  # fmt: skip
-    assert tested == [["1", "2", "3"], ["1"] * 3 + ["2"] * 3 + ["3"] * 3], "each with the round that it ended with"
+    three_clients = ["1"] * 6 + ["2"] * 6 + ["3"] * 6  # in both states
+    assert tested == [["1", "2", "3"], three_clients], "each with the round that it ended with"
     notes = [(run / f"config.resumed_{i}.yaml").read_text().splitlines()[1:3] for i in (1, 2)]
     assert notes == [
         ["# resumed after round 1", "# trainer.max_epochs: 1 -> 2"],

@@ -56,7 +56,7 @@ def test_a_logger_s_own_folder_and_the_one_by_name_win(words, folder, capsys, mo
     monkeypatch.setenv("HOME", str(Path("home").absolute()))
     came = typed(capsys, *FIT, *words)
     assert (came.code, came.errors) == (0, [])
-    assert len(rows(Path(folder) / "clients.csv")) == 6
+    assert len(rows(Path(folder) / "clients.csv")) == 9  # three validated, and tested in both states
     assert {path.name for path in Path().iterdir()} == {Path(folder).parts[0]}
 
 
