@@ -144,7 +144,15 @@ def test_rows_and_columns_set_options_of_their_own(tables, paper, name):
         return  # the test above makes all cells
     if "model.class_path" not in methods[0]:
         methods, protocols = protocols, methods
-    any_method = {"backbone", "factorization", "norm_stats", "optimizer", "scheduler", "scheduler_counts", "reset_optimizer"}
+    any_method = {
+        "backbone",
+        "factorization",
+        "norm_stats",
+        "optimizer",
+        "scheduler",
+        "scheduler_counts",
+        "reset_optimizer",
+    }
     for protocol in protocols:
         assert {option.split(".")[1] for option in protocol if option.startswith("model.")} <= any_method
         for method in methods:
