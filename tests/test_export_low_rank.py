@@ -14,7 +14,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.export import load_mixed, load_model, low_rank_weights, save_mixed, save_model, save_program, to_factors
 from lit_pfl.learners import Mixture
 from lit_pfl.methods import FedSLR
-from lit_pfl.methods.fedslr import MIXED
+from lit_pfl.methods.factorized.fedslr import MIXED
 from lit_pfl.models import ResNet18
 from lit_pfl.ops.low_rank import as_matrix, as_weight
 from test_export import data_bytes

@@ -22,7 +22,7 @@ from lit_pfl.core.robust import (
 )
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.methods import ClusteredFL, Ditto, FedAvg, FedMA, PFedMe, PsiNet, Scaffold
-from lit_pfl.methods.fedslr import FedSLRServer
+from lit_pfl.methods.factorized.fedslr import FedSLRServer
 from lit_pfl.models import MLP
 from tiny import assert_equal, client, digits, run, weights
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_pfl.methods.structures import STRUCTURES
+from lit_pfl.methods.factorized.structures import STRUCTURES
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lit_pfl.methods
 from lit_pfl import Client, Federation, Payload
+from lit_pfl.cli.overview import families
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.data import Digits, Dirichlet
 from lit_pfl.models import CNN, Backbone
@@ -39,6 +40,27 @@ PARTS = {
     "norm_stats": ("running statistics", "#999999"),
     "other": ("the method's own", "#F0E442"),
 }
+INDEX = """\
+# Methods
+
+Every method is a {{py:class}}`lit_pfl.Client`, which says what travels and what is minimised, and a
+{{py:class}}`lit_pfl.Server`, which says what comes back. Each page has the method's formula and options, its paper, and
+what one client sends and receives in a round, measured. `lit-pfl methods` prints this list.
+{families}"""
+FAMILY = """
+## {family}
+
+```{{toctree}}
+:maxdepth: 1
+:hidden:
+
+{pages}
+```
+
+| Method | |
+|---|---|
+{rows}
+"""
 PAGE = """\
 # {name}
 
@@ -173,12 +195,20 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else f"`{json.dumps(value)}`".replace('"', "")
 
 
+def section(family: tuple[str, dict[str, str]]) -> str:
+    """Return the part of the index for a family of methods."""
+    title, members = family
+    rows = "\n".join(f"| [{name}]({name}.md) | {about} |" for name, about in members.items())
+    return FAMILY.format(family=title, pages="\n".join(members), rows=rows)
+
+
 @rank_zero_only
 def write_pages(app: object) -> None:
     """Write all pages, where they are not there yet."""
     folder = Path(app.srcdir) / "methods"  # type: ignore[attr-defined]
     folder.mkdir(exist_ok=True)
     torch.set_num_threads(1)
+    (folder / "index.md").write_text(INDEX.format(families="".join(map(section, families().items()))))
     sources = yaml.safe_load((Path(app.srcdir) / "paper_defaults.yaml").read_text())  # type: ignore[attr-defined]
     for name in lit_pfl.methods.__all__:
         page = folder / f"{name}.md"

@@ -11,7 +11,7 @@ from lit_pfl.cli.tools import TOOLS
 
 #: Lightning's commands
 TRAINERS = ("fit", "validate", "test", "predict")
-PACKAGE = Path(__file__).parent.parent
+METHODS = Path(__file__).parent.parent / "methods"
 OVERVIEW = """\
 usage: lit-pfl COMMAND [options]
 
@@ -22,7 +22,7 @@ Personalized federated learning: clients learn together without sharing data, ea
   test       score a checkpoint on every client's test data
   predict    write a checkpoint's prediction for every test sample
 {tools}
-Methods (--model):
+Methods (--model), with one line each in `lit-pfl methods`:
 {methods}
 
 An example, half a minute on a laptop, with data that comes along:
@@ -47,7 +47,10 @@ def answer(args: Any) -> str | None:
     if args in ([], ["-h"], ["--help"]):
         return OVERVIEW.format(
             tools="".join(f"  {name:<10} {text}\n" for name, (_, text) in TOOLS.items()),
-            methods=textwrap.fill(", ".join(methods()), 100, initial_indent="  ", subsequent_indent="  "),
+            methods="\n".join(
+                f"  {family}:\n{textwrap.indent(textwrap.fill(', '.join(members), 96), '    ')}"
+                for family, members in families().items()
+            ),
         )
     return f"lit-pfl {version('lit-pfl')}" if args == ["--version"] else None
 
@@ -63,9 +66,25 @@ def no_command(args: Any) -> str | None:
 
 
 def methods() -> list[str]:
-    """Return the names that ``lit_pfl.methods`` exports, read from its source: importing it takes seconds."""
-    tree = ast.parse((PACKAGE / "methods" / "__init__.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
-            return ast.literal_eval(node.value)
-    raise AssertionError("lit_pfl/methods/__init__.py has no __all__")
+    """Return the names of all methods, in families."""
+    return [name for members in families().values() for name in members]
+
+
+def families() -> dict[str, dict[str, str]]:
+    """Return the methods by family: what a family has in common, then each method's name and what its file says of it.
+
+    All is read from the sources: importing them takes seconds.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse((METHODS / "__init__.py").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            family, file = node.module.split(".")[-2:]
+            about = first_line(METHODS / family / f"{file}.py").partition(": ")
+            members = found.setdefault(first_line(METHODS / family / "__init__.py"), {})
+            members |= dict.fromkeys((alias.name for alias in node.names), about[2] or about[0])
+    return found
+
+
+def first_line(file: Path) -> str:
+    """Return the first line of a module's docstring, without its full stop."""
+    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0].rstrip(".")

@@ -9,6 +9,7 @@ from typing import Any
 TOOLS: dict[str, tuple[str, str]] = {
     "compare": ("lit_pfl.cli.compare", "run several methods with several seeds, and compare them"),
     "configs": ("lit_pfl.cli.configs", "list the configurations that come with lit-pfl, or copy one"),
+    "methods": ("lit_pfl.cli.methods", "list the methods by family, with one line each"),
     "report": ("lit_pfl.cli.report", "show runs as a page of charts and tables"),
     "export": ("lit_pfl.cli.export", "write a client's model for use without this library"),
 }

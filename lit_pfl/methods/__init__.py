@@ -1,54 +1,54 @@
-"""One file a method: its client and its server side by side."""
+"""One file a method, its client and its server side by side; one folder a family."""
 
-from lit_pfl.methods.agnostic_fl import AgnosticFL
-from lit_pfl.methods.apfl import APFL
-from lit_pfl.methods.clustered_fl import ClusteredFL
-from lit_pfl.methods.ditto import Ditto
-from lit_pfl.methods.factorized_fl import FactorizedFL
-from lit_pfl.methods.fd import FD
-from lit_pfl.methods.fedadmm import FedADMM
-from lit_pfl.methods.fedah import FedAH
-from lit_pfl.methods.fedala import FedALA
-from lit_pfl.methods.fedamp import FedAMP, HeurFedAMP
-from lit_pfl.methods.fedavg import FedAvg
-from lit_pfl.methods.fedbabu import FedBABU
-from lit_pfl.methods.fedbn import FedBN
-from lit_pfl.methods.fedcp import FedCP
-from lit_pfl.methods.feddbe import FedDBE
-from lit_pfl.methods.feddyn import FedDyn
-from lit_pfl.methods.fedfomo import FedFOMO
-from lit_pfl.methods.fedgen import FedGen
-from lit_pfl.methods.fedgh import FedGH
-from lit_pfl.methods.fedkd import FedKD
-from lit_pfl.methods.fedlc import FedLC
-from lit_pfl.methods.fedma import FedMA
-from lit_pfl.methods.fednova import FedNova
-from lit_pfl.methods.fedntd import FedNTD
-from lit_pfl.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedExP, FedYogi
-from lit_pfl.methods.fedpac import FedPAC
-from lit_pfl.methods.fedper import FedPer
-from lit_pfl.methods.fedproto import FedProto
-from lit_pfl.methods.fedprox import FedProx
-from lit_pfl.methods.fedrep import FedRep
-from lit_pfl.methods.fedrod import FedRoD
-from lit_pfl.methods.fedrs import FedRS
-from lit_pfl.methods.fedslr import FedSLR
-from lit_pfl.methods.fedspa import FedSpa
-from lit_pfl.methods.fml import FML
-from lit_pfl.methods.gpfl import GPFL
-from lit_pfl.methods.ifca import IFCA
-from lit_pfl.methods.knnper import KNNPer
-from lit_pfl.methods.l2gd import L2GD
-from lit_pfl.methods.lgfedavg import LGFedAvg
-from lit_pfl.methods.moon import MOON
-from lit_pfl.methods.perfedavg import PerFedAvg
-from lit_pfl.methods.pfedhn import PFedHN
-from lit_pfl.methods.pfedme import PFedMe
-from lit_pfl.methods.pfedpara import PFedPara
-from lit_pfl.methods.psi_net import PsiNet
-from lit_pfl.methods.scaffold import Scaffold
-from lit_pfl.methods.simfed import SimFed
-from lit_pfl.methods.standalone import StandAlone
+from lit_pfl.methods.factorized.factorized_fl import FactorizedFL
+from lit_pfl.methods.factorized.fedslr import FedSLR
+from lit_pfl.methods.factorized.fedspa import FedSpa
+from lit_pfl.methods.factorized.pfedpara import PFedPara
+from lit_pfl.methods.factorized.psi_net import PsiNet
+from lit_pfl.methods.global_model.agnostic_fl import AgnosticFL
+from lit_pfl.methods.global_model.fedadmm import FedADMM
+from lit_pfl.methods.global_model.fedavg import FedAvg
+from lit_pfl.methods.global_model.feddyn import FedDyn
+from lit_pfl.methods.global_model.fedlc import FedLC
+from lit_pfl.methods.global_model.fedma import FedMA
+from lit_pfl.methods.global_model.fednova import FedNova
+from lit_pfl.methods.global_model.fedntd import FedNTD
+from lit_pfl.methods.global_model.fedopt import FedAdagrad, FedAdam, FedAvgM, FedExP, FedYogi
+from lit_pfl.methods.global_model.fedprox import FedProx
+from lit_pfl.methods.global_model.fedrs import FedRS
+from lit_pfl.methods.global_model.moon import MOON
+from lit_pfl.methods.global_model.scaffold import Scaffold
+from lit_pfl.methods.knowledge.fd import FD
+from lit_pfl.methods.knowledge.fedgen import FedGen
+from lit_pfl.methods.knowledge.fedkd import FedKD
+from lit_pfl.methods.knowledge.fedproto import FedProto
+from lit_pfl.methods.knowledge.fml import FML
+from lit_pfl.methods.partial.fedah import FedAH
+from lit_pfl.methods.partial.fedbabu import FedBABU
+from lit_pfl.methods.partial.fedbn import FedBN
+from lit_pfl.methods.partial.fedcp import FedCP
+from lit_pfl.methods.partial.feddbe import FedDBE
+from lit_pfl.methods.partial.fedgh import FedGH
+from lit_pfl.methods.partial.fedpac import FedPAC
+from lit_pfl.methods.partial.fedper import FedPer
+from lit_pfl.methods.partial.fedrep import FedRep
+from lit_pfl.methods.partial.fedrod import FedRoD
+from lit_pfl.methods.partial.gpfl import GPFL
+from lit_pfl.methods.partial.lgfedavg import LGFedAvg
+from lit_pfl.methods.partial.standalone import StandAlone
+from lit_pfl.methods.similarity.clustered_fl import ClusteredFL
+from lit_pfl.methods.similarity.fedala import FedALA
+from lit_pfl.methods.similarity.fedamp import FedAMP, HeurFedAMP
+from lit_pfl.methods.similarity.fedfomo import FedFOMO
+from lit_pfl.methods.similarity.ifca import IFCA
+from lit_pfl.methods.similarity.pfedhn import PFedHN
+from lit_pfl.methods.similarity.simfed import SimFed
+from lit_pfl.methods.two_models.apfl import APFL
+from lit_pfl.methods.two_models.ditto import Ditto
+from lit_pfl.methods.two_models.knnper import KNNPer
+from lit_pfl.methods.two_models.l2gd import L2GD
+from lit_pfl.methods.two_models.perfedavg import PerFedAvg
+from lit_pfl.methods.two_models.pfedme import PFedMe
 
 __all__ = [
     "APFL",

@@ -13,7 +13,7 @@ import lit_pfl
 import lit_pfl.methods
 from cli.typed import TINY, typed
 from lit_pfl.cli.messages import CLASSES, names_of_subclasses
-from lit_pfl.cli.overview import methods
+from lit_pfl.cli.overview import families, methods
 
 #: what is typed, behind a configuration where it begins with an option, and how the line begins that comes
 REFUSED = [
@@ -110,7 +110,7 @@ REFUSED = [
     ("fit", "model: give --model NAME, or a configuration that names it, such as: lit-pfl fit --config simfed"),
     ("test", "model: give --model NAME, or a configuration that names it, such as: lit-pfl test --config RUN/"),
     ("reprot runs", "there is no command 'reprot'; choose one of fit, validate, test, predict, compare, configs, "
-                    "report, export. Did you mean report?"),
+                    "methods, report, export. Did you mean report?"),
     ("runs/mine", "there is no command 'runs/mine'; choose one of fit, "),
     ("fit --config table.csv", "config=table.csv: it holds no options by name, such as `trainer: {max_"),
     ("fit --config empty.yaml", "config=empty.yaml: it holds no options by name, such as `trainer: {max_"),
@@ -168,12 +168,26 @@ def test_names_to_choose_from_are_those_of_the_package():
 
 
 def test_the_overview_names_all_methods_without_importing_them(capsys):
-    assert methods() == lit_pfl.methods.__all__
+    assert sorted(methods()) == sorted(lit_pfl.methods.__all__)
+    assert all(about for members in families().values() for about in members.values())
+    assert len(families()) == len(list(Path(lit_pfl.methods.__file__).parent.glob("*/__init__.py")))
+    assert all(families()), "every family says what it is"
     for words in ([], ["--help"], ["-h"]):
         came = typed(capsys, *words)
         assert (came.code, came.errors) == (0, [])
         assert all(name in came.out for name in [*lit_pfl.methods.__all__, "lit-pfl fit --model", "lit-pfl test "])
     assert typed(capsys, "--version").out.strip() == f"lit-pfl {version('lit-pfl')}"
+
+
+def test_methods_are_listed_by_family_and_found_by_a_word(capsys):
+    came = typed(capsys, "methods")
+    assert (came.code, came.errors) == (0, [])
+    assert all(f"\n  {name} " in came.out for name in lit_pfl.methods.__all__)
+    found = typed(capsys, "methods", "Hypernetwork").out
+    assert "PFedHN" in found
+    assert "FedAvg" not in found
+    [error] = typed(capsys, "methods", "nonsense").errors
+    assert error == "lit-pfl: error: methods: no method's name or line has 'nonsense'; `lit-pfl methods` lists all."
 
 
 @pytest.mark.parametrize("word", ["--help", "--version"])

@@ -20,7 +20,7 @@ from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import BatchLoader, CropFlip
 from lit_pfl.methods import AgnosticFL, FedAvg
-from lit_pfl.methods.agnostic_fl import LOSS, AgnosticFLServer
+from lit_pfl.methods.global_model.agnostic_fl import LOSS, AgnosticFLServer
 from tiny import assert_equal, client, digits, run, weights
 
 

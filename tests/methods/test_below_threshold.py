@@ -141,7 +141,7 @@ def test_fedfomo_mixes_what_others_sent_and_keeps_its_own_small_entries(monkeypa
     federation = run(client(FedFOMO, factorization=kind()), digits(2), rounds=2)
     member, reply = federation.clients[0], federation.coordinator.server.reply(0)
     own = member.backbone.body[0].mu.detach().clone()
-    monkeypatch.setattr("lit_pfl.methods.fedfomo.gains_per_distance", lambda *_: torch.tensor([1.0, 0.0]))
+    monkeypatch.setattr("lit_pfl.methods.similarity.fedfomo.gains_per_distance", lambda *_: torch.tensor([1.0, 0.0]))
     member.download(reply)
     expected = reply["1/backbone.body.0.mu"] + own * (own.abs() < THRESHOLD)
     torch.testing.assert_close(member.backbone.body[0].mu.detach(), expected)

@@ -12,7 +12,7 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import Digits
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import ClusteredFL, FedAvg
-from lit_pfl.methods.clustered_fl import ClusteredFLServer, SplitRule
+from lit_pfl.methods.similarity.clustered_fl import ClusteredFLServer, SplitRule
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import bipartition
 from tiny import assert_equal, client, digits, run, weights

@@ -10,7 +10,7 @@ from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.data import label_permutation
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FactorizedFL, FedAvg, StandAlone
-from lit_pfl.methods.factorized_fl import FactorizedFLServer, MatchingRule
+from lit_pfl.methods.factorized.factorized_fl import FactorizedFLServer, MatchingRule
 from lit_pfl.nn import factorized_layers
 from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, spec, weights

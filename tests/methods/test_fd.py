@@ -5,8 +5,8 @@ import torch
 from heads import learners, skewed, softmax, whole_data
 
 from lit_pfl.methods import FD, FedAvg, FedNTD, StandAlone
-from lit_pfl.methods.fedntd import without_true
-from lit_pfl.methods.fedproto import COUNTS, PROTOTYPES
+from lit_pfl.methods.global_model.fedntd import without_true
+from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES
 from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, client, run, weights
 

@@ -7,7 +7,7 @@ from heads import skewed, whole_data
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAH, FedRep
-from lit_pfl.methods.fedrep import FedRep as Rep
+from lit_pfl.methods.partial.fedrep import FedRep as Rep
 from tiny import assert_equal, client, run, weights
 
 

@@ -7,7 +7,7 @@ from quadratic import Quadratics, equal, flat, quadratic, run_whole_and_in_two_p
 
 from lit_pfl.core.payload import Payload
 from lit_pfl.methods import FedAMP, HeurFedAMP, StandAlone
-from lit_pfl.methods.fedamp import FedAMPServer, HeurFedAMPServer
+from lit_pfl.methods.similarity.fedamp import FedAMPServer, HeurFedAMPServer
 from lit_pfl.ops import cosines, squared_distances
 from tiny import assert_equal, client, digits, run, weights
 

@@ -6,7 +6,7 @@ import torch
 from heads import learners, skewed
 
 from lit_pfl.methods import FedCP, FedPer
-from lit_pfl.methods.fedcp import Gates, mmd
+from lit_pfl.methods.partial.fedcp import Gates, mmd
 from lit_pfl_callbacks.tensors import tensors_of
 from tiny import client, digits, run, weights
 

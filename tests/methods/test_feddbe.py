@@ -5,7 +5,7 @@ import torch
 from heads import learners, skewed
 
 from lit_pfl.methods import FedAvg, FedDBE
-from lit_pfl.methods.feddbe import MEAN, FedDBEServer, Shift
+from lit_pfl.methods.partial.feddbe import MEAN, FedDBEServer, Shift
 from tiny import assert_equal, client, digits, run, weights
 
 

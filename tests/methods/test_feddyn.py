@@ -23,7 +23,7 @@ from quadratic import (
 from lit_pfl import Federation
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedDyn
-from lit_pfl.methods.feddyn import ALPHA
+from lit_pfl.methods.global_model.feddyn import ALPHA
 from lit_pfl.nn import factorized_layers
 from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, trainer, weights

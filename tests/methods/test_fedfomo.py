@@ -13,7 +13,7 @@ from lit_pfl.data import CropFlip, Digits, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.methods import FedFOMO, StandAlone, fedfomo
-from lit_pfl.methods.fedfomo import FedFOMOServer, by_client, gains_per_distance
+from lit_pfl.methods.similarity.fedfomo import FedFOMOServer, by_client, gains_per_distance
 from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, spec, weights
 
@@ -163,7 +163,7 @@ def test_others_are_tried_with_the_own_head_and_running_statistics(monkeypatch):
         states.append({name: t.clone() for name, t in learner.state_dict().items()})
         return mean_loss(learner, batches)
 
-    monkeypatch.setattr("lit_pfl.methods.fedfomo.mean_loss", watched)
+    monkeypatch.setattr("lit_pfl.methods.similarity.fedfomo.mean_loss", watched)
     trained, theirs = weights(federation)[0], weights(federation)
     reply = federation.coordinator.server.reply(0)
     shared = set(member.upload()) - {"affinity"}

@@ -20,7 +20,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedNova
-from lit_pfl.methods.fednova import STEPS, FedNovaServer
+from lit_pfl.methods.global_model.fednova import STEPS, FedNovaServer
 from tiny import assert_equal, client, digits, run, weights
 
 

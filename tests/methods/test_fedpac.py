@@ -7,7 +7,7 @@ from heads import features, learners, skewed, whole_data
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedPAC, FedRep
-from lit_pfl.methods.fedpac import COUNTS, MEANS, PROTOTYPES, VARIANCE, FedPACServer, head_weights, statistics
+from lit_pfl.methods.partial.fedpac import COUNTS, MEANS, PROTOTYPES, VARIANCE, FedPACServer, head_weights, statistics
 from lit_pfl.ops import minimize_on_simplex
 from tiny import assert_equal, client, run, weights
 

@@ -9,7 +9,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.data import Digits
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedProto, StandAlone
-from lit_pfl.methods.fedproto import COUNTS, PROTOTYPES, FedProtoServer, mean_prototypes
+from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES, FedProtoServer, mean_prototypes
 from lit_pfl.models import CNN
 from tiny import Parts, assert_equal, client, digits, run, weights
 

@@ -6,7 +6,7 @@ from quadratic import equal, sgd, softmax_regression
 
 from lit_pfl.data import Dirichlet
 from lit_pfl.methods import FedAvg, FedRoD
-from lit_pfl.methods.fedrod import ABSENT, log_prior
+from lit_pfl.methods.partial.fedrod import ABSENT, log_prior
 from tiny import assert_equal, client, digits, run, weights
 
 

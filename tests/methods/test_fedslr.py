@@ -25,7 +25,7 @@ from lit_pfl.core.scores import summary
 from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedSLR
-from lit_pfl.methods.fedslr import GKR, MIXED
+from lit_pfl.methods.factorized.fedslr import GKR, MIXED
 from lit_pfl.models import Backbone
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops.low_rank import as_matrix

@@ -15,7 +15,7 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedSpa
-from lit_pfl.methods.fedspa import MASKS, FedSpaServer
+from lit_pfl.methods.factorized.fedspa import MASKS, FedSpaServer
 from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import erk_densities, pack_bits

@@ -5,7 +5,7 @@ import torch
 from heads import learners, skewed
 
 from lit_pfl.methods import GPFL, FedPer
-from lit_pfl.methods.gpfl import Conditional
+from lit_pfl.methods.partial.gpfl import Conditional
 from lit_pfl.models import Backbone
 from tiny import TinyNet, assert_equal, client, run, weights
 

@@ -7,7 +7,7 @@ from quadratic import Quadratics, equal, flat, quadratic, run_whole_and_in_two_p
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, UniformServer
 from lit_pfl.methods import IFCA, FedAvg
-from lit_pfl.methods.ifca import CLUSTER, IFCAServer, by_cluster
+from lit_pfl.methods.similarity.ifca import CLUSTER, IFCAServer, by_cluster
 from tiny import assert_equal, client, digits, run, weights
 
 

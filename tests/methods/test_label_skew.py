@@ -9,7 +9,7 @@ from quadratic import sgd, softmax_regression
 from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedLC, FedRS
-from lit_pfl.methods.fedlc import calibration
+from lit_pfl.methods.global_model.fedlc import calibration
 from tiny import assert_equal, client, digits, run, weights
 
 

@@ -8,7 +8,7 @@ import torch
 from heads import skewed
 
 from lit_pfl.methods import MOON, FedAvg
-from lit_pfl.methods.moon import contrast
+from lit_pfl.methods.global_model.moon import contrast
 from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, client, digits, run, weights
 

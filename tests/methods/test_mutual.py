@@ -12,8 +12,8 @@ from lit_pfl.core.server import UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FML, FedAvg, FedKD, StandAlone
-from lit_pfl.methods.fedkd import CHANGE, in_factors, needed_rank
-from lit_pfl.methods.fml import divergence
+from lit_pfl.methods.knowledge.fedkd import CHANGE, in_factors, needed_rank
+from lit_pfl.methods.knowledge.fml import divergence
 from lit_pfl.models import MLP
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.tensors import tensors_of
@@ -94,7 +94,7 @@ def test_factors_are_the_best_approximation():
 
 
 def test_with_all_energy_and_no_distillation_the_mentee_is_fedavg_s(monkeypatch):
-    monkeypatch.setattr("lit_pfl.methods.fedkd.divergence", lambda teacher, student: 0 * student.sum())
+    monkeypatch.setattr("lit_pfl.methods.knowledge.fedkd.divergence", lambda teacher, student: 0 * student.sum())
     monkeypatch.setattr(torch.nn.functional, "mse_loss", lambda a, b: 0 * (a + b).sum())
     a = run(client(FedKD, energy_start=1.0, energy_end=1.0), skewed(), rounds=3)
     b = run(client(Uniform), skewed(), rounds=3)

@@ -16,7 +16,7 @@ from lit_pfl.data import IID, ClassShards
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedAvg, PsiNet
-from lit_pfl.methods.psi_net import PsiNetServer
+from lit_pfl.methods.factorized.psi_net import PsiNetServer
 from lit_pfl.models import Backbone, psi
 from lit_pfl.nn import GroupedNorm
 from tiny import Backwards, TinyNet, assert_equal, client, digits, run, spec, trainer, weights

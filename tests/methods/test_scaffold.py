@@ -23,7 +23,7 @@ from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, Scaffold
-from lit_pfl.methods.scaffold import CONTROL, ScaffoldServer
+from lit_pfl.methods.global_model.scaffold import CONTROL, ScaffoldServer
 from tiny import assert_equal, client, digits, run, weights
 
 

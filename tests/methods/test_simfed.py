@@ -8,7 +8,7 @@ from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import SimFed, StandAlone
-from lit_pfl.methods.simfed import EMBEDDING, SimFedServer
+from lit_pfl.methods.similarity.simfed import EMBEDDING, SimFedServer
 from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, weights
 

@@ -12,10 +12,10 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedGen, FedGH, PFedHN, StandAlone
-from lit_pfl.methods.fedgen import GENERATOR, Generator, diversity, teacher_loss
-from lit_pfl.methods.fedgh import HEAD, FedGHServer
-from lit_pfl.methods.fedproto import COUNTS, PROTOTYPES
-from lit_pfl.methods.pfedhn import HyperNetwork, PFedHNServer
+from lit_pfl.methods.knowledge.fedgen import GENERATOR, Generator, diversity, teacher_loss
+from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES
+from lit_pfl.methods.partial.fedgh import HEAD, FedGHServer
+from lit_pfl.methods.similarity.pfedhn import HyperNetwork, PFedHNServer
 from tiny import TinyNet, assert_equal, client, run, weights
 
 # -------------------------------------------------------------------------------------------------------------- pFedHN

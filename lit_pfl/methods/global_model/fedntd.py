@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.sharing import EVERYTHING
-from lit_pfl.methods.fml import divergence
+from lit_pfl.methods.knowledge.fml import divergence
 
 
 class FedNTD(Classifying):

@@ -15,8 +15,8 @@ from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.core.trained_server import TrainedServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import call_with
-from lit_pfl.methods.fedproto import COUNTS
-from lit_pfl.methods.fml import divergence
+from lit_pfl.methods.knowledge.fedproto import COUNTS
+from lit_pfl.methods.knowledge.fml import divergence
 from lit_pfl_callbacks.tensors import load_tensors
 
 GENERATOR, ROUNDS = "generator.", "completed_rounds"

@@ -11,7 +11,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import add_parameters, single_optimizer
-from lit_pfl.methods.fml import Mutual, divergence
+from lit_pfl.methods.knowledge.fml import Mutual, divergence
 from lit_pfl.nn import Memory
 from lit_pfl.ops.low_rank import LowRank, as_matrix
 

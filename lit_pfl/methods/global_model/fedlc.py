@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.sharing import EVERYTHING
-from lit_pfl.methods.fedrod import ABSENT
+from lit_pfl.methods.partial.fedrod import ABSENT
 
 
 class FedLC(Classifying):

@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_pfl.core.server import Server, Weighting, averaging
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import single_optimizer
-from lit_pfl.methods.two_models import TwoModels
+from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl.ops import squared_distance
 
 

@@ -12,8 +12,8 @@ from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.core.sharing import EVERYTHING
-from lit_pfl.methods.fedproto import COUNTS, PROTOTYPES, mean_prototypes
-from lit_pfl.methods.phases import Phases, check_epochs
+from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES, mean_prototypes
+from lit_pfl.methods.partial.phases import Phases, check_epochs
 from lit_pfl.nn import Memory
 from lit_pfl.ops import minimize_on_simplex
 

@@ -5,7 +5,7 @@ from typing import Any
 from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor, nn
 
-from lit_pfl.methods.fedproto import COUNTS, PROTOTYPES, ClassMeans, FedProtoServer
+from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES, ClassMeans, FedProtoServer
 
 
 class FD(ClassMeans):

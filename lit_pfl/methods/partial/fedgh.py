@@ -12,7 +12,7 @@ from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.core.trained_server import TrainedServer
-from lit_pfl.methods.fedproto import COUNTS, PROTOTYPES
+from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES
 from lit_pfl.nn import Memory
 from lit_pfl_callbacks.tensors import load_tensors
 

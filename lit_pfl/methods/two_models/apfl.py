@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Mixture, Step, call_with, holding, network_of, refuse_scaled_gradients, silenced
-from lit_pfl.methods.two_models import TwoModels
+from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl_callbacks.tensors import evaluating
 
 

@@ -15,8 +15,8 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Step, call_with, holding, silenced, single_optimizer
-from lit_pfl.methods.structures import STRUCTURES, Structure, StructureName
-from lit_pfl.methods.two_models import TwoModels
+from lit_pfl.methods.factorized.structures import STRUCTURES, Structure, StructureName
+from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl.nn import Memory
 from lit_pfl.ops.low_rank import LowRank, as_matrix
 from lit_pfl_callbacks.protocols import WeightParts

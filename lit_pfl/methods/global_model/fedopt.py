@@ -1,4 +1,4 @@
-"""FedAvg with an optimizer of the server: FedAvgM, FedAdagrad, FedAdam, FedYogi and FedExP.
+"""FedAvgM, FedAdagrad, FedAdam, FedYogi and FedExP: federated averaging with an optimizer at the server.
 
 Each is a name for ``FedAvg(server_optimizer=...)``; other methods that average take the same option.
 """
@@ -14,7 +14,7 @@ from lit_pfl.core.server_optimizer import (
     ServerMomentum,
     ServerYogi,
 )
-from lit_pfl.methods.fedavg import FedAvg
+from lit_pfl.methods.global_model.fedavg import FedAvg
 
 
 class FedAvgM(FedAvg):

@@ -1,4 +1,4 @@
-"""Federated averaging."""
+"""FedAvg: federated averaging."""
 
 from lit_pfl.core import Client
 from lit_pfl.core.sharing import EVERYTHING

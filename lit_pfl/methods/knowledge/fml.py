@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.server import Server, Weighting, averaging
 from lit_pfl.learners import HeadCall, at_head, find_head
-from lit_pfl.methods.two_models import TwoModels
+from lit_pfl.methods.two_models.base import TwoModels
 
 
 class Mutual(TwoModels, Classifying):

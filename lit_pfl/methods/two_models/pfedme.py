@@ -10,7 +10,7 @@ from lit_pfl.core import Client, ServerMomentum
 from lit_pfl.core.server import Server, Weighting, averaging
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import OptimizerCallable, refuse_scaled_gradients, single_optimizer
-from lit_pfl.methods.two_models import TwoModels
+from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
 

@@ -13,7 +13,7 @@ from lit_pfl.core.sharing import EVERYTHING, needs_head
 from lit_pfl.data.loaders import in_order
 from lit_pfl.learners import SkipBatch, Step, call_with, recorded, unchanged
 from lit_pfl.learners.scoring import transferred
-from lit_pfl.methods.phases import Phases, check_epochs
+from lit_pfl.methods.partial.phases import Phases, check_epochs
 from lit_pfl.nn import Memory
 from lit_pfl_callbacks.tensors import evaluating
 

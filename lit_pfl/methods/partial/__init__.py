@@ -1,0 +1,1 @@
+"""Part of the model is shared, the rest stays with its client."""

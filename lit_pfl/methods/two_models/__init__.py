@@ -1,0 +1,1 @@
+"""A personalized model beside the shared one, or made from it."""
