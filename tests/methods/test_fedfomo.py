@@ -12,7 +12,8 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import CropFlip, Digits, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.scoring import mean_loss
-from lit_pfl.methods import FedFOMO, StandAlone, fedfomo
+from lit_pfl.methods import FedFOMO, StandAlone
+from lit_pfl.methods.similarity import fedfomo
 from lit_pfl.methods.similarity.fedfomo import FedFOMOServer, by_client, gains_per_distance
 from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, spec, weights
