@@ -42,6 +42,7 @@ from lit_pfl.methods.similarity.fedamp import FedAMP, HeurFedAMP
 from lit_pfl.methods.similarity.fedfomo import FedFOMO
 from lit_pfl.methods.similarity.ifca import IFCA
 from lit_pfl.methods.similarity.pfedhn import PFedHN
+from lit_pfl.methods.similarity.pfedsim import PFedSim
 from lit_pfl.methods.similarity.simfed import SimFed
 from lit_pfl.methods.two_models.apfl import APFL
 from lit_pfl.methods.two_models.ditto import Ditto
@@ -100,6 +101,7 @@ __all__ = [
     "PFedHN",
     "PFedMe",
     "PFedPara",
+    "PFedSim",
     "PerFedAvg",
     "PsiNet",
     "Scaffold",

@@ -42,7 +42,7 @@ NAMED = {
 #: and where they are not named
 NAMELESS = {
     **{(method, project): f"{method} has to know which parameters of {{name}} are its head"
-       for method in ("FedBABU", "FedPer", "FedRep", "LGFedAvg", "FedAH", *ON_HEADS)
+       for method in ("FedBABU", "FedPer", "FedRep", "LGFedAvg", "FedAH", "PFedSim", *ON_HEADS)
        for project in PROJECTS if project != "Screening"},
     **{("SimFed", project): "SimFed compares what encoders make of an input; say which part of {name} is one"
        for project in ("LSTM", "Transformer", "Boring", "Regression")},
