@@ -24,6 +24,7 @@ from lit_pfl.methods.knowledge.fedkd import FedKD
 from lit_pfl.methods.knowledge.fedproto import FedProto
 from lit_pfl.methods.knowledge.fml import FML
 from lit_pfl.methods.partial.fedah import FedAH
+from lit_pfl.methods.partial.fedas import FedAS
 from lit_pfl.methods.partial.fedbabu import FedBABU
 from lit_pfl.methods.partial.fedbn import FedBN
 from lit_pfl.methods.partial.fedcp import FedCP
@@ -67,6 +68,7 @@ __all__ = [
     "FedAH",
     "FedALA",
     "FedAMP",
+    "FedAS",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
