@@ -6,6 +6,7 @@ from lit_pfl.methods.factorized.fedspa import FedSpa
 from lit_pfl.methods.factorized.pfedpara import PFedPara
 from lit_pfl.methods.factorized.psi_net import PsiNet
 from lit_pfl.methods.global_model.agnostic_fl import AgnosticFL
+from lit_pfl.methods.global_model.elastic_aggregation import ElasticAggregation
 from lit_pfl.methods.global_model.fedadmm import FedADMM
 from lit_pfl.methods.global_model.fedavg import FedAvg
 from lit_pfl.methods.global_model.feddyn import FedDyn
@@ -63,6 +64,7 @@ __all__ = [
     "AgnosticFL",
     "ClusteredFL",
     "Ditto",
+    "ElasticAggregation",
     "FactorizedFL",
     "FedADMM",
     "FedAH",
