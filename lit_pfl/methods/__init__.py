@@ -48,6 +48,7 @@ from lit_pfl.methods.similarity.pfedsim import PFedSim
 from lit_pfl.methods.similarity.simfed import SimFed
 from lit_pfl.methods.two_models.apfl import APFL
 from lit_pfl.methods.two_models.ditto import Ditto
+from lit_pfl.methods.two_models.fedphp import FedPHP
 from lit_pfl.methods.two_models.knnper import KNNPer
 from lit_pfl.methods.two_models.l2gd import L2GD
 from lit_pfl.methods.two_models.perfedavg import PerFedAvg
@@ -90,6 +91,7 @@ __all__ = [
     "FedNTD",
     "FedNova",
     "FedPAC",
+    "FedPHP",
     "FedPer",
     "FedProto",
     "FedProx",
