@@ -38,6 +38,7 @@ from lit_pfl.methods.partial.fedrod import FedRoD
 from lit_pfl.methods.partial.gpfl import GPFL
 from lit_pfl.methods.partial.lgfedavg import LGFedAvg
 from lit_pfl.methods.partial.standalone import StandAlone
+from lit_pfl.methods.similarity.apple import APPLE
 from lit_pfl.methods.similarity.clustered_fl import ClusteredFL
 from lit_pfl.methods.similarity.fedala import FedALA
 from lit_pfl.methods.similarity.fedamp import FedAMP, HeurFedAMP
@@ -56,6 +57,7 @@ from lit_pfl.methods.two_models.pfedme import PFedMe
 
 __all__ = [
     "APFL",
+    "APPLE",
     "FD",
     "FML",
     "GPFL",
