@@ -188,7 +188,7 @@ METHODS = [getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__]
 TAKE_NONE = {
     "FedFOMO", "FedMA", "PsiNet", "FactorizedFL", "SimFed", "FedAMP", "HeurFedAMP", "FedNova", "FedExP",
     "FedPAC", "FedProto", "FD", "FedGen", "FedGH", "PFedHN",
-    "PFedSim", "APPLE",
+    "PFedSim", "APPLE", "FedCAC",
 }  # fmt: skip
 
 

@@ -270,8 +270,8 @@ class MixingServer(Server):
     takes no part in anybody's mixture, and gets the initial tensors.
     """
 
-    kept = ("weights",)
-    kept_payloads = ("latest",)
+    kept: ClassVar[tuple[str, ...]] = ("weights",)
+    kept_payloads: ClassVar[tuple[str, ...]] = ("latest",)
 
     latest: dict[int, Payload]
     weights: Tensor

@@ -42,6 +42,7 @@ from lit_pfl.methods.similarity.apple import APPLE
 from lit_pfl.methods.similarity.clustered_fl import ClusteredFL
 from lit_pfl.methods.similarity.fedala import FedALA
 from lit_pfl.methods.similarity.fedamp import FedAMP, HeurFedAMP
+from lit_pfl.methods.similarity.fedcac import FedCAC
 from lit_pfl.methods.similarity.fedfomo import FedFOMO
 from lit_pfl.methods.similarity.ifca import IFCA
 from lit_pfl.methods.similarity.pfedhn import PFedHN
@@ -80,6 +81,7 @@ __all__ = [
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedCAC",
     "FedCP",
     "FedDBE",
     "FedDyn",
