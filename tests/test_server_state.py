@@ -6,15 +6,18 @@ import torch
 from lit_pfl import Client, MixingServer, Payload, Server
 from lit_pfl.core import ClientInfo
 from lit_pfl.methods import (
+    APPLE,
     AgnosticFL,
     ClusteredFL,
     FactorizedFL,
     FedAvg,
+    FedCAC,
     FedDyn,
     FedFOMO,
     FedMA,
     FedSLR,
     FedSpa,
+    PFedSim,
     Scaffold,
     SimFed,
 )  # fmt: skip
@@ -30,7 +33,7 @@ KEPT = {
     FedAvg: set(), SimFed: MIXED, FactorizedFL: MIXED, AgnosticFL: {"lambdas"}, FedDyn: {"deviation"},
     ClusteredFL: {"models", "place", "forks", "scale"}, FedFOMO: {"latest", "affinity", "round"},
     FedMA: {"step", "seen", "assignments", "finished"}, FedSLR: {"dual", "duals"}, FedSpa: {"masks", "round"},
-    Scaffold: {"control"},
+    Scaffold: {"control"}, PFedSim: MIXED | {"similarity"}, APPLE: {"relations", "cores"}, FedCAC: MIXED,
 }  # fmt: skip
 
 

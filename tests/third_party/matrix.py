@@ -73,19 +73,19 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }
 #: methods that look at class labels, at the numbers of a head's features and logits, at a head
 CLASSES = (
-    "FD", "FML", "FedGH", "FedGen", "FedKD", "FedLC", "FedNTD", "FedPAC", "FedProto", "FedRS", "FedRoD", "GPFL",
-    "KNNPer",
+    "FD", "FML", "FedAS", "FedGH", "FedGen", "FedKD", "FedLC", "FedNTD", "FedPAC", "FedPHP", "FedProto", "FedRS",
+    "FedRoD", "GPFL", "KNNPer",
 )  # fmt: skip
 SIZES = ("FD", "FedCP", "FedDBE", "FedGH", "FedGen", "FedKD", "FedPAC", "FedProto", "GPFL")
-HEADS = (*CLASSES, "FedCP", "FedDBE", "MOON")
+HEADS = (*CLASSES, "ElasticAggregation", "FedCP", "FedDBE", "MOON")
 BUILDS = {"FedMA": "chain", "PsiNet": "groups"}
 ADAM = {**BUILDS, "FedNova": "sgd", "PFedMe": "sgd", "Scaffold": "sgd"}
 NO_NORM = {"FedBN": "norms"}
 TWO_VIEWS = {**dict.fromkeys(HEADS, "calls"), "FedGen": "unfit"}
 NO_CLASSES, NO_LOGITS = dict.fromkeys(CLASSES, "classes"), dict.fromkeys(HEADS, "shape")
 STEPS = (
-    *HEADS, "APFL", "Ditto", "FedADMM", "FedAH", "FedALA", "FedAMP", "FedBABU", "FedDyn", "FedMA", "FedNova", "FedProx",
-    "FedRep", "FedSLR", "FedSpa", "HeurFedAMP", "PFedHN", "PFedMe", "PerFedAvg", "PsiNet", "Scaffold",
+    *HEADS, "APFL", "APPLE", "Ditto", "FedADMM", "FedAH", "FedALA", "FedAMP", "FedBABU", "FedDyn", "FedMA", "FedNova",
+    "FedProx", "FedRep", "FedSLR", "FedSpa", "HeurFedAMP", "PFedHN", "PFedMe", "PerFedAvg", "PsiNet", "Scaffold",
 )  # fmt: skip
 BODIES = ("FedAH", "FedBABU", "FedPAC", "FedRep")
 #: which methods refuse which module, and why; all others train it

@@ -30,7 +30,8 @@ class FedAS(Classifying):
     weights ``F_i / sum F``. With ``align_lr=0`` and equal F_i this is FedPer with equal weights, bit for bit.
 
     Alignment and F_i are in evaluation mode, on the samples in their order and without augmentation. In a client's
-    first round m_c is of the received body. The authors shuffle, send heads too, which nobody uses, and take F_i of
+    first round m_c is of the received body. F_i grows with the loss, so a client that fits its data badly in evaluation
+    mode may have nearly all of the weight. The authors shuffle, send heads too, which nobody uses, and take F_i of
     clients that do not take part.
 
     Args:

@@ -56,8 +56,8 @@ class PFedSim(Client):
         rows = [name for name in sent if name in self.head_names and name.endswith("weight") and sent[name].dim() > 1]
         if not rows:
             raise ConfigError(
-                "model.head: PFedSim compares the rows of a linear layer in the heads that clients send, and there is "
-                "none; let a head travel that has one."
+                "model.head: PFedSim compares the rows of a linear layer in the heads that clients send, and none is "
+                "sent; let the head travel, with a linear layer that is not factorized."
             )
         self.compared = rows[-1]
 
