@@ -1,5 +1,10 @@
 """One file a method, its client and its server side by side; one folder a family."""
 
+from lit_pfl.methods.adapters.feddpa import FedDPA
+from lit_pfl.methods.adapters.fedit import FedIT
+from lit_pfl.methods.adapters.fedsalora import FedSALoRA
+from lit_pfl.methods.adapters.ffalora import FFALoRA
+from lit_pfl.methods.adapters.flexlora import FlexLoRA
 from lit_pfl.methods.factorized.factorized_fl import FactorizedFL
 from lit_pfl.methods.factorized.fedslr import FedSLR
 from lit_pfl.methods.factorized.fedspa import FedSpa
@@ -61,6 +66,7 @@ __all__ = [
     "AgnosticFL",
     "ClusteredFL",
     "Ditto",
+    "FFALoRA",
     "FactorizedFL",
     "FedADMM",
     "FedAH",
@@ -74,11 +80,13 @@ __all__ = [
     "FedBN",
     "FedCP",
     "FedDBE",
+    "FedDPA",
     "FedDyn",
     "FedExP",
     "FedFOMO",
     "FedGH",
     "FedGen",
+    "FedIT",
     "FedKD",
     "FedLC",
     "FedMA",
@@ -91,9 +99,11 @@ __all__ = [
     "FedRS",
     "FedRep",
     "FedRoD",
+    "FedSALoRA",
     "FedSLR",
     "FedSpa",
     "FedYogi",
+    "FlexLoRA",
     "HeurFedAMP",
     "KNNPer",
     "LGFedAvg",
