@@ -188,7 +188,7 @@ METHODS = [getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__]
 #: those whose server makes something of single uploads, which a mean cannot take the place of
 TAKE_NONE = {
     "FedFOMO", "FedMA", "PsiNet", "FactorizedFL", "SimFed", "FedAMP", "HeurFedAMP", "FedNova", "FedExP",
-    "FedPAC", "FlexLoRA", "FedProto", "FD", "FedGen", "FedGH", "PFedHN",
+    "FedPAC", "FlexLoRA", "FedProto", "FD", "FedGen", "FedGH", "PFedHN", "CCVR", "FLUTE", "PFedLA",
 }  # fmt: skip
 
 

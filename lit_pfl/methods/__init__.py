@@ -11,6 +11,7 @@ from lit_pfl.methods.factorized.fedspa import FedSpa
 from lit_pfl.methods.factorized.pfedpara import PFedPara
 from lit_pfl.methods.factorized.psi_net import PsiNet
 from lit_pfl.methods.global_model.agnostic_fl import AgnosticFL
+from lit_pfl.methods.global_model.ccvr import CCVR
 from lit_pfl.methods.global_model.fedadmm import FedADMM
 from lit_pfl.methods.global_model.fedavg import FedAvg
 from lit_pfl.methods.global_model.feddyn import FedDyn
@@ -38,15 +39,19 @@ from lit_pfl.methods.partial.fedpac import FedPAC
 from lit_pfl.methods.partial.fedper import FedPer
 from lit_pfl.methods.partial.fedrep import FedRep
 from lit_pfl.methods.partial.fedrod import FedRoD
+from lit_pfl.methods.partial.flute import FLUTE
 from lit_pfl.methods.partial.gpfl import GPFL
 from lit_pfl.methods.partial.lgfedavg import LGFedAvg
+from lit_pfl.methods.partial.pfedfda import PFedFDA
 from lit_pfl.methods.partial.standalone import StandAlone
 from lit_pfl.methods.similarity.clustered_fl import ClusteredFL
 from lit_pfl.methods.similarity.fedala import FedALA
 from lit_pfl.methods.similarity.fedamp import FedAMP, HeurFedAMP
+from lit_pfl.methods.similarity.fedem import FedEM
 from lit_pfl.methods.similarity.fedfomo import FedFOMO
 from lit_pfl.methods.similarity.ifca import IFCA
 from lit_pfl.methods.similarity.pfedhn import PFedHN
+from lit_pfl.methods.similarity.pfedla import PFedLA
 from lit_pfl.methods.similarity.simfed import SimFed
 from lit_pfl.methods.two_models.apfl import APFL
 from lit_pfl.methods.two_models.ditto import Ditto
@@ -57,7 +62,9 @@ from lit_pfl.methods.two_models.pfedme import PFedMe
 
 __all__ = [
     "APFL",
+    "CCVR",
     "FD",
+    "FLUTE",
     "FML",
     "GPFL",
     "IFCA",
@@ -82,6 +89,7 @@ __all__ = [
     "FedDBE",
     "FedDPA",
     "FedDyn",
+    "FedEM",
     "FedExP",
     "FedFOMO",
     "FedGH",
@@ -107,7 +115,9 @@ __all__ = [
     "HeurFedAMP",
     "KNNPer",
     "LGFedAvg",
+    "PFedFDA",
     "PFedHN",
+    "PFedLA",
     "PFedMe",
     "PFedPara",
     "PerFedAvg",

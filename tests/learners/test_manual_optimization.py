@@ -20,6 +20,7 @@ TAKE_IT = {
     "StandAlone": {}, "FedAvg": {}, "FedPer": {"head": "^discriminator.2"}, "LGFedAvg": {"head": "^discriminator.2"},
     "ClusteredFL": {}, "FedFOMO": {}, "SimFed": {"encoder": "discriminator.0", "factorization": None}, "AgnosticFL": {},
     "PFedPara": {}, "FedAvgM": {}, "FedAdagrad": {}, "FedAdam": {}, "FedYogi": {}, "FedExP": {}, "L2GD": {}, "IFCA": {},
+    "PFedLA": {},
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class IFCA(Client):
         own = own_copy(self)
         models = []
         for _ in range(self.clusters - 1):
-            _draw_anew(own.learner)
+            draw_anew(own.learner)
             models.append(Payload(own.shared_parameters()).clone())
         return IFCAServer(models)
 
@@ -171,7 +171,7 @@ def by_cluster(reply: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def _draw_anew(module: nn.Module) -> None:
+def draw_anew(module: nn.Module) -> None:
     """Give a module's trained parameters other first values, from PyTorch's default generator."""
     for part in module.modules():
         own = [weight for weight in part.parameters(recurse=False) if weight.requires_grad]
