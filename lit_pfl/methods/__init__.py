@@ -39,6 +39,7 @@ from lit_pfl.methods.partial.fedpac import FedPAC
 from lit_pfl.methods.partial.fedper import FedPer
 from lit_pfl.methods.partial.fedrep import FedRep
 from lit_pfl.methods.partial.fedrod import FedRoD
+from lit_pfl.methods.partial.floco import Floco
 from lit_pfl.methods.partial.flute import FLUTE
 from lit_pfl.methods.partial.gpfl import GPFL
 from lit_pfl.methods.partial.lgfedavg import LGFedAvg
@@ -112,6 +113,7 @@ __all__ = [
     "FedSpa",
     "FedYogi",
     "FlexLoRA",
+    "Floco",
     "HeurFedAMP",
     "KNNPer",
     "LGFedAvg",
