@@ -70,7 +70,7 @@ class Floco(Classifying):
         super().configure_learner()
         if type(self.head_module) is not nn.Linear:
             raise ConfigError(
-                "model.head: Floco needs a head with a linear layer and nothing else, whose weights it mixes; this is a "
+                "model.head: Floco needs a head with a linear layer and nothing else, to mix its weights; this is a "
                 f"{type(self.head_module).__name__}."
             )
         weight = self.head_module.weight
