@@ -21,9 +21,10 @@ from lit_pfl.core.robust import (
     update_norm,
 )
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.methods import ClusteredFL, Ditto, FedAvg, FedMA, PFedMe, PsiNet, Scaffold
+from lit_pfl.methods import ClusteredFL, Ditto, FedAvg, FedIT, FedMA, PFedMe, PsiNet, Scaffold
 from lit_pfl.methods.factorized.fedslr import FedSLRServer
 from lit_pfl.models import MLP
+from lit_pfl.testing.method_tester import LoRANet
 from tiny import assert_equal, client, digits, run, weights
 
 MEANS = [
@@ -187,8 +188,8 @@ METHODS = [getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__]
 #: those whose server makes something of single uploads, which a mean cannot take the place of
 TAKE_NONE = {
     "FedFOMO", "FedMA", "PsiNet", "FactorizedFL", "SimFed", "FedAMP", "HeurFedAMP", "FedNova", "FedExP",
-    "FedPAC", "FedProto", "FD", "FedGen", "FedGH", "PFedHN",
-    "PFedSim", "APPLE", "FedCAC",
+    "FedPAC", "FlexLoRA", "FedProto", "FD", "FedGen", "FedGH", "PFedHN", "CCVR", "FLUTE", "PFedLA", "PFedSim", "APPLE",
+    "FedCAC",
 }  # fmt: skip
 
 
@@ -210,6 +211,8 @@ def plain_client(method: type[Client], **options) -> Client:
         return method(**options)
     if method is FedMA:
         options["backbone"] = MLP
+    if issubclass(method, FedIT):
+        options["backbone"] = LoRANet
     if method in (Scaffold, PFedMe):
         options["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.05)
     return client(method, **options)

@@ -22,12 +22,13 @@ from lit_pfl.cli.overview import families
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.data import Digits, Dirichlet
 from lit_pfl.models import CNN, Backbone
+from lit_pfl.testing.method_tester import LoRANet
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROUNDS = 5  # enough for a pass of FedMA over its layers to begin anew
-#: methods that are shown on their default network: others' is a small CNN without norm layers
+#: methods that are shown on their default network: others' is a small CNN without norm layers, or with a LoRA
 OWN_NETWORK = ("FedBN", "PsiNet")
 #: how parts of a network are called in the pictures, and their colours (Okabe and Ito's, told apart by everybody)
 PARTS = {
@@ -37,6 +38,7 @@ PARTS = {
     "v": ("factors v", "#009E73"),
     "mu": ("sparse mu", "#D55E00"),
     "norm": ("norm layers", "#CC79A7"),
+    "adapter": ("adapters", "#000000"),
     "norm_stats": ("running statistics", "#999999"),
     "other": ("the method's own", "#F0E442"),
 }
@@ -133,7 +135,9 @@ def watched(method: type[Client]) -> Watched:
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
         logging.getLogger(name).setLevel(logging.ERROR)
     data = Digits(num_clients=4, partition=Dirichlet(1.0), image_size=16, train_fraction=0.05, test_fraction=0.9)
-    federation = Watched(method() if method.__name__ in OWN_NETWORK else method(backbone=CNN), local_epochs=2, seed=1)
+    backbone = LoRANet if issubclass(method, lit_pfl.methods.FedIT) else CNN
+    made = method() if method.__name__ in OWN_NETWORK else method(backbone=backbone)
+    federation = Watched(made, local_epochs=2, seed=1)
     trainer = L.Trainer(
         max_epochs=ROUNDS, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, accelerator="cpu", limit_val_batches=0, num_sanity_val_steps=0,

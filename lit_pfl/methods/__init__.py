@@ -1,11 +1,17 @@
 """One file a method, its client and its server side by side; one folder a family."""
 
+from lit_pfl.methods.adapters.feddpa import FedDPA
+from lit_pfl.methods.adapters.fedit import FedIT
+from lit_pfl.methods.adapters.fedsalora import FedSALoRA
+from lit_pfl.methods.adapters.ffalora import FFALoRA
+from lit_pfl.methods.adapters.flexlora import FlexLoRA
 from lit_pfl.methods.factorized.factorized_fl import FactorizedFL
 from lit_pfl.methods.factorized.fedslr import FedSLR
 from lit_pfl.methods.factorized.fedspa import FedSpa
 from lit_pfl.methods.factorized.pfedpara import PFedPara
 from lit_pfl.methods.factorized.psi_net import PsiNet
 from lit_pfl.methods.global_model.agnostic_fl import AgnosticFL
+from lit_pfl.methods.global_model.ccvr import CCVR
 from lit_pfl.methods.global_model.elastic_aggregation import ElasticAggregation
 from lit_pfl.methods.global_model.fedadmm import FedADMM
 from lit_pfl.methods.global_model.fedavg import FedAvg
@@ -35,17 +41,22 @@ from lit_pfl.methods.partial.fedpac import FedPAC
 from lit_pfl.methods.partial.fedper import FedPer
 from lit_pfl.methods.partial.fedrep import FedRep
 from lit_pfl.methods.partial.fedrod import FedRoD
+from lit_pfl.methods.partial.floco import Floco
+from lit_pfl.methods.partial.flute import FLUTE
 from lit_pfl.methods.partial.gpfl import GPFL
 from lit_pfl.methods.partial.lgfedavg import LGFedAvg
+from lit_pfl.methods.partial.pfedfda import PFedFDA
 from lit_pfl.methods.partial.standalone import StandAlone
 from lit_pfl.methods.similarity.apple import APPLE
 from lit_pfl.methods.similarity.clustered_fl import ClusteredFL
 from lit_pfl.methods.similarity.fedala import FedALA
 from lit_pfl.methods.similarity.fedamp import FedAMP, HeurFedAMP
 from lit_pfl.methods.similarity.fedcac import FedCAC
+from lit_pfl.methods.similarity.fedem import FedEM
 from lit_pfl.methods.similarity.fedfomo import FedFOMO
 from lit_pfl.methods.similarity.ifca import IFCA
 from lit_pfl.methods.similarity.pfedhn import PFedHN
+from lit_pfl.methods.similarity.pfedla import PFedLA
 from lit_pfl.methods.similarity.pfedsim import PFedSim
 from lit_pfl.methods.similarity.simfed import SimFed
 from lit_pfl.methods.two_models.apfl import APFL
@@ -59,7 +70,9 @@ from lit_pfl.methods.two_models.pfedme import PFedMe
 __all__ = [
     "APFL",
     "APPLE",
+    "CCVR",
     "FD",
+    "FLUTE",
     "FML",
     "GPFL",
     "IFCA",
@@ -69,6 +82,7 @@ __all__ = [
     "ClusteredFL",
     "Ditto",
     "ElasticAggregation",
+    "FFALoRA",
     "FactorizedFL",
     "FedADMM",
     "FedAH",
@@ -84,11 +98,14 @@ __all__ = [
     "FedCAC",
     "FedCP",
     "FedDBE",
+    "FedDPA",
     "FedDyn",
+    "FedEM",
     "FedExP",
     "FedFOMO",
     "FedGH",
     "FedGen",
+    "FedIT",
     "FedKD",
     "FedLC",
     "FedMA",
@@ -102,13 +119,18 @@ __all__ = [
     "FedRS",
     "FedRep",
     "FedRoD",
+    "FedSALoRA",
     "FedSLR",
     "FedSpa",
     "FedYogi",
+    "FlexLoRA",
+    "Floco",
     "HeurFedAMP",
     "KNNPer",
     "LGFedAvg",
+    "PFedFDA",
     "PFedHN",
+    "PFedLA",
     "PFedMe",
     "PFedPara",
     "PFedSim",

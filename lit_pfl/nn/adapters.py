@@ -2,6 +2,9 @@
 
 from torch import nn
 
+#: what peft calls the two factors of a LoRA: A, (r, inputs), and B, (outputs, r)
+FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}
+
 
 def adapter_prefixes(module: nn.Module) -> tuple[str, ...]:
     """Return what names of parameters begin with that belong to an adapter.
@@ -23,3 +26,25 @@ def adapter_prefixes(module: nn.Module) -> tuple[str, ...]:
 def is_of_adapter(name: str, prefixes: tuple[str, ...]) -> bool:
     """Say whether a parameter belongs to an adapter; see :func:`adapter_prefixes`."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def adapted_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of a module that hold adapters, by path; prompts are in none."""
+    found = {}
+    for path, part in module.named_modules():
+        names = getattr(part, "adapter_layer_names", ())
+        if isinstance(names, tuple | list) and any(hasattr(part, name) for name in names):
+            found[path] = part
+    return found
+
+
+def lora_factors(module: nn.Module) -> dict[str, str]:
+    """Return the names of the parameters B of a module's LoRAs, by those of A: a layer's weight gains ``B A``."""
+    prefixes = adapter_prefixes(module)
+    names = [name for name, _ in module.named_parameters() if is_of_adapter(name, prefixes)]
+    found = {}
+    for name in names:
+        twin = ".".join(FACTORS.get(part, part) for part in name.split("."))
+        if twin != name and twin in names:
+            found[name] = twin
+    return found

@@ -59,7 +59,7 @@ def minimize_on_simplex(matrices: Tensor, steps: int = 2000, tolerance: float = 
     ahead, t = a, torch.ones(len(matrices), 1, dtype=matrices.dtype, device=matrices.device)
     for _ in range(steps):
         target = ahead - (scaled @ ahead[:, :, None])[:, :, 0]
-        new = _rows_onto_simplex(target)
+        new = rows_onto_simplex(target)
         upwards = ((ahead - new) * (new - a)).sum(1, keepdim=True) > 0
         t = torch.where(upwards, torch.ones_like(t), t)
         following = (1 + (1 + 4 * t.square()).sqrt()) / 2
@@ -70,7 +70,7 @@ def minimize_on_simplex(matrices: Tensor, steps: int = 2000, tolerance: float = 
     return a
 
 
-def _rows_onto_simplex(values: Tensor) -> Tensor:
+def rows_onto_simplex(values: Tensor) -> Tensor:
     """Return what :func:`project_onto_simplex` makes of every row of an (N, n) tensor, with a total of 1."""
     largest = values.sort(descending=True).values
     counts = torch.arange(1, values.shape[1] + 1, dtype=values.dtype, device=values.device)

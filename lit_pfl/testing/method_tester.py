@@ -56,6 +56,36 @@ class PlainNet(Backbone):
         super().__init__(body, nn.Linear(8, classes))
 
 
+class LoRALinear(nn.Linear):
+    """A frozen linear layer with a LoRA, marked and named as by ``peft``."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, inputs: int, outputs: int, rank: int = 4) -> None:
+        super().__init__(inputs, outputs)
+        self.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, rank, bias=False)})
+        up = nn.Linear(rank, outputs, bias=False)
+        nn.init.zeros_(up.weight)
+        self.lora_B = nn.ModuleDict({"default": up})
+        self.scaling = {"default": 2.0}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return what the layer makes of (B, inputs)."""
+        adapted = self.lora_B["default"](self.lora_A["default"](inputs))
+        return super().forward(inputs) + self.scaling["default"] * adapted
+
+
+class LoRANet(Backbone):
+    """A convolution, a frozen layer with a LoRA, and a classifier, for methods that train adapters."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        body = nn.Sequential(
+            nn.Conv2d(channels, 4, 3), nn.ReLU(), nn.AdaptiveMaxPool2d(3), nn.Flatten(), LoRALinear(36, 8), nn.ReLU()
+        )
+        super().__init__(body, nn.Linear(8, classes))
+
+
 class BackToFront(Federation):
     """A federation whose clients train in the opposite order."""
 
@@ -95,8 +125,11 @@ class MethodTester:
 
     def method(self, **options: Any) -> Client:
         """Return the method with a tiny network that it can use."""
-        method = self.make(**{"backbone": MixedNet, **options})
-        return method if can_build(method) else self.make(**{"backbone": PlainNet, **options})
+        for backbone in (MixedNet, PlainNet, LoRANet):
+            method = self.make(**{"backbone": backbone, **options})
+            if can_build(method):
+                break
+        return method
 
     def digits(self, num_clients: int = 3, **options: Any) -> Digits:
         """Return a few digits a client, under labels of its own unless the method needs common ones."""

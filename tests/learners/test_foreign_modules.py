@@ -21,17 +21,19 @@ METHODS = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__al
 #: methods that look at what goes into a head and comes out of it, and those that need class labels besides
 ON_HEADS = [name for name, kind in METHODS.items() if issubclass(kind, Classifying)]
 ON_LABELS = [name for name in ON_HEADS if METHODS[name].needs_labels]
+ON_ADAPTERS = [name for name, kind in METHODS.items() if issubclass(kind, lit_pfl.methods.FedIT)]
 #: what cannot be, and the words of the one line that says why, where head and encoder are named
 REFUSED = {
     **{("FedMA", project): "has no attribute `backbone`" for project in PROJECTS},
     **{("PsiNet", project): "PsiNet divides a `backbone` whose head is a linear layer" for project in PROJECTS},
     **{(method, "Regression"): "use torch.optim.SGD" for method in ("FedNova", "PFedMe", "Scaffold")},
     **{("FedBN", project): "has no batch norm" for project in PROJECTS if project not in ("Screening", "Segmentation")},
+    **{(name, project): f"{name} trains adapters, and .* has none" for name in ON_ADAPTERS for project in PROJECTS},
     ("APFL", "Segmentation"): "use model.mixing=parameters",
     **{(method, "Boring"): f"{method} trains a body, and this one has no weights" for method in ("FedBABU", "FedRep")},
     **{(method, project): "has no class labels"
        for method in ON_LABELS for project in ("Boring", "Regression", "Screening")},
-    **{(method, "Boring"): f"{method} trains the body by itself" for method in ("FedAH", "FedPAC")},
+    **{(method, "Boring"): f"{method} trains the body by itself" for method in ("FedAH", "FedPAC", "FLUTE")},
     **{(method, project): r"model.head: .* needs a head (that returns \(B, C\) logits|with a linear layer)"
        for method in ON_HEADS for project in ("LSTM", "Transformer", "Segmentation")},
 }  # fmt: skip

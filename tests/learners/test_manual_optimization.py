@@ -21,6 +21,7 @@ TAKE_IT = {
     "ClusteredFL": {}, "FedFOMO": {}, "SimFed": {"encoder": "discriminator.0", "factorization": None}, "AgnosticFL": {},
     "PFedPara": {}, "FedAvgM": {}, "FedAdagrad": {}, "FedAdam": {}, "FedYogi": {}, "FedExP": {}, "L2GD": {}, "IFCA": {},
     "PFedSim": {"head": "^discriminator.2", "warmup_rounds": 1}, "FedCAC": {},
+    "PFedLA": {},
 }  # fmt: skip
 
 
@@ -119,7 +120,8 @@ def test_alone_it_is_the_same_training():
 
 def test_the_others_refuse_with_the_reason():
     for name in methods.__all__:
-        if name in TAKE_IT or name == "FedBN":  # which has no batch norm to keep here
+        # no batch norm for FedBN here, and no adapters for FedIT and the like
+        if name in TAKE_IT or name == "FedBN" or issubclass(getattr(methods, name), methods.FedIT):
             continue
         with pytest.raises(
             ConfigError, match=r"^model\.learner: GAN steps its optimizers itself .*, but \S+ "

@@ -12,7 +12,7 @@ from foreign import Loaders, Regression, diabetes
 from lit_pfl import Client, Federation
 from lit_pfl.data import LateLoader, PerClient
 from lit_pfl.links import LocalHub
-from lit_pfl.methods import APFL, Ditto, FedRep, Scaffold
+from lit_pfl.methods import APFL, Ditto, FedIT, FedRep, Scaffold
 from lit_pfl_callbacks import FederatedLoop
 from tiny import Parts, assert_equal, client, digits, run, step_schedule, trainer, weights
 
@@ -58,7 +58,11 @@ class OwnClassifier(L.LightningModule):
         return [optimizer], [step_schedule(optimizer)]
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "FedBN"])  # there is no batch norm here
+#: those that this network has nothing for: batch norm, adapters
+NOT_HERE = {"FedBN", *(name for name, kind in METHODS.items() if issubclass(kind, FedIT))}
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in NOT_HERE])
 def test_one_s_own_classifier_is_trained_like_the_built_in_one(method):
     kind = METHODS[method]
     data = {"permute_labels": not kind.needs_common_labels, "train_fraction": 0.1, "batch_size": 16}

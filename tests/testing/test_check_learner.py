@@ -12,7 +12,7 @@ import lit_pfl.methods
 from foreign import VOCABULARY, Loaders, Regression, diabetes, texts, vectors
 from lit_pfl.core.classifying import Classifying
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import Ditto, FedAvg, FedRep, Scaffold
+from lit_pfl.methods import Ditto, FedAvg, FedIT, FedRep, Scaffold
 from lit_pfl.testing import assert_equal, check_learner
 from lit_pfl_callbacks.tensors import tensors_of
 
@@ -28,7 +28,8 @@ def test_every_method_is_tried_and_the_module_stays_as_it_is():
     assert list(report) == lit_pfl.methods.__all__
     kinds = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__}
     classifying = {name for name, kind in kinds.items() if issubclass(kind, Classifying) and kind.needs_labels}
-    refused = {"FedBN", "FedMA", "FedNova", "PFedMe", "PsiNet", "Scaffold"} | classifying
+    adapted = {name for name, kind in kinds.items() if issubclass(kind, FedIT)}
+    refused = {"FedBN", "FedMA", "FedNova", "PFedMe", "PsiNet", "Scaffold"} | classifying | adapted
     assert {name for name, reason in report.items() if reason} == refused
     assert all("has no class labels" in report[name] for name in classifying)
     assert "use torch.optim.SGD" in report["Scaffold"]

@@ -55,10 +55,12 @@ REASONS = {
         "needs a head that returns (B, C) logits",
         "needs a head that gives each sample a logit a class",
     ),
-    "linear": ("needs a head with a linear layer", "needs a head with a linear layer"),
+    "linear": ("needs a head with a linear layer", "needs a head with a linear layer, `Floco` one of nothing else"),
     "module": ("names parameters of several modules", "needs a head that is one module, from features to logits"),
     "classes": ("has no class labels", "needs class labels"),
     "unfit": ("for which batch norm is unfit", "trains heads on generated features, so they may have no batch norm"),
+    "adapters": ("trains adapters, and", "needs a module with adapters"),
+    "forward": ("FedEM mixes what forward returns", "needs a `training_step` that calls `forward`"),
     "size": (
         "use a smaller network, a smaller hidden_dim",
         "needs `hidden_dim=10` for so large a network",
@@ -73,21 +75,26 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }
 #: methods that look at class labels, at the numbers of a head's features and logits, at a head
 CLASSES = (
-    "FD", "FML", "FedAS", "FedGH", "FedGen", "FedKD", "FedLC", "FedNTD", "FedPAC", "FedPHP", "FedProto", "FedRS",
-    "FedRoD", "GPFL", "KNNPer",
+    "CCVR", "FD", "FLUTE", "FML", "FedAS", "FedEM", "FedGH", "FedGen", "FedKD", "FedLC", "FedNTD", "FedPAC", "FedPHP",
+    "FedProto", "FedRS", "FedRoD", "GPFL", "KNNPer", "PFedFDA",
 )  # fmt: skip
-SIZES = ("FD", "FedCP", "FedDBE", "FedGH", "FedGen", "FedKD", "FedPAC", "FedProto", "GPFL")
-HEADS = (*CLASSES, "ElasticAggregation", "FedCP", "FedDBE", "MOON")
-BUILDS = {"FedMA": "chain", "PsiNet": "groups"}
+SIZES = (
+    "CCVR", "FD", "FLUTE", "FedCP", "FedDBE", "FedGH", "FedGen", "FedKD", "FedPAC", "FedProto", "Floco", "GPFL",
+    "PFedFDA",
+)  # fmt: skip
+HEADS = (*CLASSES, "ElasticAggregation", "FedCP", "FedDBE", "Floco", "MOON")
+ADAPTERS = dict.fromkeys(("FFALoRA", "FedDPA", "FedIT", "FedSALoRA", "FlexLoRA"), "adapters")
+BUILDS = {"FedMA": "chain", "PsiNet": "groups", **ADAPTERS}
 ADAM = {**BUILDS, "FedNova": "sgd", "PFedMe": "sgd", "Scaffold": "sgd"}
 NO_NORM = {"FedBN": "norms"}
-TWO_VIEWS = {**dict.fromkeys(HEADS, "calls"), "FedGen": "unfit"}
+TWO_VIEWS = {**dict.fromkeys(HEADS, "calls"), "FedGen": "unfit", "CCVR": "unfit", "Floco": "linear"}
 NO_CLASSES, NO_LOGITS = dict.fromkeys(CLASSES, "classes"), dict.fromkeys(HEADS, "shape")
 STEPS = (
-    *HEADS, "APFL", "APPLE", "Ditto", "FedADMM", "FedAH", "FedALA", "FedAMP", "FedBABU", "FedDyn", "FedMA", "FedNova",
+    *HEADS, "APFL", "APPLE", "Ditto", "FedADMM", "FedAH", "FedALA", "FedAMP", "FedBABU", "FedDPA", "FedDyn", "FedMA",
+    "FedNova",
     "FedProx", "FedRep", "FedSLR", "FedSpa", "HeurFedAMP", "PFedHN", "PFedMe", "PerFedAvg", "PsiNet", "Scaffold",
 )  # fmt: skip
-BODIES = ("FedAH", "FedBABU", "FedPAC", "FedRep")
+BODIES = ("FLUTE", "FedAH", "FedBABU", "FedPAC", "FedRep")
 #: which methods refuse which module, and why; all others train it
 REFUSED: dict[str, dict[str, str]] = {
     "ClassificationTask": ADAM,
@@ -96,15 +103,18 @@ REFUSED: dict[str, dict[str, str]] = {
     "BYOLTask": {**ADAM, **TWO_VIEWS, "PFedHN": "size"},
     "NBeats": {**ADAM, **NO_NORM, **dict.fromkeys(HEADS, "module")},
     "TemporalFusionTransformer": {**ADAM, **NO_NORM, **NO_LOGITS},
-    "BertForSequenceClassification with LoRA": {**ADAM, **NO_NORM},
+    "BertForSequenceClassification with LoRA": {
+        **{method: reason for method, reason in ADAM.items() if method not in ADAPTERS}, **NO_NORM, "FedEM": "forward",
+        "Floco": "linear",
+    },
     "MoCoTask": {**ADAM, **TWO_VIEWS, "APFL": "logits"},
     "DeepAR": {**ADAM, **NO_NORM, **NO_LOGITS, "FactorizedFL": "layers"},
     "SimCLR": {**BUILDS, **TWO_VIEWS, "APFL": "logits"},
     "BYOL": {**BUILDS, **TWO_VIEWS, "APFL": "logits", "FedSpa": "density"},
     "BoringModel": {**BUILDS, **NO_NORM, **NO_CLASSES, "FactorizedFL": "layers", **dict.fromkeys(BODIES, "body")},
     "LightningTransformer": {**BUILDS, **NO_NORM, **NO_LOGITS},
-    "GAN": {**dict.fromkeys(STEPS, "manual"), **NO_NORM, "FactorizedFL": "mu", "SimFed": "mu", "FedFOMO": "loss",
-            "AgnosticFL": "loss", "IFCA": "loss"},
+    "GAN": {**ADAPTERS, **dict.fromkeys(STEPS, "manual"), **NO_NORM, "FactorizedFL": "mu", "SimFed": "mu",
+            "FedFOMO": "loss", "AgnosticFL": "loss", "IFCA": "loss"},
 }  # fmt: skip
 
 

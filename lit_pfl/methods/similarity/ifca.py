@@ -56,7 +56,7 @@ class IFCA(Client):
         models = []
         with unchanged(self.learner):
             for _ in range(self.clusters - 1):
-                _draw_anew(self.learner)
+                draw_anew(self.learner)
                 models.append(Payload(self.shared_parameters()).clone())
         return IFCAServer(models)
 
@@ -171,7 +171,7 @@ def by_cluster(reply: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def _draw_anew(module: nn.Module) -> None:
+def draw_anew(module: nn.Module) -> None:
     """Give a module's trained parameters other first values, from PyTorch's default generator."""
     for part in module.modules():
         own = [weight for weight in part.parameters(recurse=False) if weight.requires_grad]

@@ -1,0 +1,1 @@
+"""Only adapters of a frozen network train, such as LoRA."""
