@@ -1,4 +1,4 @@
-"""Factorized-FL and its beta: personalized factors, matched by how alike they are."""
+"""FactorizedFL: personalized factors, matched by their similarity."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
