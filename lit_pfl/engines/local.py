@@ -112,7 +112,8 @@ class Local(Engine):
             check_monitored(module)
         module.completed_rounds = completed
         if self._frozen is None:
-            self._frozen = FrozenWeights(self.clients, client)
+            self._frozen = FrozenWeights(self.clients)
+        self._frozen.begin(client)
         return LastGoodState(module, module.trainer.optimizers, module.overwritten(reply), module.constant())
 
     def _conclude(
