@@ -14,7 +14,14 @@ from lit_pfl.cli.tools import TOOLS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("api/*.md")), DOCS / "reproduction/index.md"]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ROOT / "configs/paper/README.md",
+    ROOT / "examples/reproduce/README.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("api/*.md")),
+    DOCS / "reproduction/index.md",
+]
 LONGEST_PARAGRAPH = 80  # words
 LONGEST_README = 165  # lines
 FENCE = re.compile(r"^(`{3,}|:{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
