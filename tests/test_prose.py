@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from docstring_parser import parse
 
-import lit_pfl.cli.federated_cli  # noqa: F401 - and so all classes that an option can name
+import lit_pfl.cli.federated_cli  # and so all classes that an option can name
 import lit_pfl.methods
 from lit_pfl import Federation
 from lit_pfl.cli.messages import CLASSES
