@@ -8,7 +8,7 @@ from docstring_parser import parse
 
 import lit_pfl.cli.federated_cli  # and so all classes that an option can name
 import lit_pfl.methods
-from lit_pfl import Federation
+from lit_pfl import Client, Federation
 from lit_pfl.cli.messages import CLASSES
 from lit_pfl.cli.overview import OVERVIEW, families
 from lit_pfl.cli.tools import TOOLS
@@ -56,7 +56,7 @@ def paragraphs(text: str) -> list[str]:
 
 
 def described() -> dict[str, str]:
-    """Return what the help of the command line takes from docstrings: classes to choose from, and their options."""
+    """Return what the help takes from docstrings, by class; of a method all of it, which its page shows."""
     classes, seen = [Federation, *CLASSES.values()], set()
     while classes:
         cls = classes.pop()
@@ -66,6 +66,7 @@ def described() -> dict[str, str]:
         f"{cls.__module__}.{cls.__name__}": " ".join(
             [doc.short_description or "", *(param.description or "" for param in doc.params)]
         )
+        + (cls.__doc__ if issubclass(cls, Client) else "")
         for cls in seen
         if re.match(r"lit_pfl(?!\.testing)", cls.__module__) and cls.__doc__ and (doc := parse(cls.__doc__))
     }

@@ -108,7 +108,7 @@ class Client(QuickModule, ABC):
 
     The learner is any LightningModule with automatic optimization; without one, the client makes an image classifier
     from ``backbone``, ``optimizer`` and ``scheduler``. A client given to a :class:`~lit_pfl.Federation` is a prototype;
-    :meth:`build` makes the real ones. Given to a Trainer by itself, with a
+    :meth:`build` makes the real ones. Given to a Trainer alone, with a
     :class:`~lit_pfl_callbacks.FederatedLoop` among its callbacks, it is one site of a federation.
 
     Args:
@@ -143,7 +143,7 @@ class Client(QuickModule, ABC):
 
     Raises:
         ConfigError: when the learner is none, the head is to be shared although labels differ, nothing is left to
-            travel, or a server optimizer is to step along factorized weights.
+            be sent, or a server optimizer is to step along factorized weights.
     """
 
     #: whether training changes the shapes of the learner's tensors

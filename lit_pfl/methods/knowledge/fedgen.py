@@ -32,7 +32,7 @@ class FedGen(Classifying):
 
     From the federation's second round on, a client minimizes its loss plus ``gen_batch_size / B * a_t CE(H(G(y')),
     y')``, for classes y' drawn among those that anybody has, plus ``b_t KL(softmax H(G(y)) || p(x))`` for its own batch
-    of B samples, in which the former is a constant. ``a_t = max(1e-4, alpha * decay^t)`` after t rounds, and b_t alike.
+    of B samples, in which the former is a constant. ``a_t = max(1e-4, alpha * decay^t)`` after t rounds, and so b_t.
     G is frozen and in evaluation mode.
 
     Args:

@@ -36,12 +36,12 @@ class FML(Mutual):
     v. With ``alpha=beta=1`` v is Stand-Alone's model and w the one of FedAvg with the same weighting, bit for bit.
 
     v starts as a copy of w; in the paper it may be another network. The authors' code makes a new optimizer for w in
-    every round; here both keep theirs, unless ``reset_optimizer``.
+    every round; here both keep their optimizers, unless ``reset_optimizer``.
 
     Args:
         alpha: how much v's own loss counts, next to what w teaches it.
         beta: how much w's own loss counts, next to what v teaches it.
-        weighting: the mean of the common models: ``uniform``, or by numbers of ``samples``.
+        weighting: the mean of the global models: ``uniform``, or by numbers of ``samples``.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:

@@ -21,7 +21,7 @@ class TwoModels(Client):
 
     ``personal`` starts as a copy of the learner and is what is evaluated. One optimizer steps on one loss, the sum of
     both learners' losses on the same batch, so that every step of the Trainer is one step of each. What is done to one
-    must not be felt by the other: a subclass detaches where the losses meet; gradients are clipped for each by itself;
+    must not be felt by the other: a subclass detaches where the losses meet; gradients are clipped for each alone;
     and both see the same random numbers (:meth:`same_draws`), those that either would see alone. Then ``learner`` is
     that of FedAvg with the same weighting bit for bit, with every optimizer that treats parameters one by one.
 

@@ -26,7 +26,7 @@ class Ditto(TwoModels):
             last ``personal_epochs`` v alone, and the pull comes after each of v's steps, as a step of its own:
             ``v <- v - lr * lam * (v - w_t)``.
         personal_epochs: how many of a round's local epochs train v, in ``separate``.
-        weighting: the mean of the common models: ``uniform``, as in the authors' code, or by numbers of ``samples``, as
+        weighting: the mean of the global models: ``uniform``, as in the authors' code, or by numbers of ``samples``, as
             in FedAvg.
         kwargs: see :class:`~lit_pfl.Client`.
 
