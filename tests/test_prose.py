@@ -11,7 +11,7 @@ import lit_pfl.methods
 from lit_pfl import Client, Federation
 from lit_pfl.cli.messages import CLASSES
 from lit_pfl.cli.overview import OVERVIEW, families
-from lit_pfl.cli.tools import TOOLS
+from lit_pfl.cli.tools import TOOLS, run_tool
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -98,6 +98,13 @@ def test_overviews_have_no_private_word():
     lines += [text for _, text in TOOLS.values()]
     lines += [path.read_text().partition("\n")[0] for path in (ROOT / "configs").rglob("*.yaml")]
     assert not found("\n".join([OVERVIEW, *lines]))
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_help_of_a_command_has_no_private_word(name, capsys):
+    with pytest.raises(SystemExit):
+        run_tool(name, ["--help"])
+    assert not found(capsys.readouterr().out)
 
 
 def test_readme_is_short_and_names_every_method():
