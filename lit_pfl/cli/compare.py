@@ -1,7 +1,7 @@
 """Compare methods: run each with each seed, as many at once as there are cores, and end with a table and a report.
 
-Finished runs are not repeated, and interrupted ones continue: after a Ctrl-C, or with a further seed or method, give the
-same command. A method is a name, or a configuration file with its own options.
+Finished runs are not repeated, and interrupted ones continue: after a Ctrl-C, or with a further seed or method, give
+the same command. A method is a name, or a configuration file with its own options.
 """
 
 import argparse
