@@ -1,6 +1,8 @@
 """Rounds, order, evaluation, bad uploads."""
 
+import copy
 import math
+import pickle
 import random
 
 import lightning as L
@@ -576,6 +578,16 @@ def test_to_see_what_can_be_monitored_changes_nothing(evaluate):
     watched, alone = run(EarlyStopping("val/loss", patience=5)), run()
     assert_equal(weights(watched), weights(alone))
     assert watched.rows == alone.rows
+
+
+def test_a_federation_is_copied_and_pickled_before_it_has_clients_and_says_so_afterwards():
+    federation = Federation(client(FedAvg), seed=1, threads=1)
+    for other in (copy.deepcopy(federation), pickle.loads(pickle.dumps(federation))):
+        trainer(1).fit(other, datamodule=digits(3))
+    assert other.rows
+    for way in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="that has clients cannot be copied or pickled"):
+            way(other)
 
 
 def test_a_learning_rate_monitor_may_watch_a_federation(tmp_path):

@@ -159,6 +159,14 @@ class Federation(QuickModule):
         self._given_seed = self.seed
         self._asked_to_stop = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._work is not None:
+            raise TypeError(
+                "A Federation that has clients cannot be copied or pickled, since their fits go on; save a checkpoint, "
+                "and make another Federation that goes on from it."
+            )
+        return super().__getstate__()
+
     # ------------------------------------------------------------------------------------------------------ setting up
 
     def configure_callbacks(self) -> list[L.Callback]:
