@@ -275,4 +275,4 @@ def test_what_travels_of_vgg_9_in_psi_nets_comparison():
         [plain] * 4, [normed] * 4, [of_fedma()] * 4,
         [of_psi_net(c) for c in classes], [of_psi_net(c, trim=False) for c in classes],
     ]  # fmt: skip
-    assert [[int(cell.replace(",", "")) for cell in row[2:]] for row in rows_of("What travels")] == expected
+    assert [[int(cell.replace(",", "")) for cell in row[2:]] for row in rows_of("What is sent")] == expected

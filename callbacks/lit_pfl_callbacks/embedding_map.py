@@ -28,7 +28,7 @@ class EmbeddingMap(Listening):
 
     Args:
         tensor: a regular expression for the name of the embedding among what is uploaded.
-        every_n_rounds: the first round has a map, and then every so many.
+        every_n_rounds: the first round has a map, and then every this many.
 
     Attributes:
         places: the latest map, (x, y) by client.

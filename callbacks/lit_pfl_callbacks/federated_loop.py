@@ -18,7 +18,7 @@ from lit_pfl_callbacks.frozen import FROZEN, frozen_weights, table_of
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
 from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
-# Running statistics of normalisation layers describe one client's data, so they stay with the client.
+# Running statistics of normalization layers describe one client's data, so they stay with the client.
 NOT_RUNNING_STATISTICS = r"^(?!.*(running_mean|running_var|num_batches_tracked)$)"
 
 
@@ -84,16 +84,16 @@ class FederatedLoop(L.Callback):
 
     Every ``every_n_epochs`` epochs the callback hands over what the module shares, waits for the server, and loads the
     reply. The module need not know: by default its ``state_dict()`` is shared, less the running statistics of
-    normalisation layers, and less what never trains (``requires_grad=False``). A module with the methods of
+    normalization layers, and less what never trains (``requires_grad=False``). A module with the methods of
     :class:`Shares`, such as a ``lit_pfl`` method around a learner, decides for itself.
 
     A Trainer of several processes (``strategy="ddp"``) is one client: its processes load what the first one is sent.
 
     Args:
-        link: how the upload travels, for example :class:`lit_pfl.links.LocalLink`.
+        link: how the upload is sent, for example :class:`lit_pfl.links.LocalLink`.
         every_n_epochs: number of local epochs between two exchanges, at least 1.
-        share: which entries of ``state_dict()`` travel: a regular expression searched in the name, or a function from
-            name to bool. Modules that decide for themselves do not use it.
+        share: which entries of ``state_dict()`` are shared: a regular expression searched in the name, or a
+            function from name to bool. Modules that decide for themselves do not use it.
         num_samples: this client's number of training samples; by default the length of the train loader's data set.
 
     Attributes:

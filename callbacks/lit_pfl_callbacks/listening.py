@@ -9,7 +9,7 @@ from lit_pfl_callbacks.rounds import loop_of
 
 
 class Listening(L.Callback, ABC):
-    """A callback that is told of every upload and reply for as long as a fit lasts."""
+    """A callback that receives every upload and reply for as long as a fit lasts."""
 
     @abstractmethod
     def _note(self, sent: Transfer) -> None:

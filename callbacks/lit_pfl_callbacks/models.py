@@ -27,7 +27,7 @@ class PersonalizedModels(L.Callback):
 
     Args:
         clients: whose models; by default everybody's.
-        most: of more clients, so many that are evenly spread by id. None for all.
+        most: of more clients, this many that are evenly spread by id. None for all.
 
     Raises:
         MisconfigurationException: for a client that there is not.

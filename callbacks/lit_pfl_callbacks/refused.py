@@ -11,7 +11,7 @@ from lit_pfl_callbacks.rounds import RoundTable
 
 
 class RefusedUploads(L.Callback):
-    """Writes every upload that was refused into ``refused.csv``; without any there is no file.
+    """Writes every upload that was refused into ``refused.csv``; without any, the file is not written.
 
     It works with every module that tells what was ``refused`` (:class:`~lit_pfl_callbacks.protocols.HasRefusals`). A
     round that ends the run, because too few uploads were usable, is written too.

@@ -51,7 +51,7 @@ def ends_round(trainer: L.Trainer) -> bool:
 
 
 def due(round: int, every_n_rounds: int) -> bool:
-    """Say whether a round is one to measure: the first, and then every so many."""
+    """Say whether a round is one to measure: the first, and then every this many."""
     return round == 1 or round % every_n_rounds == 0
 
 

@@ -47,7 +47,7 @@ def resume_command(folder: Path) -> str | None:
 
 
 class RunLogger(CSVLogger):
-    """A CSV logger that keeps one row a round, and that a resumed run can go on with.
+    """A CSV logger that keeps one row a round, and that a resumed run can continue.
 
     What is logged of a round later joins the row that the round has. The first round that a process logs removes the
     rows of later ones, so a run resumed from a checkpoint into its own folder leaves ``metrics.csv`` as if it had

@@ -43,7 +43,7 @@ class Similarity(Listening):
         groups: regular expressions by the name of a group of parameters. All of a client's ``state_dict()`` whose names
             are found by it are one vector. By default the factors u and v of factorized bodies; without any, all
             ``parameters``.
-        every_n_rounds: the first round is measured, and then every so many.
+        every_n_rounds: the first round is measured, and then every this many.
         uploads: likewise, of what is uploaded; a group that finds nothing is left out.
         updates: whether the clients' updates are compared.
         most: the largest number of clients to compare. None for all.

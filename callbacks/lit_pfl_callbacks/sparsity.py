@@ -45,9 +45,9 @@ class SparsityMonitor(L.Callback):
     The file has a line a layer, the mean over clients, called ``mean``; with ``per_client`` a line a layer and client.
 
     Args:
-        every_n_rounds: the first round is measured, and then every so many.
+        every_n_rounds: the first round is measured, and then every this many.
         per_client: whether every client has lines of its own.
-        most: the largest number of clients to measure; of more, so many that are evenly spread by id. None for all.
+        most: the largest number of clients to measure; of more, this many that are evenly spread by id. None for all.
 
     Attributes:
         latest: what was measured last, by layer; the mean over clients.

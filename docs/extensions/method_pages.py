@@ -1,10 +1,13 @@
-"""A page for every method: its docstring, its options, its paper, and a picture of what travels in a real round.
+"""A page for every method: its docstring, its options, its paper, and a picture of what is sent in a real round.
 
-The picture is measured, not drawn: a few rounds on the bundled digits, and the payloads of the last one.
+The picture is measured, not drawn: a few rounds on the bundled digits, and the payloads of the last one. What a method
+sends and what it is made for is read from the tables of ``choose_a_method.md``.
 """
 
+import inspect
 import json
 import logging
+import re
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -14,6 +17,7 @@ import lightning as L
 import matplotlib
 import torch
 import yaml
+from docstring_parser import parse
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lit_pfl.methods
@@ -27,10 +31,10 @@ from lit_pfl.testing.method_tester import LoRANet
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-ROUNDS = 5  # enough for a pass of FedMA over its layers to begin anew
-#: methods that are shown on their default network: others' is a small CNN without norm layers, or with a LoRA
+ROUNDS = 5  # enough for a second pass of FedMA over its layers to begin
+#: methods that are shown on their default network; others are on a small CNN without norm layers, or on one with a LoRA
 OWN_NETWORK = ("FedBN", "PsiNet")
-#: how parts of a network are called in the pictures, and their colours (Okabe and Ito's, told apart by everybody)
+#: how parts of a network are called in the pictures, and their colors (Okabe and Ito's: also without color vision)
 PARTS = {
     "body": ("weights of the body", "#0072B2"),
     "head": ("the head", "#E69F00"),
@@ -43,11 +47,12 @@ PARTS = {
     "other": ("the method's own", "#F0E442"),
 }
 INDEX = """\
-# Methods
+# All methods
 
-Every method is a {{py:class}}`lit_pfl.Client`, which says what travels and what is minimised, and a
-{{py:class}}`lit_pfl.Server`, which says what comes back. Each page has the method's formula and options, its paper, and
-what one client sends and receives in a round, measured. `lit-pfl methods` prints this list.
+[Choose a method](../choose_a_method.md) compares them by what is sent and what they are made for. Every method is a
+{{py:class}}`lit_pfl.Client`, which chooses the shared tensors and the local objective, and a
+{{py:class}}`lit_pfl.Server`, which combines uploads. Each page has the formula, the options, the paper, and what one
+client sends and receives in a round, measured. `lit-pfl methods` prints this list.
 {families}"""
 FAMILY = """
 ## {family}
@@ -66,11 +71,33 @@ FAMILY = """
 PAGE = """\
 # {name}
 
+*{about}.* Family: {family}.
+
+## When to use it
+
+- **Made for:** {made_for}.
+- **A client sends:** {sends}.
+- **The server, and what is personalized:** {server}.
+{refusals}
+## Run it
+
+On the bundled digits, with the method's own configuration:
+
+```
+lit-pfl fit --config {config}
+```
+
+In Python: `trainer.fit(Federation({name}(...)), datamodule=Digits())`.
+
+## Formula and options
+
 ```{{eval-rst}}
 .. autoclass:: lit_pfl.methods.{name}
 ```
 
-## What travels
+Options that every method has are those of {{py:class}}`lit_pfl.Client`.
+
+## What is sent
 
 ![What a client sends and receives in a round of {name}]({name}.svg)
 
@@ -80,6 +107,10 @@ PAGE = """\
 
 {defaults}
 
+## Differences from the paper and the authors' code
+
+{differences}
+
 ## Paper
 
 ```{{eval-rst}}
@@ -87,9 +118,6 @@ PAGE = """\
    :filter: key % "^{name}$"
    :list: bullet
 ```
-
-On the command line: `lit-pfl fit --model {name}`, or its configuration, `lit-pfl fit --config configs/{config}.yaml`.
-Options that every method has are those of {{py:class}}`lit_pfl.Client`.
 """
 NO_OPTIONS = "It has no options of its own."
 DEFAULTS = """\
@@ -99,9 +127,12 @@ DEFAULTS = """\
 #: what the kinds of sources in ``paper_defaults.yaml`` are called
 KINDS = {"paper": "its paper", "code": "the authors' code", "comparison": "another paper or code", "choice": "no paper"}
 CAPTION = (
-    "Bytes that one client sends and receives in round {round}, encoded as the library counts them, beside its whole "
+    "Bytes that one client sends and receives in round {round}, encoded as the library counts them, next to its whole "
     "network; a {network} among four clients with the ten digits."
 )
+NO_DIFFERENCES = "The class documents none beyond the defaults above."
+#: a sentence of a docstring that has one of these words compares with the paper or with other code
+COMPARES = re.compile(r"authors'|authors |released code|the paper|PFLlib|codes? of others|some codes|papers ")
 
 
 class LastRound(Ledger):
@@ -159,7 +190,7 @@ def sizes(payload: Payload, roles: dict[str, str]) -> Counter[str]:
 
 
 def draw(method: type[Client], folder: Path) -> str:
-    """Draw what travels, and return the caption."""
+    """Draw what is sent, and return the caption."""
     federation = watched(method)
     client = federation.clients[0]
     learner: Backbone = client.backbone
@@ -171,9 +202,9 @@ def draw(method: type[Client], folder: Path) -> str:
     figure, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
     for lane, parts in lanes.items():
         left = 0.0
-        for part, (label, colour) in PARTS.items():
+        for part, (label, color) in PARTS.items():
             if parts[part]:
-                axes.barh(lane, parts[part] / 1e3, left=left, color=colour, label=label, edgecolor="white")
+                axes.barh(lane, parts[part] / 1e3, left=left, color=color, label=label, edgecolor="white")
                 left += parts[part] / 1e3
         axes.text(left, lane, f" {sum(parts.values()) / 1e3:,.1f} kB", va="center", fontsize=9)
     axes.invert_yaxis()
@@ -199,6 +230,31 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else f"`{json.dumps(value)}`".replace('"', "")
 
 
+def chosen(guide: str) -> dict[str, list[str]]:
+    """Return the cells of ``choose_a_method.md`` by method: what is sent, what the server does, what it is made for."""
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", guide, re.MULTILINE)
+    return {name: [cell.strip() for cell in cells] for name, *cells in rows}
+
+
+def refusals(method: type[Client]) -> str:
+    """Return when a method ends with an error, as its docstring has it."""
+    reasons = [" ".join((one.description or "").split()) for one in parse(inspect.getdoc(method) or "").raises]
+    return "".join(f"- **It ends with an error** {plain(reason)}\n" for reason in reasons)
+
+
+def differences(method: type[Client]) -> str:
+    """Return the sentences of a docstring that compare with the paper or with other code."""
+    about = (inspect.getdoc(method) or "").partition("\nArgs:")[0]
+    sentences = re.split(r"(?<=[a-z)`0-9]\.)\s+(?=[A-Z`(])", " ".join(about.split()))
+    found = [f"- {plain(sentence)}" for sentence in sentences if COMPARES.search(sentence)]
+    return "\n".join(found) or NO_DIFFERENCES
+
+
+def plain(text: str) -> str:
+    """Return a docstring's reStructuredText as Markdown."""
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")
+
+
 def section(family: tuple[str, dict[str, str]]) -> str:
     """Return the part of the index for a family of methods."""
     title, members = family
@@ -214,13 +270,21 @@ def write_pages(app: object) -> None:
     torch.set_num_threads(1)
     (folder / "index.md").write_text(INDEX.format(families="".join(map(section, families().items()))))
     sources = yaml.safe_load((Path(app.srcdir) / "paper_defaults.yaml").read_text())  # type: ignore[attr-defined]
-    for name in lit_pfl.methods.__all__:
-        page = folder / f"{name}.md"
-        if not page.exists() or not page.with_suffix(".svg").exists():
-            caption = draw(getattr(lit_pfl.methods, name), folder)
+    guide = chosen((Path(app.srcdir) / "choose_a_method.md").read_text())  # type: ignore[attr-defined]
+    for family, members in families().items():
+        for name, about in members.items():
+            page = folder / f"{name}.md"
+            if page.exists() and page.with_suffix(".svg").exists():
+                continue
+            method = getattr(lit_pfl.methods, name)
+            sends, server, made_for = guide[name]
             page.write_text(
-                PAGE.format(name=name, config=name.lower(), caption=caption, defaults=defaults(sources[name]))
-            )
+                PAGE.format(
+                    name=name, about=about[0].upper() + about[1:], family=family[0].lower() + family[1:],
+                    sends=sends, server=server, made_for=made_for, refusals=refusals(method), config=name.lower(),
+                    caption=draw(method, folder), defaults=defaults(sources[name]), differences=differences(method),
+                )
+            )  # fmt: skip
 
 
 def setup(app: object) -> dict[str, bool]:

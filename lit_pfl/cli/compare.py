@@ -1,7 +1,7 @@
 """Compare methods: run each with each seed, as many at once as there are cores, and end with a table and a report.
 
-What has been done is not done again, and what was cut off goes on: after a Ctrl-C, or with a further seed or method,
-give the same command. A method is a name, or a configuration file with options of its own.
+Finished runs are not repeated, and interrupted ones continue: after a Ctrl-C, or with a further seed or method, give
+the same command. A method is a name, or a configuration file with its own options.
 """
 
 import argparse
@@ -29,7 +29,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD",
         help="Names such as SimFed, class paths, or configuration files or their names, such as simfed.",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="SEED", help="By default 1 2 3.")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="SEED", help="Seeds of every method. Default: 1 2 3."
+    )
     parser.add_argument(
         "--config",
         action="append",
@@ -43,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="By default runs/compare, or compare in the trainer.default_root_dir that all have in common.",
     )
-    parser.add_argument("--jobs", type=int, metavar="N", help="Runs at once; by default one a core.")
+    parser.add_argument("--jobs", type=int, metavar="N", help="Number of runs at once. Default: one per core.")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -26,8 +26,10 @@ EXAMPLES = 64
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="the run folder")
-    parser.add_argument("--client", type=int, required=True, help="whose model")
-    parser.add_argument("--to", type=Path, help="the folder to write; by default RUN/export/client_N")
+    parser.add_argument(
+        "--client", type=int, required=True, help="id of the client whose personalized model is exported"
+    )
+    parser.add_argument("--to", type=Path, help="folder to write. Default: RUN/export/client_N")
     parser.add_argument("--onnx", action=argparse.BooleanOptionalAction, default=True, help="write ONNX too")
 
 

@@ -24,13 +24,18 @@ ROUNDS = "trainer.max_epochs"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="A run folder, or a folder in which some lie, however deep."
+        "runs", nargs="+", type=Path, metavar="RUN", help="A run folder, or a folder that contains some, at any depth."
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="The page; by default report.html in the folder that all lie in."
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="HTML file to write. Default: report.html in the folder that contains all given runs.",
     )
     parser.add_argument(
-        "--no_pictures", action="store_true", help="Leave out SVG and PNG; they go to a folder beside the page."
+        "--no_pictures",
+        action="store_true",
+        help="Omit SVG and PNG files, which are written to a folder next to the page.",
     )
 
 

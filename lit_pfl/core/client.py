@@ -103,12 +103,12 @@ def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Serv
 # Abstract also because the command line takes a base class that can be made itself for the default, and then does not
 # see what a method puts in place of a default of None.
 class Client(QuickModule, ABC):
-    """One client of a federation: a learner under a method. A method is a subclass that says what travels, what is
-    minimised and which server it needs.
+    """One client of a federation: a learner under a method. A method is a subclass that defines what is shared, what is
+    minimized and which server it needs.
 
     The learner is any LightningModule with automatic optimization; without one, the client makes an image classifier
     from ``backbone``, ``optimizer`` and ``scheduler``. A client given to a :class:`~lit_pfl.Federation` is a prototype;
-    :meth:`build` makes the real ones. Given to a Trainer by itself, with a
+    :meth:`build` makes the real ones. Given to a Trainer alone, with a
     :class:`~lit_pfl_callbacks.FederatedLoop` among its callbacks, it is one site of a federation.
 
     Args:
@@ -119,31 +119,31 @@ class Client(QuickModule, ABC):
         scheduler_counts: what schedules of epochs count: the ``epochs`` that the client has trained, or the ``rounds``
             of the federation, whoever took part in them.
         factorization: factorize every convolution and linear layer of the learner; None leaves the weights dense.
-        norm_stats: ``local``: running statistics of normalisation layers never travel; ``averaged``: they travel with
-            the layer's affine parameters.
+        norm_stats: ``local``: running statistics of normalization layers are never sent; ``averaged``: they are sent
+            with the layer's affine parameters.
         reset_optimizer: whether the optimizer forgets its momentum at the start of every round.
-        share_head: whether the head travels where the method shares it. By default it does if labels mean the same at
+        share_head: whether the head is sent where the method shares it. By default it does if labels mean the same at
             every client; where they do not, it never does, for any method.
-        local: which tensors never travel, whatever the method shares: a regular expression searched in the names of
+        local: which tensors are never sent, whatever the method shares: a regular expression searched in the names of
             parameters and buffers, or a role. ``FedAvg(local="norm")`` is FedBN (Li et al. 2021).
-        channels_last: memory lay-out of the classifier, see :class:`~lit_pfl.learners.ImageClassifier`.
-        learner: what is trained in place of an image classifier.
+        channels_last: memory layout of the classifier, see :class:`~lit_pfl.learners.ImageClassifier`.
+        learner: what is trained instead of an image classifier.
         head: which parameters are the learner's head: a regular expression searched in their names. By default those of
             its attribute ``head``.
         encoder: which part of the learner embeds its input (``net.encoder``). By default its attribute ``body`` or
             ``encoder``.
-        shares: which tensors travel at most, of those that the method shares: a regular expression searched in the
+        shares: which tensors are sent at most, of those that the method shares: a regular expression searched in the
             names of parameters and buffers, or a role. ``FedAvg(shares="adapter")`` averages the adapters of a network
             that ``peft`` has given some.
         server_optimizer: how a server that averages steps from its model towards the mean of a round; by default to the
             mean itself. ``FedProx(server_optimizer=ServerAdam(lr=0.01))`` is FedProx with the server of FedAdam.
-        mean: robust mean that the server takes in place of the weighted mean of the uploads (``CoordinateMedian``,
+        mean: robust mean that the server takes instead of the weighted mean of the uploads (``CoordinateMedian``,
             ``TrimmedMean``, ``GeometricMedian``, ``Krum``, ``MultiKrum``, ``NormClipping``, ``FLTrust``), for methods
             whose server averages. Default: the weighted mean.
 
     Raises:
         ConfigError: when the learner is none, the head is to be shared although labels differ, nothing is left to
-            travel, or a server optimizer is to step along factorized weights.
+            be sent, or a server optimizer is to step along factorized weights.
     """
 
     #: whether training changes the shapes of the learner's tensors
@@ -273,11 +273,11 @@ class Client(QuickModule, ABC):
         """Prepare for a local epoch, counted from 0 in every round of ``local_epochs``."""
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return what is minimised on a batch; a method adds to it."""
+        """Return what is minimized on a batch; a method adds to it."""
         return self.loss(self.learner, batch, batch_idx)
 
     def loss(self, learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
-        """Return what a learner minimises by itself: its own training loss, and ``l1 * sum |mu|`` if it is factorized.
+        """Return what a learner minimizes by itself: its own training loss, and ``l1 * sum |mu|`` if it is factorized.
 
         Raises:
             SkipBatch: when its ``training_step`` returns None.

@@ -198,7 +198,7 @@ class Trace(Participation):
     Args:
         file: CSV file with the columns ``round`` (from 1) and ``client``: one row for every client and round in which
             it takes part. Further columns are ignored.
-        repeat: begin anew after the last round of the file. Otherwise a run that is longer is refused.
+        repeat: start again after the last round of the file. Otherwise a run that is longer is refused.
         joins: see :class:`Participation`.
         leaves: see :class:`Participation`.
 

@@ -33,7 +33,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class RobustMean(ABC):
-    """Averages the uploads of a round in place of the weighted mean: ``FedAvg(mean=CoordinateMedian())``.
+    """Averages the uploads of a round instead of the weighted mean: ``FedAvg(mean=CoordinateMedian())``.
 
     Every method whose server averages uploads by :meth:`lit_pfl.Server.average` takes one. What distances and norms
     are of are all floating-point tensors of an upload together; whole numbers, such as counts of batches, only get the

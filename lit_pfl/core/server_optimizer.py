@@ -64,7 +64,7 @@ class ServerMomentum(ServerOptimizer):
 
     Args:
         lr: the server's learning rate.
-        momentum: how much of the former step goes on.
+        momentum: how much of the former step is kept.
         nesterov: whether the step looks ahead.
 
     Source:
@@ -185,7 +185,7 @@ class ServerExtrapolation(ServerOptimizer):
 
     Args:
         eps: the larger, the nearer is eta to 1. The authors have 0.001 for CIFAR and 0.1 for EMNIST.
-        shows_mean: whether what is evaluated is the mean of the last two models, which the training goes on without.
+        shows_mean: whether what is evaluated is the mean of the last two models, without which the training continues.
 
     Source:
         Jhunjhunwala et al. 2023, Algorithm 1 and Eq. 6.

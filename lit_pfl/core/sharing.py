@@ -26,7 +26,7 @@ def roles_of(learner: nn.Module, head: frozenset[str]) -> dict[str, Role]:
 
     ``head`` is all of the classifier, however its weight is made. Of the body, ``u``, ``v`` and ``mu`` are the factors
     of factorized weights, ``adapter`` the adapters of ``peft``, ``norm`` the affine parameters and ``norm_stats`` the
-    running statistics of normalisation layers, and ``body`` is all the rest. A tensor with two names (tied weights) has
+    running statistics of normalization layers, and ``body`` is all the rest. A tensor with two names (tied weights) has
     its role under the first.
 
     Args:

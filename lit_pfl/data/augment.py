@@ -17,7 +17,7 @@ class Augment(nn.Module, ABC):
     """A random change of training images.
 
     Attributes:
-        on_normalized: whether the images arrive normalised, or with values from 0 to 1.
+        on_normalized: whether the images arrive normalized, or with values from 0 to 1.
     """
 
     on_normalized: ClassVar[bool] = False
@@ -32,7 +32,7 @@ class CropFlip(Augment):
 
     Args:
         padding: pixels on every side.
-        padding_mode: what is in the padding; zeros are those of the normalised space, a mean colour.
+        padding_mode: what is in the padding; zeros are those of the normalized space, a mean color.
         crop_probability: share of the images that are shifted.
 
     Raises:
@@ -79,7 +79,7 @@ class CropFlip(Augment):
 
 
 class ResizedCropJitter(Augment):
-    """Random resized crop, mirroring, colour jitter and greyscale.
+    """Random resized crop, mirroring, color jitter and greyscale.
 
     Source:
         Factorized-FL's released code; see its default values there.

@@ -34,17 +34,17 @@ class Samples(Protocol):
 
 
 class PartitionedDataModule(FederatedDataModule):
-    """One set of samples, dealt to clients. A new kind overrides :meth:`load`, :meth:`batches` and :meth:`example`.
+    """One set of samples, split among clients. A new kind overrides :meth:`load`, :meth:`batches` and :meth:`example`.
 
     All samples of the source are shuffled and cut into a training, a test and a validation part, or as the source
-    itself has it (``split``); the training part is dealt to the clients by ``partition``. Where the partition has
+    itself has it (``split``); the training part is split among the clients by ``partition``. Where the partition has
     several domains, this is done for each of them, with clients of its own. Where the samples are of natural groups,
     every group has a client, and is cut by itself. A Trainer that is given this data module iterates over sets of
     clients; the batches of samples are each client's own, see :meth:`client`.
 
     Args:
         num_clients: number of clients K.
-        partition: how training samples are dealt to clients.
+        partition: how training samples are split among clients.
         permute_labels: whether every client numbers the classes in its own way (label heterogeneity). The classifier
             heads are then never shared.
         seed: seed of the split and of the label permutations; 1234 gives the papers'.
@@ -54,14 +54,14 @@ class PartitionedDataModule(FederatedDataModule):
             each class as its training data. ``all``: on all of them (all of its domain's, if there are several), under
             its own labels (Factorized-FL's released code). ``alike``: on about ``eval_samples`` of them, drawn with the
             same shares of classes, whatever other clients have drawn (FedSLR, Appendix B.1).
-        split: ``pooled``: the source's own training and test data together are cut anew. ``official``: the source's own
-            test data are for testing, all of them, and its training data are cut into a training part and, below a
-            ``train_fraction`` of 1, a validation part. Where there are no validation data, test data are scored every
+        split: ``pooled``: the source's own training and test data together are split again. ``official``: the source's
+            own test data are for testing, all of them, and its training data are cut into a training part and, below
+            a ``train_fraction`` of 1, a validation part. Where there are no validation data, test data are scored every
             round, as such.
         train_fraction: share of the samples to train on; with ``split=official``, of the source's own training data.
         test_fraction: share of the samples to test on. Not for ``split=official``.
         val_fraction: share of the samples for validation, with ``split=official`` of the source's own training data; by
-            default all that are left. What is left beside it is not used.
+            default all that are left. What is left besides is not used.
         eval_samples: number of samples that a client is evaluated on with ``evaluate_on=alike``.
 
     Raises:

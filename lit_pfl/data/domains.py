@@ -59,7 +59,7 @@ class Domains(Partition):
         groups: lists of class ids, one list a domain, or the name of some: ``cifar100_five`` (Factorized-FL: 5 domains
             of 10 classes, for 20 clients) or ``cifar100_superclasses`` (SimFed: 20 domains of 5 classes, for 20
             clients).
-        within: how the training samples of a domain are dealt to its clients, :class:`Uniform` by default.
+        within: how the training samples of a domain are split among its clients, :class:`Uniform` by default.
 
     Source:
         Factorized-FL, Appendix B.2 and Table 4; SimFed, Section 5.1.

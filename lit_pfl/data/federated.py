@@ -25,7 +25,7 @@ class ClientData:
         test: batches of test data; ``()`` for none.
         example: a batch of one sample or a few, made without random numbers, from which networks learn the shapes of
             what they will see.
-        num_classes: number of classes this client tells apart; None where its task is not to tell classes apart.
+        num_classes: number of classes this client tells apart; None where its task is no classification.
         labels_agree: whether label c means the same at every client, so that heads may be shared.
         module: the client's own data module, where it has one: its Trainer's ``datamodule``, whose hooks its
             batches pass, see :mod:`lit_pfl.data.transfer`.
@@ -72,7 +72,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         return None
 
     def label_names(self, client_id: int) -> list[str] | None:
-        """Return what a client's labels 0, 1, ... are called; None where its task is not to tell classes apart.
+        """Return what a client's labels 0, 1, ... are called; None where its task is no classification.
 
         Raises:
             ConfigError: when there is no such client.

@@ -29,14 +29,14 @@ class FromDataset(PartitionedDataModule):
     makes batches of.
 
     Samples that are numbers and tensors of equal shapes are read once and held in memory, unless reading them draws
-    random numbers, as random transforms do. Others are read anew for every batch, by a PyTorch DataLoader without
-    workers; what they draw is drawn anew for training, and is the same every time for validation and testing. A last
+    random numbers, as random transforms do. Others are read again for every batch, by a PyTorch DataLoader without
+    workers; what they draw is resampled for training, and is the same every time for validation and testing. A last
     training batch of a single sample is left out either way, see
     :class:`~lit_pfl.data.ResidentLoader`.
 
     Args:
         dataset: the dataset, or a function that makes it.
-        partition: how training samples are dealt to clients; by default all get equally many.
+        partition: how training samples are split among clients; by default all get equally many.
         labels: the class of every sample, for partitions that need it: whole numbers from 0, or names. A column of a
             Hugging Face dataset, an attribute of the dataset such as ``targets``, a key of samples that are dicts, a
             function of a sample, or a sequence.

@@ -17,7 +17,7 @@ class ImageSet:
     """All images of a data set, held once for all clients.
 
     Args:
-        images: (N, C, H, W) uint8. Grey images may be held with C = 1 and used as colour ones, see ``channels``.
+        images: (N, C, H, W) uint8. Grey images may be held with C = 1 and used as color ones, see ``channels``.
         labels: (N,) int64.
         num_classes: number of classes.
         mean: of each of the ``channels`` channels, for values from 0 to 1.
@@ -48,7 +48,7 @@ class ImageSet:
 
 
 class BatchLoader(ResidentLoader):
-    """Batches of one client: (B, C, H, W) float32 images, normalised and augmented, and (B,) int64 labels.
+    """Batches of one client: (B, C, H, W) float32 images, normalized and augmented, and (B,) int64 labels.
 
     Args:
         data: where the images are.
@@ -105,7 +105,7 @@ class BatchLoader(ResidentLoader):
 
 
 class ImageDataModule(PartitionedDataModule):
-    """Images of classes, dealt to clients. A new source overrides :meth:`load` only.
+    """Images of classes, split among clients. A new source overrides :meth:`load` only.
 
     Args:
         args: see :class:`PartitionedDataModule`.

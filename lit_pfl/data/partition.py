@@ -194,7 +194,7 @@ class ClientDirichlet(Partition):
     Args:
         alpha: concentration; the smaller, the fewer classes a client has.
         exhausted: what to do about a class that is used up. ``redraw``: draw among the classes that are left.
-            ``reuse``: deal its samples anew, so that some are at several clients, or at one client several times.
+            ``reuse``: assign its samples again, so that some are at several clients, or at one client several times.
 
     Source:
         FedDyn (Acar et al. 2021), released code (``redraw``); FedSLR, Appendix B.1: alpha = 0.1, and its released
@@ -236,7 +236,7 @@ class ClassShards(Partition):
 
     Args:
         classes_per_client: number of classes C that a client has.
-        deal: who gets which classes: ``in_turn``: they are dealt over and over in one random order, so that few
+        deal: who gets which classes: ``in_turn``: they are assigned over and over in one random order, so that few
             different sets of classes come about (10 clients with 5 of 10 classes: two sets, without a class in common);
             ``mixed``: every client gets those classes that most shards are left of, drawn among equals.
 

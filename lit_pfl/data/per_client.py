@@ -20,19 +20,19 @@ from lit_pfl.errors import ConfigError
 class PerClient(FederatedDataModule):
     """A LightningDataModule for every client, used as by a Trainer: prepared, set up, and asked for its loaders once.
 
-    They are not torn down, since scoring and a further fit go on with the same loaders. Batches pass the hooks of
+    They are not torn down, since scoring and a further fit use the same loaders. Batches pass the hooks of
     their client's module on the way to its learner (``on_after_batch_transfer`` and the two before it).
 
     Training loaders are PyTorch DataLoaders over datasets of any kind, or other iterables of batches. They shuffle by
     the default generators of PyTorch, NumPy or Python, which each client has for itself: then it does not matter who
     else trains, and a resumed run is the same run. So they have no generator of their own, no loader has persistent
-    workers, and a stream begins anew at every iteration.
+    workers, and a stream starts again at every iteration.
 
     Args:
         modules: the data modules; or what makes one from a client's id, with ``num_clients``.
         num_clients: number of clients, where ``modules`` makes them.
-        num_classes: number of classes that clients tell apart. By default what a module has under this name; None
-            where its task is not to tell classes apart.
+        num_classes: number of classes. By default what a module has under this name; None
+            where its task is something else.
         labels_agree: whether label c means the same at every client, so that heads may be shared.
 
     Raises:

@@ -157,14 +157,14 @@ class _CIFAR(_TorchvisionData):
 
 
 class CIFAR10(_CIFAR):
-    """60,000 colour images of 32 x 32 pixels, 10 classes."""
+    """60,000 color images of 32 x 32 pixels, 10 classes."""
 
     mean = [0.491, 0.482, 0.447]
     std = [0.247, 0.243, 0.262]
 
 
 class CIFAR100(_CIFAR):
-    """60,000 colour images of 32 x 32 pixels, 100 classes."""
+    """60,000 color images of 32 x 32 pixels, 100 classes."""
 
     num_classes = 100
     mean = [0.507, 0.487, 0.441]
@@ -172,7 +172,7 @@ class CIFAR100(_CIFAR):
 
 
 class SVHN(_TorchvisionData):
-    """99,289 house numbers, colour, 32 x 32 pixels, 10 classes: the train and test parts, without "extra"."""
+    """99,289 house numbers, color, 32 x 32 pixels, 10 classes: the train and test parts, without "extra"."""
 
     mean = [0.438, 0.444, 0.473]
     std = [0.1751, 0.1771, 0.1744]
@@ -231,7 +231,7 @@ class FashionMNIST(_GreyImages):
 
 
 class TinyImageNet(_TorchvisionData):
-    """110,000 colour images of 64 x 64 pixels, 200 classes in the order of their names (WordNet ids).
+    """110,000 color images of 64 x 64 pixels, 200 classes in the order of their names (WordNet ids).
 
     The official training data and then the official validation data; the official test data have no labels. All are
     decoded once, into 1.4 GB of memory.
@@ -245,7 +245,7 @@ class TinyImageNet(_TorchvisionData):
         ConfigError: when the data set is not there, or not all of it.
 
     Source:
-        FedSLR, Section 6.1; the normalisation is that of its released code.
+        FedSLR, Section 6.1; the normalization is that of its released code.
     """
 
     num_classes = 200

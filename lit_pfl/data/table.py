@@ -17,7 +17,7 @@ CLASSIFICATION = ("breast_cancer", "iris", "wine")
 
 
 class Table(PartitionedDataModule):
-    """A small table: rows of F numbers, and what to foretell.
+    """A small table: rows of F numbers, and what to predict.
 
     A sample is a float32 tensor (F,) and its class, or in ``diabetes`` a number, float32. Every feature, and that
     number, has mean 0 and standard deviation 1 over the training rows that ``statistics`` names; one that is the same
@@ -32,7 +32,7 @@ class Table(PartitionedDataModule):
             which sites can work out from their sums, not counted as communication. Then a feature means the same at
             every client, which models in common may need where clients differ.
         num_clients: number of clients K.
-        partition: how training rows are dealt to clients; :class:`IID` by default, :class:`Uniform` without classes.
+        partition: how training rows are split among clients; :class:`IID` by default, :class:`Uniform` without classes.
         batch_size: rows in a training batch.
         kwargs: see :class:`~lit_pfl.data.PartitionedDataModule`.
 

@@ -34,7 +34,7 @@ class Engine(ABC):
 
     Attributes:
         clients: the clients' modules that live in this very process, by id; an engine may have none.
-        left: ids of clients whose training has been ended by a callback of theirs (``EarlyStopping``).
+        left: ids of clients whose training has been ended by one of their callbacks (``EarlyStopping``).
         all_at_once: whether :meth:`train` is best called with all participants of a round.
     """
 

@@ -33,7 +33,7 @@ class Pixels(nn.Module):
     """A network for images as they are: (B, C, H, W) uint8.
 
     Args:
-        network: maps normalised images to logits.
+        network: maps normalized images to logits.
         mean: (C,) or (1,), of values from 0 to 1.
         std: likewise.
     """

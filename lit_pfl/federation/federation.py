@@ -45,10 +45,10 @@ class Federation(QuickModule):
 
     One epoch of that Trainer is a communication round, one batch a set of clients to train; ``max_epochs`` is the
     number of rounds. Loggers, checkpoints, resuming, early stopping and profilers are the Trainer's. Every client has
-    a Trainer of its own, asleep inside :class:`~lit_pfl_callbacks.FederatedLoop` between its rounds.
+    a Trainer of its own, paused inside :class:`~lit_pfl_callbacks.FederatedLoop` between its rounds.
 
     Logged at the end of every round: ``round``, ``train/loss``, ``val/acc``, ``val/acc_std``, ``val/acc_worst10``
-    (mean of the worst tenth of clients), ``val/loss``, ``comm/up_bytes`` and ``comm/down_bytes`` of the round, and the
+    (mean of the worst 10 % of clients), ``val/loss``, ``comm/up_bytes`` and ``comm/down_bytes`` of the round, and the
     cumulative ``comm/total_bytes``; after the last round ``test/acc`` and its like, of the model of the last round.
     Where there are no validation data, test data are scored every round, as ``test/acc``.
 
@@ -57,14 +57,14 @@ class Federation(QuickModule):
         local_epochs: epochs that a client trains in a round; by default as few as the method can do with
             (``Client.min_local_epochs``: one, but FedRep needs one for the head and one for the body).
         participation: who trains in a round: a share of the clients (0.1; 1 is all of them, and there is always at
-            least one) or, above 1, their number (10). Drawn anew every round, from the seed and the round's number
+            least one) or, above 1, their number (10). Resampled every round, from the seed and the round's number
             alone. Or an object that chooses: ``Bernoulli``, ``BySize``, ``Trace`` (a file), ``Share``, each also with
             clients that join late or leave for good.
         evaluate_clients: who is validated during a fit: a share of the clients or a number, the same ones every time,
             drawn from the seed. Tests are always of all clients.
         evaluate: which state of the personalized models is evaluated: ``before`` aggregation, as trained, or
             ``after``, as the clients would start the next round. A client that has never trained is evaluated as it
-            would join now. Or ``global``: the one model of all, for methods that have one, on everybody's data at once;
+            would join now. Or ``global``: the global model, for methods that have one, on everybody's data at once;
             its scores stand under client -1.
         quorum: the share of a round's uploads that must be usable; a smaller round raises an UploadError.
         seed: seed of everything random: initial weights, participation, batches, augmentation. By default the one
@@ -76,10 +76,10 @@ class Federation(QuickModule):
         if_not_saved: what to do when a checkpoint cannot be written, as on a full disk: ``stop``, or ``continue`` with
             a warning. The former checkpoint is whole either way.
         higher_is_better: whether higher values of a metric are better, by its name in a learner's ``log``, for metrics
-            that do not say so themselves, as torchmetrics do. Without it their worst tenth is not known.
+            that do not say so themselves, as torchmetrics do. Without it their worst 10 % is not known.
         engine: where clients train: ``Local``, one after another in this process; ``Stacked``, many in one step, which
-            is faster where a device is not busy with one small network: for methods that minimise the loss of an image
-            classifier, and networks without random layers; the numbers are the same but for rounding. By default
+            is faster where a device is not busy with one small network: for methods that minimize the loss of an image
+            classifier, and networks without random layers; the numbers are the same except for rounding. By default
             ``Local``.
         max_update_norm: largest Euclidean norm of an update, over all its floating-point tensors; a longer one is
             refused. To shorten long updates instead, see :class:`~lit_pfl.core.robust.NormClipping`. Default: any.

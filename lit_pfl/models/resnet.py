@@ -118,7 +118,7 @@ class BasicBlock(nn.Module):
     Args:
         inputs: channels of the input.
         outputs: channels of the output.
-        make_norm: makes a normalisation layer from its number of channels.
+        make_norm: makes a normalization layer from its number of channels.
     """
 
     def __init__(self, inputs: int, outputs: int, make_norm: Callable[[int], nn.Module]) -> None:

@@ -16,8 +16,8 @@ class TorchvisionModel(Backbone):
     Most take images of 32 x 32 pixels or more; see torchvision's documentation.
 
     Args:
-        channels: channels of the input images; where the network takes another number, its first convolution is drawn
-            anew.
+        channels: channels of the input images; where the network takes another number, its first convolution is
+            resampled.
         classes: number of classes.
         name: the network's name in torchvision, for example ``resnet18``, ``mobilenet_v3_small`` or ``vgg11``.
         options: further arguments of the network, for example ``{"image_size": 32}`` for ``vit_b_16``.

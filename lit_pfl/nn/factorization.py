@@ -21,7 +21,7 @@ class Factorization:
         rank: number of columns of u and v.
         mask: whether there is a mu.
         l1: weight of the L1 norm of mu in the objective, lambda.
-        l1_mode: how the norm is minimised. ``subgradient``: as part of the loss; mu gets small, never exactly zero.
+        l1_mode: how the norm is minimized. ``subgradient``: as part of the loss; mu gets small, never exactly zero.
             ``proximal``: every optimizer step is followed by soft thresholding at lambda times the learning rate.
             ``inert``: not at all, as in Factorized-FL's released code, whose penalty has no gradient.
         threshold: entries of mu below it in size count as zero wherever the model is used or sent.
@@ -67,7 +67,7 @@ class Factorization:
         return self._l1 * l1_norm_of_masks(module)
 
     def shrink_after_steps(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        """Let every step of an optimizer be followed by the proximal one, if that is how the norm is minimised."""
+        """Let every step of an optimizer be followed by the proximal one, if that is how the norm is minimized."""
         if self._l1 and self.l1_mode == "proximal":
             masks = {id(layer.mu) for _, layer in factorized_layers(module)}
             optimizer.register_step_post_hook(lambda optimizer, *_: _shrink(optimizer, masks, self._l1))

@@ -179,7 +179,7 @@ class GroupedLogits(GroupedLinear):
 
 
 class GroupedNorm(Grouped, nn.GroupNorm):
-    """Group norm with the groups of the layer before it: every group is normalised by itself.
+    """Group norm with the groups of the layer before it: every group is normalized by itself.
 
     Args:
         num_groups: G.

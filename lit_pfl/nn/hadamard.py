@@ -199,7 +199,7 @@ class HadamardConv2d(_Hadamard, ComposedConv2d):
         ConfigError: when channels do not divide into the groups.
 
     Source:
-        Nam et al. 2022, Proposition 2; initialisation of the notebook they released.
+        Nam et al. 2022, Proposition 2; initialization of the notebook they released.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ def bipartition(similarity: Tensor, linkage: Linkage = "complete") -> Tensor:
     Args:
         similarity: (K, K), symmetric, of at least 2 clients.
         linkage: how alike two groups are: as their least similar members (``complete``) or as their most similar ones
-            (``single``). The latter minimises the largest similarity across the two groups.
+            (``single``). The latter minimizes the largest similarity across the two groups.
 
     Returns:
         (K,) bool; marks the group that the first client is not in.

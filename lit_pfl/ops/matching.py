@@ -26,7 +26,7 @@ class Matching:
         sweeps: how often every client is matched anew after all have been matched once.
         popularity: what it adds to the gain of joining a unit that c of J clients have: ``paper``:
             ``2 log(c / (J - c))``; ``released``: half of that, and c counted up to 10, as in FedMA's released code.
-        average: what a global unit is: ``mean`` of those matched to it, which minimises FedMA's Eq. 2; ``posterior``:
+        average: what a global unit is: ``mean`` of those matched to it, which minimizes FedMA's Eq. 2; ``posterior``:
             its posterior mean, drawn towards zero by the prior, as in the released code.
         max_units: a global layer grows beyond this number of units only where a client has no room in it; the released
             code has 700.

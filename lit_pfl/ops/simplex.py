@@ -35,7 +35,7 @@ def project_onto_simplex(values: Tensor, total: float = 1.0) -> Tensor:
 
 
 def minimize_on_simplex(matrices: Tensor, steps: int = 2000, tolerance: float = 1e-12) -> Tensor:
-    """Return the points a of the simplex that minimise ``a^T Q a``, by projected gradients with momentum.
+    """Return the points a of the simplex that minimize ``a^T Q a``, by projected gradients with momentum.
 
     Args:
         matrices: (N, n, n) symmetric and positive semidefinite, in double precision.

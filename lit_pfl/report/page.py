@@ -90,7 +90,7 @@ def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
 
 
 def write_picture(spec: dict[str, Any], path: Path) -> None:
-    """Write a chart as SVG and PNG, in the colours for paper.
+    """Write a chart as SVG and PNG, in the colors for paper.
 
     Args:
         spec: the chart.

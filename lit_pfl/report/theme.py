@@ -1,4 +1,4 @@
-"""Colours and lines: told apart by colour-blind readers, on paper without colours, on light and on dark screens.
+"""Colours and lines: told apart by color-blind readers, on paper without colors, on light and on dark screens.
 
 Colours in charts are CSS variables of the page, so that a page changes from light to dark, and for the printer, by
 itself. Files that stand alone get the light ones.
@@ -10,7 +10,7 @@ from typing import Any
 
 import altair as alt
 
-#: eight hues after Okabe and Ito's set for colour-blind readers: shades for light paper, and for dark screens
+#: eight hues after Okabe and Ito's set for color-blind readers: shades for light paper, and for dark screens
 LIGHT = {
     "ink": "#1c2127", "soft": "#525b66", "line": "#9aa3ad", "grid": "#e3e7eb", "paper": "#ffffff", "page": "#f5f6f8",
     "c0": "#0072b2", "c1": "#d55e00", "c2": "#009e73", "c3": "#b5548c",
@@ -52,7 +52,7 @@ CONFIG: dict[str, Any] = {
 
 
 class Palette:
-    """Names by colour, dash and shape: the same ones in every chart, whichever of them it shows.
+    """Names by color, dash and shape: the same ones in every chart, whichever of them it shows.
 
     Args:
         field: the column in which a chart's data have the name; the legends' title.
@@ -63,11 +63,11 @@ class Palette:
         self.field, self.names = field, list[str | int](names)
 
     def colour(self, shown: Collection[str | int] | None = None, lines: bool = False) -> alt.Color:
-        """Return the encoding by colour, for a chart that shows some of the names, maybe as lines."""
+        """Return the encoding by color, for a chart that shows some of the names, maybe as lines."""
         return alt.Color(f"{self.field}:N", scale=self._scale(HUES, shown), legend=self._legend(lines), sort=None)
 
     def dash(self, shown: Collection[str | int] | None = None) -> alt.StrokeDash:
-        """Return the encoding of lines by dashes; its legend joins that of the colours."""
+        """Return the encoding of lines by dashes; its legend joins that of the colors."""
         return alt.StrokeDash(f"{self.field}:N", scale=self._scale(DASHES, shown), legend=self._legend(True), sort=None)
 
     def shape(self, shown: Collection[str | int] | None = None) -> alt.Shape:
@@ -86,10 +86,10 @@ class Palette:
 
 
 def style_sheet(colours: dict[str, str]) -> str:
-    """Write colours as CSS variables."""
+    """Write colors as CSS variables."""
     return " ".join(f"--{name}: {value};" for name, value in colours.items())
 
 
 def printable(text: str) -> str:
-    """Put the light colours in place of the variables."""
+    """Put the light colors in place of the variables."""
     return re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found[1]], text)

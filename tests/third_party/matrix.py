@@ -227,13 +227,13 @@ method needs one option.
 
 {footnotes}
 
-Methods that treat heads or encoders apart are told where these are, for example `head=r"^model\\.fc\\."` and
+For methods that treat heads or encoders separately, name these, for example `head=r"^model\\.fc\\."` and
 `encoder="model.layer4"` for a ResNet of ClassificationTask: see [Your module](your_module.md). Checkpoints of
 pytorch-forecasting hold classes of its own. To resume from one, call `trainer.fit(..., ckpt_path=...,
 weights_only=False)`, as without lit-pfl.
 
 A momentum encoder or another frozen copy of a trained part (MoCoTask, BYOL) is factorized like its original by
-`SimFed`, `FactorizedFL` and `PFedPara`, so its moving average goes on working. If the copy starts with other values,
+`SimFed`, `FactorizedFL` and `PFedPara`, so its moving average still works. If the copy starts with other values,
 as in MoCoTask, `PFedPara` leaves both dense and says so.
 
 To try your own module under all methods, use `lit_pfl.testing.check_learner`.

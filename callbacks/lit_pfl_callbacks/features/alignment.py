@@ -45,7 +45,7 @@ class FeatureAlignment(L.Callback):
         batches: number of batches to measure on.
         preferences: whether to write every neuron's preference of every class too, as shares of one, into
             ``preferences.csv``.
-        inputs: the name of the inputs in batches that are dicts, where it is no usual one.
+        inputs: the name of the inputs in batches that are dicts, where it is not a usual one.
         labels: that of the labels.
 
     Attributes:
@@ -155,7 +155,7 @@ def measure_features(
         module: maps a batch's inputs to (B, classes) logits.
         batches: of inputs and (B,) labels; further entries are not looked at.
         limit: number of batches to use; None for all.
-        inputs: the name of the inputs in batches that are dicts, where it is no usual one.
+        inputs: the name of the inputs in batches that are dicts, where it is not a usual one.
         labels: that of the labels.
 
     Returns:

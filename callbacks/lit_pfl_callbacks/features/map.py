@@ -34,7 +34,7 @@ class FeatureMap(L.Callback):
     Args:
         clients: ids of those that are looked at; by default the first four. A federation's only.
         samples: number of samples of each, at most. 500 take one to two seconds.
-        inputs: the name of the inputs in batches that are dicts, where it is no usual one.
+        inputs: the name of the inputs in batches that are dicts, where it is not a usual one.
         labels: that of the labels.
 
     Attributes:
@@ -107,7 +107,7 @@ def represented(
         module: maps a batch's inputs to (B, classes) logits.
         batches: of inputs and (B,) labels; further entries are not looked at.
         limit: number of samples, at most.
-        inputs: the name of the inputs in batches that are dicts, where it is no usual one.
+        inputs: the name of the inputs in batches that are dicts, where it is not a usual one.
         labels: that of the labels.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Factorized-FL and its beta: personalized factors, matched by how alike they are."""
+"""FactorizedFL: personalized factors, matched by their similarity."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -39,7 +39,7 @@ class FactorizedFL(Client):
 
     Every weight is ``pi(u v^T + mu)``. A client uploads u, and v of the layer before the classifier. The server
     compares clients by the cosine of that v, and replies to each with the softmax-weighted mixture of the u of its
-    partners; v and the sparse mu stay at home. The beta mixes all of u, v and mu.
+    partners; v and the sparse mu are kept local. The beta mixes all of u, v and mu.
 
     Args:
         mixes: which factors are mixed: ``u`` (Factorized-FL), ``uv``, ``um``, ``uvm`` (Factorized-FL beta).

@@ -1,4 +1,4 @@
-"""FedSLR: a low-rank model for all, and a sparse component for everyone beside it."""
+"""FedSLR: a low-rank model for all, and a sparse component for each client."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,7 +41,7 @@ SOLVERS = {"FedSLR": Solver(True, False), "LPGD": Solver(False, True), "GPGD": S
 
 
 class FedSLR(TwoModels):
-    """One model w of low rank for all, the GKR, and for every client a sparse p_i beside it: its model is w + p_i.
+    """One model w of low rank for all, the GKR, and for every client a sparse p_i next to it: its model is w + p_i.
 
     A round's first local epochs train w from w_t, on the loss less ``<gamma_i, w>`` plus ``|w - w_t|^2 / (2 eta_g)``;
     then ``gamma_i += (w_t - w_i) / eta_g``, on both sides. Its last ``personal_epochs`` train p_i, on the loss of
@@ -51,8 +51,8 @@ class FedSLR(TwoModels):
     ``lam * eta_g``. What it sends is in factors, layer by layer, where these are smaller.
 
     Evaluated are the mixed models w + p_i and, under the name GKR, w itself at every client: with
-    ``federation.evaluate=after``, as in the paper, w_{t+1}; with ``before`` w_t, beside which p_i has been trained.
-    Where labels differ, the classifier stays at home, and with it its part of w.
+    ``federation.evaluate=after``, as in the paper, w_{t+1}; with ``before`` w_t, with which p_i has been trained.
+    Where labels differ, the classifier is kept local, and with it its part of w.
 
     With ``solver=GPGD`` and ``lam=0`` w is FedAvg's, for clients of equal size, and with ``personal_epochs=0`` bit for
     bit. With ``mu=0`` p_i follows the plain gradient; with a very large ``mu`` it is zero, and with a very large
@@ -66,7 +66,7 @@ class FedSLR(TwoModels):
             times the learning rate, and the server takes the mean (uploads are in factors, replies are not); or
             ``GPGD``: clients train w by plain steps, and the server shrinks the mean.
         p_init: p_i at first: ``zero``; or ``copy``, as in the released code: the initial weights, but zero for
-            normalisation layers. The first mixed model is then 2w.
+            normalization layers. The first mixed model is then 2w.
         personal_epochs: how many of a round's local epochs train p_i.
         common: what w is made: ``low_rank`` or ``sparse`` (Appendix A.3).
         personal: what p_i is made: ``sparse`` or ``low_rank``, in every step.
@@ -207,7 +207,7 @@ class FedSLR(TwoModels):
             weight.copy_(self.received[name])
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return what is minimised in this epoch, its value being the loss alone."""
+        """Return what is minimized in this epoch, its value being the loss alone."""
         if self._trains_personal:
             with silenced(self.personal):
                 return call_with(self._mixture("learner."), Step(self.personal, self.loss), batch, batch_idx)

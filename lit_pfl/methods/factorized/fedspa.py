@@ -29,12 +29,12 @@ class FedSpa(Client):
     masked weights, and uploads the difference; the server subtracts the mean of these, everybody counting the same.
     After training the client exchanges a share of its active weights: the smallest for those where the gradient of the
     dense network is largest, and sends its new mask along, a bit for a weight: bytes, but none of the elements that
-    papers count. Masked are the weights of convolutions and linear layers among what travels; biases and
-    normalisation layers are dense, and count; what is frozen does not travel. With density 1 this is FedAvg with equal
+    papers count. Masked are the weights of convolutions and linear layers among what is sent; biases and
+    normalization layers are dense, and count; what is frozen is not sent. With density 1 this is FedAvg with equal
     weights.
 
     Args:
-        density: share of what travels that is active, in all layers together (Erdos-Renyi-kernel densities).
+        density: share of what is sent that is active, in all layers together (Erdos-Renyi-kernel densities).
         prune_rate: share of the active weights that are exchanged after the first round; falls to 0 along a cosine.
         rounds: number of rounds T after which masks stay as they are; give the number that is run.
         regrow: which weights become active: those with the largest ``gradient`` of a batch, any at ``random``, or

@@ -13,7 +13,7 @@ from lit_pfl.nn import RankRule, hadamard, hadamard_layers
 class PFedPara(Client):
     """Every weight of the body is ``W1 * (W2 + 1)``: W1's factors are averaged, W2's never leave their client.
 
-    Everything else is as in FedAvg: biases, affine parameters of normalisation layers and the classifier, which stays
+    Everything else is as in FedAvg: biases, affine parameters of normalization layers and the classifier, which stays
     dense, are averaged, the classifier only where labels mean the same at every client.
 
     Not ``personal``, it is FedPara: weights are ``W1 * W2``, and both are averaged.

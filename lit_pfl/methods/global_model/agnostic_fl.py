@@ -25,8 +25,8 @@ class AgnosticFL(Client):
     server averages the models by lambda, then goes up the losses and back onto the simplex: ``lambda <- projection of
     (lambda + step loss)``.
 
-    Of a round in which some clients take part, theirs is a simplex of its own: models are averaged by their lambda,
-    scaled to sum to 1, and what lambda they hold together is divided anew among them; the others' stays.
+    With partial participation, only the participants' weights lambda change: their models are averaged with lambda
+    scaled to sum to 1, then their total lambda is redistributed among them. Absent clients keep their lambda.
 
     Args:
         step: how far lambda goes up the losses; 0 leaves it at the shares of samples, which is FedAvg.
@@ -34,7 +34,7 @@ class AgnosticFL(Client):
         kwargs: see :class:`~lit_pfl.Client`.
 
     Source:
-        Mohri et al. 2019, Stochastic-AFL, with a round of local epochs in place of its single stochastic steps.
+        Mohri et al. 2019, Stochastic-AFL, with a round of local epochs instead of its single stochastic steps.
     """
 
     shares = EVERYTHING

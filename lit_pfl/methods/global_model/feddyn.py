@@ -1,4 +1,4 @@
-"""FedDyn: dynamic regularisation, under which the clients' optima agree with the global one."""
+"""FedDyn: dynamic regularization, under which the clients' optima agree with the global one."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -19,7 +19,7 @@ ALPHA = "alpha"
 
 
 class FedDyn(Client):
-    """Clients minimise their loss plus ``alpha / 2 ||w - w_t + h_i||^2``, where h_i sums up how far they went before.
+    """Clients minimize their loss plus ``alpha / 2 ||w - w_t + h_i||^2``, where h_i sums up how far they went before.
 
     w_t is the global model that a round begins with; after training, a client adds ``w - w_t`` to its h_i. The server
     takes the plain mean of the participants' models and adds the mean of all clients' h_i, each as it was when its
@@ -32,7 +32,7 @@ class FedDyn(Client):
     Args:
         alpha: how strongly clients are held; 0.01 is of the authors' runs on CIFAR, 0.1 of FedSLR's comparison.
         by_samples: let clients count by their numbers of samples n, as the authors' code does: client i is held by
-            ``alpha mean(n) / n_i``, which the server tells it.
+            ``alpha mean(n) / n_i``, which the server sends.
         scored_model: which model of the server is evaluated: the one that the ``next`` round begins with, or the
             ``mean`` of the participants' models, as trained ("cld" and "sel" of the authors' code).
         kwargs: see :class:`~lit_pfl.Client`. The authors clip gradients to a norm of 10:

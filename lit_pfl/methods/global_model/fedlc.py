@@ -27,7 +27,7 @@ class FedLC(Classifying):
         ConfigError: when the learner has no head module, or the data no class labels.
 
     Source:
-        Zhang et al. 2022. There is no code by the authors.
+        Zhang et al. 2022. The authors published no code.
     """
 
     needs_automatic = "changes the logits of the loss"

@@ -27,22 +27,22 @@ class FedMA(Client):
     A round of the federation is a sub-round of FedMA: it deals with one of the network's L layers, so L rounds are one
     of FedMA's communication rounds. In the sub-round of layer l a client trains layers l to L for
     ``federation.local_epochs`` epochs and uploads layer l. It gets back the global layer and which units of it are its
-    own, takes that layer in place of its own, rearranges the input side of the layer after it, zero for units it had
+    own, takes that layer instead of its own, rearranges the input side of the layer after it, zero for units it had
     not, and from then on leaves it as it is. The last layer is averaged class by class, by how many training samples of
-    the class each client has; where heads stay at home it is only trained, and nothing is uploaded. Then every client
+    the class each client has; where heads are kept local it is only trained, and nothing is uploaded. Then every client
     cuts a network of its original size out of the global one, trains all of it, and it starts over. In between a
     client's network is as wide as the global layers it has. With ``federation.evaluate=after`` and a multiple of L
     rounds the global network is evaluated.
 
     Unlike in other methods, clients start from initial weights of their own. The optimizer forgets its momentum in
-    every sub-round, since it gets other weights; a learning rate schedule goes on.
+    every sub-round, since it gets other weights; a learning rate schedule continues.
 
     A client that was not sampled, or whose upload was refused, gets all layers of this communication round that it
     lacks at once when it comes again, and matches its own units to them itself, at the least distance.
 
     Args:
         matching: how units are matched.
-        backbone: a plain chain of convolutions and linear layers without normalisation, such as ``VGG9`` (the paper's),
+        backbone: a plain chain of convolutions and linear layers without normalization, such as ``VGG9`` (the paper's),
             ``CNN`` or ``MLP``.
         optimizer: see :class:`~lit_pfl.Client`; the paper's by default.
         kwargs: see :class:`~lit_pfl.Client`; ``factorization`` and ``reset_optimizer`` are not for this method.

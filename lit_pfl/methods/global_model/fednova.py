@@ -1,4 +1,4 @@
-"""FedNova: averaging that does not favour the clients that took more steps."""
+"""FedNova: averaging that does not favor the clients that took more steps."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

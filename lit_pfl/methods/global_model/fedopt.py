@@ -24,7 +24,7 @@ class FedAvgM(FedAvg):
 
     Args:
         lr: the server's learning rate.
-        momentum: how much of the former step goes on; the paper tries 0 to 0.997.
+        momentum: how much of the former step is kept; the paper tries 0 to 0.997.
         nesterov: whether the step looks ahead: ``w <- w + lr (D + momentum m)``.
         kwargs: see :class:`~lit_pfl.Client`.
 
@@ -120,12 +120,12 @@ class FedExP(FedAvg):
 
     ``w <- w + eta D`` with ``eta = max(1, sum p_i |D_i|^2 / (2 (|D|^2 + eps)))``: D_i is how far client i went, p_i its
     share of the samples, D their mean. It is ``FedAvg(server_optimizer=ServerExtrapolation(...))``. Evaluated as
-    aggregated is the mean of the last two models, which training goes on without. The authors' code multiplies eps by
+    aggregated is the mean of the last two models, without which training continues. The authors' code multiplies eps by
     the number of participants, and lets it decay with the clients' learning rate.
 
     Args:
         eps: the larger, the nearer is eta to 1. The authors have 0.001 for CIFAR and 0.1 for EMNIST.
-        shows_mean: whether the mean of the last two models is evaluated in place of the last.
+        shows_mean: whether the mean of the last two models is evaluated instead of the last.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Source:

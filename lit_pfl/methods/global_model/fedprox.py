@@ -11,9 +11,9 @@ from lit_pfl.ops import squared_distance
 
 
 class FedProx(Client):
-    """Clients minimise their loss plus ``mu / 2 ||w - w_t||^2``, with w_t the global model that they began with.
+    """Clients minimize their loss plus ``mu / 2 ||w - w_t||^2``, with w_t the global model that they began with.
 
-    Everything else is federated averaging. What stays at home, such as a head where labels differ, is not held.
+    Everything else is federated averaging. What is kept local, such as a head where labels differ, is not held.
 
     Args:
         mu: how strongly; 0 is FedAvg. The paper tries 0.001, 0.01, 0.1 and 1.

@@ -15,7 +15,7 @@ class MOON(Classifying):
     """Federated averaging of clients whose features stay near the received model's and away from their last ones.
 
     With features q of the network in training, q_g of the received one and q_b of the one that this client trained
-    last, a client minimises its loss plus ``mu`` times the mean over the batch of ``-log (e^(cos(q, q_g) / tau) /
+    last, a client minimizes its loss plus ``mu`` times the mean over the batch of ``-log (e^(cos(q, q_g) / tau) /
     (e^(cos(q, q_g) / tau) + e^(cos(q, q_b) / tau)))``. Both others are frozen and in evaluation mode. In a client's
     first round there is no last one, so no term: with the received model in its place its gradient would be zero.
 

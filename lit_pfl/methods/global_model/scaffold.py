@@ -35,7 +35,7 @@ class Scaffold(Client):
         kwargs: see :class:`~lit_pfl.Client`. The optimizer must be plain SGD.
 
     Raises:
-        ConfigError: for an optimizer that is not SGD, or SGD with momentum, of which w_t - w_i does not tell c_i.
+        ConfigError: for an optimizer that is not SGD, or SGD with momentum, where w_t - w_i does not yield c_i.
 
     Source:
         Karimireddy et al. 2020, Algorithm 1, option II.

@@ -11,7 +11,7 @@ from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES, ClassMeans, F
 class FD(ClassMeans):
     """Every client trains a network of its own, whose predictions stay near all clients' mean of the sample's class.
 
-    With logits z, a client minimises its loss plus ``lam * CE(z, softmax(g_y))``, where g_y are the mean logits of all
+    With logits z, a client minimizes its loss plus ``lam * CE(z, softmax(g_y))``, where g_y are the mean logits of all
     clients that have the sample's class; classes without one have no such term. After training it sends the mean logits
     of every class over its training data, (C, C), in evaluation mode; the server takes the plain mean over the clients
     that have the class. Also known as FedDistill.

@@ -26,13 +26,13 @@ class FedGen(Classifying):
     """Federated averaging of clients that also train on features from a generator, which the server trains.
 
     The generator G makes features of a class y from uniform noise. After every round the server trains it with the
-    uploaded heads H_i: for classes y that some participant has, it minimises ``sum_i w_iy CE(H_i(G(y)), y)``, with w_iy
+    uploaded heads H_i: for classes y that some participant has, it minimizes ``sum_i w_iy CE(H_i(G(y)), y)``, with w_iy
     the share of participant i of the samples of class y, plus ``eta`` times ``exp(-mean |G - G'|_1 |e - e'|^2)`` over
     pairs with noise e and e', which keeps features of different noise apart.
 
-    From the federation's second round on, a client minimises its loss plus ``gen_batch_size / B * a_t CE(H(G(y')),
+    From the federation's second round on, a client minimizes its loss plus ``gen_batch_size / B * a_t CE(H(G(y')),
     y')``, for classes y' drawn among those that anybody has, plus ``b_t KL(softmax H(G(y)) || p(x))`` for its own batch
-    of B samples, in which the former is a constant. ``a_t = max(1e-4, alpha * decay^t)`` after t rounds, and b_t alike.
+    of B samples, in which the former is a constant. ``a_t = max(1e-4, alpha * decay^t)`` after t rounds, and so b_t.
     G is frozen and in evaluation mode.
 
     Args:

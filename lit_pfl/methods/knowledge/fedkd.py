@@ -1,4 +1,4 @@
-"""FedKD: a small common model and a personal one teach each other; updates travel in factors."""
+"""FedKD: a small global model and a personal one teach each other; updates are sent in factors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,11 +19,11 @@ CHANGE, ROUNDS = "is_change", "completed_rounds"
 
 
 class FedKD(Mutual):
-    """Beside the averaged model w, the mentee, every client trains a model v of its own, the mentor.
+    """Next to the averaged model w, the mentee, every client trains a model v of its own, the mentor.
 
-    With losses f, probabilities p and features h, v minimises ``f(v) + [KL(p_w || p_v) + MSE(h_v, M h_w)] / s`` and w
+    With losses f, probabilities p and features h, v minimizes ``f(v) + [KL(p_w || p_v) + MSE(h_v, M h_w)] / s`` and w
     ``f(w) + [KL(p_v || p_w) + MSE(h_v, M h_w)] / s``, where ``s = f(v) + f(w)`` and M, (d, d), is trained along and
-    stays at home. Teachers and s are constants: what goes badly is distilled less. What is evaluated is v.
+    is kept local. Teachers and s are constants: what goes badly is distilled less. What is evaluated is v.
 
     What is sent is the change of w in the round, every matrix in factors: of its singular values as few as hold more
     than a share T of the squares' sum. The server averages the changes, does the same to the mean, and sends that to
@@ -103,7 +103,7 @@ class FedKD(Mutual):
         super().download(new)
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the sum of what both minimise."""
+        """Return the sum of what both minimize."""
         common, w, personal, v = self.both(batch, batch_idx)
         distilled = divergence(w.logits, v.logits) + divergence(v.logits, w.logits)
         # One distance serves both: it gives each of them the gradient of its own term.

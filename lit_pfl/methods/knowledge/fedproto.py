@@ -55,7 +55,7 @@ class ClassMeans(Classifying):
 class FedProto(ClassMeans):
     """Every client trains a network of its own, whose features of a class stay near all clients' mean of that class.
 
-    With features h, a client minimises its loss plus ``lam * MSE(h, g_y)``, the mean over batch and features, where g_y
+    With features h, a client minimizes its loss plus ``lam * MSE(h, g_y)``, the mean over batch and features, where g_y
     is the global prototype of the sample's class; classes without one have no such term. After training it sends its
     prototypes: the mean features of every class over its training data, in evaluation mode and without augmentation.
     The server averages them over the clients that have the class. What is sent is (C, d), whatever the network.

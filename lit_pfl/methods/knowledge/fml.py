@@ -29,19 +29,19 @@ class Mutual(TwoModels, Classifying):
 
 
 class FML(Mutual):
-    """Beside the averaged model w, every client trains a model v of its own; each also learns from the other's output.
+    """Next to the averaged model w, every client trains a model v of its own; each also learns from the other's output.
 
-    On every batch v minimises ``alpha * f(v) + (1 - alpha) * KL(p_w || p_v)`` and w ``beta * f(w) + (1 - beta) * KL(p_v
+    On every batch v minimizes ``alpha * f(v) + (1 - alpha) * KL(p_w || p_v)`` and w ``beta * f(w) + (1 - beta) * KL(p_v
     || p_w)``, where p are the probabilities of the classes. The teacher's are constants in either. What is evaluated is
     v. With ``alpha=beta=1`` v is Stand-Alone's model and w the one of FedAvg with the same weighting, bit for bit.
 
     v starts as a copy of w; in the paper it may be another network. The authors' code makes a new optimizer for w in
-    every round; here both keep theirs, unless ``reset_optimizer``.
+    every round; here both keep their optimizers, unless ``reset_optimizer``.
 
     Args:
-        alpha: how much v's own loss counts, beside what w teaches it.
-        beta: how much w's own loss counts, beside what v teaches it.
-        weighting: the mean of the common models: ``uniform``, or by numbers of ``samples``.
+        alpha: how much v's own loss counts, next to what w teaches it.
+        beta: how much w's own loss counts, next to what v teaches it.
+        weighting: the mean of the global models: ``uniform``, or by numbers of ``samples``.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
@@ -65,7 +65,7 @@ class FML(Mutual):
         return averaging(self.weighting)
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the sum of what both minimise."""
+        """Return the sum of what both minimize."""
         common, w, personal, v = self.both(batch, batch_idx)
         losses = [
             loss if share == 1 else share * loss + (1 - share) * divergence(teacher.logits, student.logits)

@@ -19,8 +19,8 @@ class FedBN(Client):
     ``downsample``. With ``of="all"`` and ``weighting="samples"`` this is ``FedAvg(local="norm")``.
 
     Args:
-        of: what stays at home: ``batch_norm``, as in the paper, or also the weights of ``all`` other norm layers.
-        weighting: the mean of what travels: ``uniform``, as in the authors' code, or by numbers of ``samples``, as in
+        of: what is kept local: ``batch_norm``, as in the paper, or also the weights of ``all`` other norm layers.
+        weighting: the mean of what is sent: ``uniform``, as in the authors' code, or by numbers of ``samples``, as in
             FedAvg.
         kwargs: see :class:`~lit_pfl.Client`.
 

@@ -20,7 +20,7 @@ from lit_pfl.nn import Memory
 class FedCP(Classifying):
     """A policy network gives gates r + g = 1, and what predicts is ``H_p(h * r) + H_g(h * g)``, for features h.
 
-    The learner's head is the personal one, H_p; beside it stands the received one, H_g, frozen. The policy is a linear
+    The learner's head is the personal one, H_p; next to it is the received one, H_g, frozen. The policy is a linear
     layer to 2 d numbers, layer norm and ReLU, and a Gumbel softmax over the pairs. It is given ``v * h``, where v is
     the sum over classes of the personal head's weight (of several linear layers, of their product), of length 1. A
     client trains body, personal head and policy on its loss plus ``lam * MMD(h, B_g(x))``, between its features and

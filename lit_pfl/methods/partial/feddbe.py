@@ -21,7 +21,7 @@ MEAN = "feature_mean"
 class FedDBE(Classifying):
     """Federated averaging of networks whose features get a vector of the client's own before they go into the head.
 
-    With features h, each client trains a vector r beside the averaged network, from zero, and never sends it: the head
+    With features h, each client trains a vector r next to the averaged network, from zero, and never sends it: the head
     is given h + r. So that h itself holds what clients have in common, its mean stays near a global one: to the loss
     comes ``kappa * mean_d((m - m_g)^2 / 2)``, where m is a running mean over batches, ``m <- (1 - mu) m + mu mean(h)``,
     from zero in every round.

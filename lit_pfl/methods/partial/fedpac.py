@@ -31,7 +31,7 @@ class FedPAC(Classifying):
     Then it sends the weights, V, h and the prototypes: class means under the trained body.
 
     The server averages the body by samples and prototypes by class counts. The head of client i is ``sum_j a_j H_j``
-    over the participants, with a on the simplex that minimises ``a^T (diag(V) + D) a``, ``D_jl = sum_k <h_ik - h_jk,
+    over the participants, with a on the simplex that minimizes ``a^T (diag(V) + D) a``, ``D_jl = sum_k <h_ik - h_jk,
     h_ik - h_lk>``. Weights of at most 0.001 are set to 0. Who does not take part keeps its head.
 
     Args:

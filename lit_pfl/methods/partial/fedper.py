@@ -14,7 +14,7 @@ class FedPer(Client):
     """Everything but the last layers is averaged as in FedAvg; those are each client's own. All train together.
 
     Args:
-        personal_layers: what stays at home. A number K_P: the last layers, the classifier first; 1 is the classifier
+        personal_layers: what is kept local. A number K_P: the last layers, the classifier first; 1 is the classifier
             alone, 0 nothing, which is FedAvg. A layer is one with weights (a convolution, say) and the norm that
             follows. Or a list of regular expressions: the classifier and everything of the body of whose name one is
             found, for networks that are not a sequence (``["^layer4"]``).

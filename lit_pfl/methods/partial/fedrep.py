@@ -14,7 +14,7 @@ class FedRep(Client):
     """The body is averaged as in FedAvg, the classifier is each client's own; a round trains one after the other.
 
     What does not train is frozen: it has no gradient, so neither momentum nor weight decay moves it. Running statistics
-    of normalisation layers follow the batches in both phases, as in ordinary training.
+    of normalization layers follow the batches in both phases, as in ordinary training.
 
     Args:
         mode: ``alternating``: a round's first local epochs train the head, its last ``body_epochs`` the body.

@@ -22,7 +22,7 @@ class FedRoD(Classifying):
     """Average a generic model that is trained with balanced softmax, and add a personal head that is not averaged.
 
     With features h and logits z of the generic head, n_c training samples of class c at this client, and the personal
-    head's logits p(h), a client minimises ``CE(z + gamma log n, y) + CE(stop(z) + p(stop(h)), y)``, where stop cuts the
+    head's logits p(h), a client minimizes ``CE(z + gamma log n, y) + CE(stop(z) + p(stop(h)), y)``, where stop cuts the
     gradient: neither loss changes the other's parameters. The first of them is the learner's own loss of its changed
     logits. What is evaluated is ``z + p(h)``.
 
@@ -32,7 +32,7 @@ class FedRoD(Classifying):
     Args:
         gamma: exponent of the class counts in the balanced softmax; 0 is FedAvg's softmax.
         start: how the personal head starts: at ``zero``, so that the personalized model starts as the generic one, or
-            as a ``copy`` of the generic head, as PFLlib has it. There is no code by the authors.
+            as a ``copy`` of the generic head, as PFLlib has it. The authors published no code.
         kwargs: see :class:`~lit_pfl.Client`. Gradient clipping, if it is asked for, is of both parts together.
 
     Raises:

@@ -12,14 +12,14 @@ from lit_pfl.core.sharing import EVERYTHING, Role, last_layers, needs_head
 class LGFedAvg(Client):
     """Only the last layers are averaged; the rest is each client's own. All train together. FedPer the other way round.
 
-    Where labels differ from client to client the classifier may not travel, so nothing does, and this is
+    Where labels differ from client to client the classifier may not be sent, so nothing is, and this is
     :class:`~lit_pfl.methods.StandAlone`. Clients start from common random weights; the authors' code starts from a
     model that FedAvg has trained.
 
     Args:
         shared_layers: how many of the last layers are averaged, the classifier being one (2 in the authors' code); see
             :class:`~lit_pfl.methods.FedPer`.
-        weighting: the mean of what travels: ``uniform``, as in the authors' code, or by numbers of ``samples``, as in
+        weighting: the mean of what is sent: ``uniform``, as in the authors' code, or by numbers of ``samples``, as in
             FedAvg.
         kwargs: see :class:`~lit_pfl.Client`.
 

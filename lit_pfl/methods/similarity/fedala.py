@@ -26,16 +26,16 @@ class FedALA(Client):
     trains from v it learns W, from 0 to 1 and 1 at first, on a part of its training data:
     ``W <- clip(W - eta * grad_v f(v) * (w - w_i), 0, 1)`` on each batch. The first time it goes through them until the
     losses of the last ``window`` passes differ by less than ``threshold``, later once. Of all other tensors it takes
-    what it receives. W never travels. Where nothing has been trained since, the two models are equal and nothing is
+    what it receives. W is never sent. Where nothing has been trained since, the two models are equal and nothing is
     learned. With ``eta=0`` this is FedAvg, bit for bit.
 
     The losses are taken as the model is tested, without augmentation, dropout or a change of running statistics; the
-    part of the data is a window of random samples that follow one another, drawn anew each time.
+    part of the data is a window of random samples that follow one another, resampled each time.
 
     Args:
         eta: how fast W is learned.
         share: share of the training data on which it is.
-        layers: the last tensors: how many of those that travel, 2 being weight and bias of a linear classifier; or
+        layers: the last tensors: how many of those that are sent, 2 being weight and bias of a linear classifier; or
             regular expressions, for all weights in whose name one is found.
         threshold: the standard deviation below which the losses stay as they are.
         window: number of losses that it is of.
@@ -43,7 +43,7 @@ class FedALA(Client):
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
-        ConfigError: when fewer tensors travel, or none of such a name.
+        ConfigError: when fewer tensors are sent, or none of such a name.
 
     Source:
         Zhang et al. 2023, Algorithm 1 and Eq. 4 to 6.

@@ -1,4 +1,4 @@
-"""FedAMP and HeurFedAMP: clients that are alike draw each other near, by messages of the server."""
+"""FedAMP and HeurFedAMP: similar clients draw each other near, by messages of the server."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -21,10 +21,10 @@ class FedAMP(Client):
     The server mixes ``u_i = sum_j xi_ij w_j`` of the clients' latest models, for j other than i with
     ``xi_ij = alpha / sigma * exp(-|w_i - w_j|^2 / sigma)``: those that are near already draw each other nearer. What is
     left to 1 is the client's own weight; where the others come to more than 1, they are divided by their sum. Distances
-    are over the trained weights that travel. With ``lam=0`` and ``start="own"`` this is StandAlone, bit for bit.
+    are over the trained weights that are sent. With ``lam=0`` and ``start="own"`` this is StandAlone, bit for bit.
 
     Args:
-        lam: how strongly a model is drawn to its mixture, beside alpha.
+        lam: how strongly a model is drawn to its mixture, together with alpha.
         alpha: the server's step.
         sigma: how fast the weight of others falls with their squared distance.
         start: where a round begins: at the client's ``own`` model, or at its ``mixture``.
@@ -78,9 +78,9 @@ class HeurFedAMP(FedAMP):
 
     Args:
         self_weight: the weight xi_ii of a client's own model.
-        lam: how strongly a model is drawn to its mixture, beside alpha.
+        lam: how strongly a model is drawn to its mixture, together with alpha.
         alpha: divides lam.
-        sigma: scale of the cosines in the softmax; 0 weighs all others alike.
+        sigma: scale of the cosines in the softmax; 0 weighs all others equally.
         start: where a round begins: at the client's ``own`` model, or at its ``mixture``.
         kwargs: see :class:`~lit_pfl.Client`.
 

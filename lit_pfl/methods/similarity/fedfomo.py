@@ -28,7 +28,7 @@ class FedFOMO(Client):
     A client holds back some of its training data. With the models of others that the server sends it, and with the one
     it has just trained itself, it compares the model that it started its last round from: a model counts by how much
     lower its loss is, per unit of distance, and for nothing if it is not lower. If none is, the client goes back to
-    where it started from. What does not travel (the head where labels differ, running statistics) is its own in every
+    where it started from. What is not sent (the head where labels differ, running statistics) is its own in every
     comparison.
 
     The server chooses the models: those that have helped that client most so far, and sometimes others. A client that

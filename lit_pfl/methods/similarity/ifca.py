@@ -23,11 +23,11 @@ class IFCA(Client):
     """The server has k models; a client trains the one whose loss on its data is least, and is averaged into it.
 
     A client is sent all k models. It takes the mean loss of each on its training data, in evaluation mode and without
-    augmentation, and goes on from the best, of equal ones the first. A model that nobody has chosen stays as it is.
-    What does not travel, such as a head where labels differ, is the client's own under every model. With ``clusters=1``
+    augmentation, and continues with the best, of equal ones the first. A model that nobody has chosen stays as it is.
+    What is not sent, such as a head where labels differ, is the client's own under every model. With ``clusters=1``
     this is FedAvg with equal weights, bit for bit. The authors' code chooses by the loss on what is then scored.
 
-    The first model is that of the first client; the others have its layers' weights drawn anew, and normal noise on
+    The first model is that of the first client; the others have its layers' weights resampled, and normal noise on
     weights of modules that have no ``reset_parameters``. An optimizer forgets its momentum where the model is another.
 
     Args:

@@ -25,13 +25,13 @@ class PFedHN(Client):
     The hypernetwork is a multilayer perceptron, with a linear layer for every tensor of the learner that is trained and
     shared. A client trains its weights theta_i for a round, with a fresh optimizer, and sends the result theta~_i. The
     server takes ``(d theta_i / d phi)^T (theta_i - theta~_i)`` as gradient of embeddings and network, the mean over the
-    round's participants, clips it and takes one step of SGD. What stays at home, as running statistics do, is not made.
+    round's participants, clips it and takes one step of SGD. What is kept local, as running statistics, is not made.
 
     The authors' code has one client a round (``federation.participation=2`` is the smallest number), and evaluates what
     the hypernetwork makes, without local training: ``federation.evaluate=after``.
 
     Args:
-        personal_head: keep heads at home, and make the rest: pFedHN-PC.
+        personal_head: keep heads local, and make the rest: pFedHN-PC.
         embedding_dim: size of the embeddings; by default ``int(1 + clients / 4)``.
         hidden_dim: width of the hypernetwork.
         hidden_layers: hidden layers after the first.
@@ -45,7 +45,7 @@ class PFedHN(Client):
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
-        ConfigError: when the hypernetwork would have more than 200 million weights, or heads are to stay at home and
+        ConfigError: when the hypernetwork would have more than 200 million weights, or heads are to be kept local and
             are not known.
 
     Source:

@@ -34,7 +34,7 @@ class SimFed(Client):
         tau: smallest cosine similarity of two clients that exchange anything.
         alpha: scale of the similarities in the softmax.
         match: with whom a client exchanges: ``best``, those that are similar enough; or, as controls and weighted
-            alike, itself and two others, drawn at ``random`` every round or the ``worst`` matches (Table 3).
+            equally, itself and two others, drawn at ``random`` every round or the ``worst`` matches (Table 3).
         factorization: how weights are factorized; None matches dense models (the ablation "Similarity Matching"). The
             paper does not say how u, v and mu start. By default they make the dense network's own first weights: from
             weights of rank 1, clients learn more slowly than without a factorization.

@@ -1,1 +1,1 @@
-"""A personalized model beside the shared one, or made from it."""
+"""A personalized model next to the shared one, or made from it."""

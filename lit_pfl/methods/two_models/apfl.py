@@ -1,4 +1,4 @@
-"""APFL: every client's model is a mixture of the common one and one of its own."""
+"""APFL: every client's model is a mixture of the global model and one of its own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from lit_pfl_callbacks.tensors import evaluating
 
 
 class APFL(TwoModels):
-    """Beside FedAvg's model w, every client trains a model v such that ``alpha * v + (1 - alpha) * w`` suits its data.
+    """Next to FedAvg's model w, every client trains a model v such that ``alpha * v + (1 - alpha) * w`` suits its data.
 
     On every batch w takes FedAvg's step; v takes one with the gradient of the mixture's loss by v, which is
     ``alpha * grad f(alpha * v + (1 - alpha) * w)``, at v and w as they were before either step, as in the paper's
@@ -32,7 +32,7 @@ class APFL(TwoModels):
         mixing: what is mixed: ``parameters``, as in the paper, or ``logits``, as in its released code: what the
             learners' ``forward`` returns. By default parameters, but logits for networks with batch norm, whose running
             statistics then are each network's own. With parameters, ``personal`` keeps those of the mixture, which
-            follow it as it trains and never travel: the mean of two networks' statistics is not those of their mean.
+            follow it as it trains and are never sent: the mean of two networks' statistics is not those of their mean.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:

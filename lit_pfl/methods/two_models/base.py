@@ -17,11 +17,11 @@ from lit_pfl.lightning_internals import own_copy
 
 
 class TwoModels(Client):
-    """A client with two learners: ``learner``, which is averaged as in FedAvg, and ``personal``, which never travels.
+    """A client with two learners: ``learner``, which is averaged as in FedAvg, and ``personal``, which is never sent.
 
     ``personal`` starts as a copy of the learner and is what is evaluated. One optimizer steps on one loss, the sum of
     both learners' losses on the same batch, so that every step of the Trainer is one step of each. What is done to one
-    must not be felt by the other: a subclass detaches where the losses meet; gradients are clipped for each by itself;
+    must not be felt by the other: a subclass detaches where the losses meet; gradients are clipped for each alone;
     and both see the same random numbers (:meth:`same_draws`), those that either would see alone. Then ``learner`` is
     that of FedAvg with the same weighting bit for bit, with every optimizer that treats parameters one by one.
 
@@ -61,7 +61,7 @@ class TwoModels(Client):
         return super().objective(batch, batch_idx)
 
     def personal_loss(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return what the personal learner minimises by itself, see :meth:`Client.loss`."""
+        """Return what the personal learner minimizes by itself, see :meth:`Client.loss`."""
         with silenced(self.personal):
             return self.loss(self.personal, batch, batch_idx)
 

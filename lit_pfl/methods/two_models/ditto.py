@@ -1,4 +1,4 @@
-"""Ditto: personal models held near the common one."""
+"""Ditto: personal models held near the global one."""
 
 from typing import Any, Literal
 
@@ -14,19 +14,19 @@ from lit_pfl.ops import squared_distance
 
 
 class Ditto(TwoModels):
-    """Beside FedAvg's model w, every client trains a model v of its own, on its loss and ``lam/2 * |v - w_t|^2``.
+    """Next to FedAvg's model w, every client trains a model v of its own, on its loss and ``lam/2 * |v - w_t|^2``.
 
-    w_t is the common model as the round starts (with the client's own classifier, where those stay at home). On every
+    w_t is the global model as the round starts (with the client's own classifier, where it is kept local). On every
     batch w takes FedAvg's step, and v one with the gradient ``grad f(v) + lam * (v - w_t)``. What is evaluated is v.
     With ``lam=0`` it is Stand-Alone's model. Whatever lam, w is that of FedAvg with the same weighting, bit for bit.
 
     Args:
-        lam: how strongly v is drawn to the common model, the paper's lambda (grid 0.05 to 2). FedSLR: 0.1.
+        lam: how strongly v is drawn to the global model, the paper's lambda (grid 0.05 to 2). FedSLR: 0.1.
         schedule: ``interleaved``: as above. ``separate``, FedSLR's: a round's first local epochs train w alone, its
             last ``personal_epochs`` v alone, and the pull comes after each of v's steps, as a step of its own:
             ``v <- v - lr * lam * (v - w_t)``.
         personal_epochs: how many of a round's local epochs train v, in ``separate``.
-        weighting: the mean of the common models: ``uniform``, as in the authors' code, or by numbers of ``samples``, as
+        weighting: the mean of the global models: ``uniform``, as in the authors' code, or by numbers of ``samples``, as
             in FedAvg.
         kwargs: see :class:`~lit_pfl.Client`.
 
@@ -85,7 +85,7 @@ class Ditto(TwoModels):
             self._trains_common = not self._trains_personal
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the sum of what the learners minimise that train in this epoch."""
+        """Return the sum of what the learners minimize that train in this epoch."""
         losses = []
         if self._trains_personal:
             with self.same_draws():

@@ -24,13 +24,13 @@ class KNNPer(Classifying):
     sample's features h, ``p(c)`` is the share of class c among them, weighted by ``exp(-|h - h_j|^2 / (d scale))``.
     What is evaluated is ``lam * p + (1 - lam) * softmax(z)``: its logarithm takes the place of the logits, so that loss
     and accuracy come from the learner's own steps. Nothing more is sent than by FedAvg, and nothing is kept: features
-    are taken anew, from the model that is evaluated.
+    are taken again, from the model that is evaluated.
 
-    The authors' code mixes p with logits unless told otherwise, and chooses lam on the test data.
+    The authors' code mixes p with logits by default, and chooses lam on the test data.
 
     Args:
-        k: number of neighbours.
-        lam: the weight of the neighbours. ``val``: of 0, 0.1, ..., 1 the one with the best accuracy on the client's
+        k: number of neighbors.
+        lam: the weight of the neighbors. ``val``: of 0, 0.1, ..., 1 the one with the best accuracy on the client's
             validation data, the smallest of several; without validation data 0.5.
         scale: of distances, in the exponent.
         capacity: the share of the training data that is kept, or above 1 their number, drawn at random.
@@ -100,7 +100,7 @@ class Neighbours(nn.Module):
         scale: of distances.
 
     Attributes:
-        weight: of the neighbours in the mixture.
+        weight: of the neighbors in the mixture.
     """
 
     features: Tensor

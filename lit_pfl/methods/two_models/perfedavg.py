@@ -1,4 +1,4 @@
-"""Per-FedAvg: a common model that one step makes a client's own."""
+"""PerFedAvg: a global model that one step adapts to a client."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress

@@ -1,0 +1,118 @@
+"""README, documentation and help texts: plain words, short paragraphs, no dead links."""
+
+import re
+from pathlib import Path
+
+import pytest
+from docstring_parser import parse
+
+import lit_pfl.cli.federated_cli  # and so all classes that an option can name
+import lit_pfl.methods
+from lit_pfl import Client, Federation
+from lit_pfl.cli.messages import CLASSES
+from lit_pfl.cli.overview import OVERVIEW, families
+from lit_pfl.cli.tools import TOOLS, run_tool
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ROOT / "configs/paper/README.md",
+    ROOT / "examples/reproduce/README.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("api/*.md")),
+    DOCS / "reproduction/index.md",
+]
+LONGEST_PARAGRAPH = 80  # words
+LONGEST_README = 165  # lines
+FENCE = re.compile(r"^(`{3,}|:{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+
+
+def private_words() -> dict[str, str]:
+    lines = (DOCS / "private_words.txt").read_text().splitlines()
+    return dict(line.split("\t") for line in lines if not line.startswith("#"))
+
+
+def without_code(text: str) -> str:
+    """Drop code, quoted output, quoted words and the addresses of links."""
+    text = re.sub(r"<!--.*?-->", "", FENCE.sub("", text), flags=re.DOTALL)
+    return re.sub(r"``.*?``|`[^`]*`|\]\([^)]*\)", "", text)
+
+
+def found(text: str) -> list[str]:
+    """Return the private words of a text, each with its surroundings and with what to write instead."""
+    text = " ".join(without_code(text).split())
+    return [
+        f"...{text[max(0, hit.start() - 30) : hit.end() + 20]}...: {instead}"
+        for word, instead in private_words().items()
+        for hit in re.finditer(rf"(?<![\w-])(?:{word})(?![\w-])", text, re.IGNORECASE)
+    ]
+
+
+def paragraphs(text: str) -> list[str]:
+    """Return the paragraphs of running text: no code, no tables, no headings; an item of a list is one of its own."""
+    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", without_code(text))
+    return [block for block in blocks if not block.lstrip().startswith(("|", "#"))]
+
+
+def described() -> dict[str, str]:
+    """Return what the help takes from docstrings, by class; of a method all of it, which its page shows."""
+    classes, seen = [Federation, *CLASSES.values()], set()
+    while classes:
+        cls = classes.pop()
+        classes += [sub for sub in cls.__subclasses__() if sub not in seen]
+        seen.add(cls)
+    return {
+        f"{cls.__module__}.{cls.__name__}": " ".join(
+            [doc.short_description or "", *(param.description or "" for param in doc.params)]
+        )
+        + (cls.__doc__ if issubclass(cls, Client) else "")
+        for cls in seen
+        if re.match(r"lit_pfl(?!\.testing)", cls.__module__) and cls.__doc__ and (doc := parse(cls.__doc__))
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+class TestPage:
+    def test_has_no_private_word(self, page):
+        assert not found(page.read_text())
+
+    def test_has_no_long_paragraph(self, page):
+        lengths = {text.strip()[:60]: len(text.split()) for text in paragraphs(page.read_text())}
+        assert not {text: words for text, words in lengths.items() if words > LONGEST_PARAGRAPH}
+
+    def test_has_no_dead_link(self, page):
+        generated = {DOCS / "methods/index.md", *(DOCS / f"methods/{name}.md" for name in lit_pfl.methods.__all__)}
+        links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", FENCE.sub("", page.read_text()))
+        there = [(page.parent / link).resolve() for link in links if "://" not in link]
+        assert not [str(path) for path in there if not path.exists() and path not in generated]
+
+
+def test_help_has_no_private_word():
+    words = {name: found(text) for name, text in described().items()}
+    assert not {name: hits for name, hits in words.items() if hits}
+
+
+def test_overviews_have_no_private_word():
+    lines = [f"{family}: {name}: {about}" for family, members in families().items() for name, about in members.items()]
+    lines += [text for _, text in TOOLS.values()]
+    lines += [path.read_text().partition("\n")[0] for path in (ROOT / "configs").rglob("*.yaml")]
+    assert not found("\n".join([OVERVIEW, *lines]))
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_help_of_a_command_has_no_private_word(name, capsys):
+    with pytest.raises(SystemExit):
+        run_tool(name, ["--help"])
+    assert not found(capsys.readouterr().out)
+
+
+def test_readme_is_short_and_names_every_method():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= LONGEST_README
+    assert not [name for name in lit_pfl.methods.__all__ if not re.search(rf"\b{name}\b", readme)]
+
+
+def test_every_method_has_a_row_in_the_guide_to_choose_one():
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "choose_a_method.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(lit_pfl.methods.__all__)
