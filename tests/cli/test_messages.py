@@ -36,7 +36,7 @@ REFUSED = [
     ("--data.partition Dirichlet --data.partition.alhpa 3",
      "data.partition: Option 'alhpa' is not accepted. Did you mean alpha?"),
     ("--model.optimizer Adm", "model.optimizer: there is no 'Adm'; choose one of ASGD, "),
-    ("--model FedAwg", "model: there is no 'FedAwg'; choose one of APFL, AgnosticFL, "),
+    ("--model FedAwg", "model: there is no 'FedAwg'; choose one of APFL, APPLE, AgnosticFL, "),
     ("--model TwoModels", "model: there is no 'TwoModels'; choose one of APFL, "),
     ("--model.backbone Backbone", "model.backbone=Backbone: it is only there to be built on; choose one of CNN, "),
     ("--model.backbone ResNet", "model.backbone: there is no 'ResNet'; choose one of CNN, "),

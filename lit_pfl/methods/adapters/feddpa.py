@@ -1,4 +1,4 @@
-"""FedDPA: a common adapter and a personal one, mixed for every input by how familiar it is."""
+"""FedDPA: a shared adapter and a personal one, mixed for every input by how familiar it is."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +23,7 @@ from lit_pfl_callbacks.tensors import evaluating
 
 
 class FedDPA(FedIT, TwoModels):
-    """Beside FedIT's adapters every client trains personal ones; a layer's output is a mixture of both.
+    """Next to FedIT's adapters every client trains personal ones; a layer's output is a mixture of both.
 
     With personal adapters v_i and common ones w, an adapted layer of client i returns ``W x + a v_i(x) + (1 - a)
     w(x)``. On every batch w takes :class:`~lit_pfl.methods.FedIT`'s step, and v_i one on the loss of the mixture with
@@ -32,7 +32,7 @@ class FedDPA(FedIT, TwoModels):
 
     What is evaluated is a mixture with a weight for every input: ``a(x) = alpha * mean_s cos(h(x), h(x_s))`` over
     ``instances`` of the client's training samples x_s, with h(x) what goes into the head under the personal adapters
-    alone. The samples are drawn once by the client's id; the authors' code draws them anew for each input, and takes
+    alone. The samples are drawn once by the client's id; the authors' code draws new ones for each input, and takes
     the last token's hidden state for h. There v_i begins to train in round 2.
 
     Args:

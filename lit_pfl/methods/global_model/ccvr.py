@@ -33,8 +33,8 @@ class CCVR(Classifying):
     It draws ``samples_per_class`` features of every class with at least two samples from N(mu_c, S_c), and trains the
     head of the model that the statistics are of on them, by SGD on the cross entropy. That model is evaluated with
     ``federation.evaluate=after``, and as the global model: it is the one that the round began with, while the paper
-    calibrates once after the last round. Training goes on from the plain mean, so clients are those of FedAvg, bit for
-    bit.
+    calibrates once after the last round. Training continues from the plain mean, so clients are those of FedAvg, bit
+    for bit.
 
     Args:
         samples_per_class: virtual features of every class.

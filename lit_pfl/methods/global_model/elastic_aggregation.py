@@ -35,7 +35,7 @@ class ElasticAggregation(Classifying):
     maximum over clients, and does not train on the samples that O is of.
 
     Args:
-        tau: how far weights go on which no output depends: 1 + tau times to the mean. The most sensitive go tau times.
+        tau: the step of weights on which no output depends: 1 + tau times to the mean. The most sensitive go tau times.
         mu: how much of O stays with every batch; 0 leaves the last batch's.
         share: share of the training data that O is of.
         kwargs: see :class:`~lit_pfl.Client`.

@@ -32,7 +32,7 @@ class Floco(Classifying):
     point a client. It projects the points onto simplices of sum s, divides by s, and takes of 1000 sums s in (0, 1] the
     one with the least energy ``sum_{i<j} 1 / |c_i - c_j|^2``. From then on client i draws ``a = c_i + r u`` with r from
     [0, rho] and u from the unit sphere of the L1 norm, divided by its sum. What is evaluated is ``W(c_i)``, before that
-    the mean of the endpoints. Clients that have not taken part by round tau go on as before.
+    the mean of the endpoints. Clients that have not taken part by round tau continue as before.
 
     The first endpoint is the head's own first weight, the others are drawn by Xavier's normal rule, as in the authors'
     code for all. That lets all clients train a further time in round tau. With ``endpoints=1`` this is FedAvg, bit for
@@ -45,7 +45,7 @@ class Floco(Classifying):
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
-        ConfigError: when labels differ from client to client, or the head is no single linear layer or is not shared.
+        ConfigError: when labels differ from client to client, or the head is not one linear layer or is not shared.
 
     Source:
         Grinwald, Wiesner and Nakajima 2024, Algorithm 1, with the details of the authors' code.

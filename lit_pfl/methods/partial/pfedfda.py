@@ -28,8 +28,8 @@ class PFedFDA(Classifying):
     trains the body alone, under the head of the received mu and S. Then it takes the class means m_c of its features,
     those received for classes with at most two samples, and ``V = sum (h - m_y)(h - m_y)^T / (n - 1) + eps + I``, and
     sends the body and ``mu = b m + (1 - b) mu``, ``S = b' V + (1 - b') S``. The server averages all by samples. b and
-    b' minimise the cross entropy in a cross-validation with two folds of each class, by L-BFGS from 0.5; they are 0
-    where no class has two samples. What is evaluated has the head of mu and S mixed anew for its body.
+    b' minimize the cross entropy in a cross-validation with two folds of each class, by L-BFGS from 0.5; they are 0
+    where no class has two samples. What is evaluated has the head of mu and S mixed again for its body.
 
     Before round 1, mu is drawn from [0, 1) and S the identity. Features are those of all training data in evaluation
     mode; the authors' code takes them from training, and from evaluation mode where it evaluates. The learner's own

@@ -24,15 +24,15 @@ class APPLE(Client):
     """A client trains its core model and how much it takes of everybody's, through the sum that is its own model.
 
     Client i's model is ``w_i = sum_j p_ij c_j`` over all clients' core models c, entry by entry. On each batch it
-    minimises ``f(w_i) + lambda_r mu |p_i - p_0|^2`` by c_i, with the learner's optimizer, and by p_i, with plain SGD;
+    minimizes ``f(w_i) + lambda_r mu |p_i - p_0|^2`` by c_i, with the learner's optimizer, and by p_i, with plain SGD;
     the other c_j stay as received. p_i begins at p_0, the clients' shares of samples. ``lambda_r`` falls from 1 to 0
     in the first ``prior_rounds`` rounds r = 0, 1, ...: as ``0.001^(r / prior_rounds)`` or as half a cosine. c_i is
-    sent and everybody gets all c_j. Weights that stay at home, as heads do where labels differ, are no sums. With p_i
+    sent and everybody gets all c_j. Weights that are kept local, as heads where labels differ, are no sums. With p_i
     fixed at 1 for the own model and 0 for all others this is StandAlone, bit for bit.
 
     A client receives as many models as there are others: the authors' choice of a few of them, for little bandwidth,
     is not here. The server keeps p_i for the client. The authors step p_i with the network's momentum too, and each
-    core model begins with weights of its own; here all begin alike. The step of c_i is p_ii times that of a model
+    core model begins with weights of its own; here all begin equal. The step of c_i is p_ii times that of a model
     trained alone, so learning rates are to be larger.
 
     Args:

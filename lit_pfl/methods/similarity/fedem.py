@@ -35,7 +35,7 @@ from lit_pfl_callbacks.tensors import evaluating, load_tensors, tensors_of
 
 
 class FedEM(Classifying):
-    """Clients train M common models together; each weighs them by how well they explain its data.
+    """Clients train M global models together; each weighs them by how well they explain its data.
 
     Client i takes its data to come from a mixture of M distributions with weights pi_i. At the start of a round it
     takes, under the received models theta_m and in evaluation mode, ``q_sm = softmax_m(log pi_im - l(theta_m; s))`` of
@@ -45,7 +45,7 @@ class FedEM(Classifying):
     ``forward`` returns. With ``components=1`` this is FedAvg, bit for bit.
 
     q of a batch is found from that batch as it is trained on, augmented where training data are. The first model is
-    the first client's; the others have its layers' weights drawn anew, as by :class:`~lit_pfl.methods.IFCA`.
+    the first client's; the others have its layers' weights resampled, as by :class:`~lit_pfl.methods.IFCA`.
 
     Args:
         components: number of models, M.

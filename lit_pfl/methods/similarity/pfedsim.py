@@ -1,4 +1,4 @@
-"""pFedSim: clients whose classifiers are alike share bodies."""
+"""pFedSim: clients with similar classifiers share bodies."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ class PFedSim(Client):
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
-        ConfigError: when labels differ from client to client, the head is not known, stays at home or has no linear
+        ConfigError: when labels differ from client to client, the head is not known, is kept local or has no linear
             layer.
 
     Source:

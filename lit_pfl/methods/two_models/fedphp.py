@@ -13,12 +13,12 @@ from lit_pfl_callbacks.tensors import tensors_of
 
 
 class FedPHP(TwoModels, Classifying):
-    """Beside the averaged model w, every client has an inherited private model p, which teaches w and is evaluated.
+    """Next to the averaged model w, every client has an inherited private model p, which teaches w and is evaluated.
 
     A client trains w, from what it receives, on ``(1 - lam) f(w) + lam R(w, p)``. R is the cross entropy of w's class
     probabilities to ``softmax(z_p / temperature)``, z_p the logits of p, or the maximum mean discrepancy of the
     features of both. p is frozen and in evaluation mode. After training, ``p <- m p + (1 - m) w`` with ``m = mu min(1,
-    t / rounds)``, t the number of rounds in which the client took part before; buffers are averaged alike. w is
+    t / rounds)``, t the number of rounds in which the client took part before; and so are buffers. w is
     averaged by samples. With ``lam=0`` w is that of FedAvg, bit for bit, and with ``mu=0`` p is w as trained.
 
     As in the authors' code, p teaches in a client's first round too, when it is the first model.
