@@ -33,7 +33,7 @@ KEPT = {
     FedAvg: set(), SimFed: MIXED, FactorizedFL: MIXED, AgnosticFL: {"lambdas"}, FedDyn: {"deviation"},
     ClusteredFL: {"models", "place", "forks", "scale"}, FedFOMO: {"latest", "affinity", "round"},
     FedMA: {"step", "seen", "assignments", "finished"}, FedSLR: {"dual", "duals"}, FedSpa: {"masks", "round"},
-    Scaffold: {"control"}, PFedSim: MIXED | {"similarity"}, APPLE: {"relations", "cores"}, FedCAC: MIXED,
+    Scaffold: {"control"}, PFedSim: MIXED | {"similarity"}, APPLE: {"relations", "cores", "round"}, FedCAC: MIXED,
 }  # fmt: skip
 
 

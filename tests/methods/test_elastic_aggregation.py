@@ -79,6 +79,13 @@ def test_with_equal_sensitivities_and_tau_1_it_is_fedavg_bit_for_bit(monkeypatch
     assert not torch.equal(weights(plain)[0]["backbone.head.weight"], weights(theirs)[0]["backbone.head.weight"])
 
 
+def test_no_output_depends_on_a_weight_that_a_module_has_frozen_since():
+    member = federation(1).clients[0]
+    member.backbone.head.weight.requires_grad_(False)
+    member.begin_round()
+    assert {name for name, own in member.sensitivity.items() if not own.any()} == {"backbone.head.weight"}
+
+
 def test_a_network_without_a_head_module_is_refused():
     with pytest.raises(ConfigError, match=r"model\.head: ElasticAggregation has to know which parameters"):
         run(

@@ -91,15 +91,18 @@ class ElasticAggregation(Classifying):
     def begin_round(self) -> None:
         """Take the sensitivity of the received weights."""
         self.sensitivity.zero_()
-        weights = self.shared_weights()
+        # A module may have frozen some since: no output depends on what does not train.
+        weights = {name: weight for name, weight in self.shared_weights().items() if weight.requires_grad}
         with torch.enable_grad(), evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
             for index, batch in enumerate(self.unlabeled()):
                 with suppress(SkipBatch), self.at_head() as seen:
                     training_loss(self.learner, transferred(self.learner, batch), index)
                     energy = seen.logits.square().sum(1).mean()
+                    if not energy.requires_grad:
+                        continue
                     gradients = torch.autograd.grad(energy, list(weights.values()), materialize_grads=True)
-                    for (_, own), gradient in zip(self.sensitivity.items(), gradients, strict=True):
-                        own.lerp_(gradient.abs(), 1 - self.mu)
+                    for name, gradient in zip(weights, gradients, strict=True):
+                        self.sensitivity[name].lerp_(gradient.abs(), 1 - self.mu)
 
     def upload(self) -> Payload:
         """Return the weights and their sensitivities."""

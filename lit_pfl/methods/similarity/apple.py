@@ -17,7 +17,8 @@ from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.learners import Step, call_with, holding, refuse_scaled_gradients, single_optimizer
 from lit_pfl.nn import Memory
 
-RELATIONS, PRIOR, OWN, OTHERS = "relations", "prior", "own/", "others/"
+RELATIONS, PRIOR, PULL, OWN, OTHERS = "relations", "prior", "pull", "own/", "others/"
+Schedule = Literal["exponential", "cosine"]
 
 
 class APPLE(Client):
@@ -60,7 +61,7 @@ class APPLE(Client):
         self,
         mu: NonNegativeFloat = 0.1,
         prior_rounds: PositiveInt = 16,
-        schedule: Literal["exponential", "cosine"] = "exponential",
+        schedule: Schedule = "exponential",
         relation_lr: NonNegativeFloat = 0.001,
         **kwargs: Any,
     ) -> None:
@@ -68,6 +69,7 @@ class APPLE(Client):
         self.mu, self.prior_rounds, self.schedule, self.relation_lr = mu, prior_rounds, schedule, relation_lr
         self._relations = torch.zeros(1)  # of this client first, then of the others in the order of their ids
         self._prior = torch.zeros(1)
+        self._pull = 0.0  # lambda_r mu
         self._cores: dict[str, list[Tensor]] = {}  # of every weight those of the others: the server's memory
         self._others: dict[str, Tensor] = {}  # the same as (K - 1, ...) while the client trains
 
@@ -75,7 +77,7 @@ class APPLE(Client):
         self.mixture = Memory(self.shared_weights())
 
     def configure_server(self) -> "APPLEServer":  # noqa: D102
-        return APPLEServer(frozenset(self.shared_weights()))
+        return APPLEServer(frozenset(self.shared_weights()), self.mu, self.prior_rounds, self.schedule)
 
     def configure_optimizers(self) -> Any:  # noqa: D102
         refuse_scaled_gradients(self.trainer, "APPLE")
@@ -91,6 +93,7 @@ class APPLE(Client):
         """Take note of p_i and of the others' core models; the own one comes before the first upload only."""
         super().download({name.removeprefix(OWN): own for name, own in reply.items() if name.startswith(OWN)})
         self._relations, self._prior = (reply[name].to(self.device).clone() for name in (RELATIONS, PRIOR))
+        self._pull = float(reply[PULL])
         self._cores = {name: [] for name in self.shared_weights()}
         for name, tensor in reply.items():
             if name.startswith(OTHERS):
@@ -112,8 +115,9 @@ class APPLE(Client):
     def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
         mixed = {f"learner.{name}": tensor for name, tensor in self._mixed(self._others).items()}
         loss: Tensor = call_with(mixed, Step(self.learner, self.loss), batch, batch_idx)
-        pull = self.mu * prior_strength(self.schedule, self.completed_rounds, self.prior_rounds)
-        return loss + pull * (self._relations - self._prior).square().sum() if pull else loss
+        if not self._pull:
+            return loss
+        return loss + self._pull * (self._relations - self._prior).square().sum()
 
     def _mixed(self, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
         p = self._relations
@@ -146,7 +150,7 @@ class APPLE(Client):
             yield self.learner
 
 
-def prior_strength(schedule: Literal["exponential", "cosine"], round: int, prior_rounds: int) -> float:
+def prior_strength(schedule: Schedule, round: int, prior_rounds: int) -> float:
     """Return lambda of a round, counted from 0.
 
     Source:
@@ -163,20 +167,23 @@ class APPLEServer(Server):
 
     Args:
         weights: names of the trained parameters among what is uploaded; only these are handed on.
+        mu: see :class:`APPLE`.
+        prior_rounds: see :class:`APPLE`.
+        schedule: see :class:`APPLE`.
 
     Attributes:
         cores: the latest core model of every client that has taken part, by id; that of others is :attr:`model`.
         relations: p_i by client: its own share first, then those of the others in the order of their ids.
     """
 
-    kept = ("relations",)
+    kept = ("relations", "round")
     kept_payloads = ("cores",)
 
     cores: dict[int, Payload]
     relations: dict[int, Tensor]
 
-    def __init__(self, weights: frozenset[str]) -> None:
-        self.weights = weights
+    def __init__(self, weights: frozenset[str], mu: float, prior_rounds: int, schedule: Schedule) -> None:
+        self.weights, self.mu, self.prior_rounds, self.schedule = weights, mu, prior_rounds, schedule
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
@@ -187,6 +194,7 @@ class APPLEServer(Server):
         }
         self.relations = {client: prior.clone() for client, prior in self.priors.items()}
         self.cores = {}
+        self.round = 0
         self.layouts = {client: dict(info.initial.layout) for client, info in clients.items()}
 
     def others_of(self, client: int) -> list[int]:
@@ -207,10 +215,12 @@ class APPLEServer(Server):
             self.relations[client] = upload[RELATIONS].clone()
             self.cores[client] = Payload({name: upload[name].clone() for name in self.model}, upload.sparse)
         self.cores = dict(sorted(self.cores.items()))
+        self.round = round
 
     def reply(self, client: int) -> Payload:
-        """Return p_i, p_0, and the core models of all others, each tensor named ``others/<client>/<tensor>``."""
-        tensors = {RELATIONS: self.relations[client], PRIOR: self.priors[client]}
+        """Return p_i, p_0, lambda_r mu, and all others' core models, a tensor's name being ``others/<client>/...``."""
+        pull = self.mu * prior_strength(self.schedule, self.round, self.prior_rounds)
+        tensors = {RELATIONS: self.relations[client], PRIOR: self.priors[client], PULL: torch.tensor(pull)}
         if client not in self.cores:
             tensors |= {OWN + name: tensor for name, tensor in self.model.items()}
         for other in self.others_of(client):
