@@ -99,7 +99,7 @@ class FLUTE(Classifying):
 
     def upload(self) -> Payload:
         """Return the weights, and which classes the client has."""
-        return super().upload().with_({PRESENT: self.present if self.data is not None else torch.ones(self.num_logits)})
+        return super().upload().with_({PRESENT: self.present})
 
     def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
         self._check(local_epochs)

@@ -49,7 +49,7 @@ class FedEM(Classifying):
 
     Args:
         components: number of models, M.
-        kwargs: see :class:`~lit_pfl.Client`.
+        kwargs: see :class:`~lit_pfl.Client`. Gradient clipping, if it is asked for, is of all models together.
 
     Raises:
         ConfigError: when the learner has no head module, or no ``forward`` that its steps call for logits, the data

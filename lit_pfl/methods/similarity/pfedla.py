@@ -31,7 +31,8 @@ class PFedLA(Client):
     Args:
         embedding_dim: size of the embeddings.
         hidden_dim: width of the hypernetworks.
-        server_lr: learning rate of the server's step.
+        server_lr: learning rate of the server's step. The default is FL-bench's; on the bundled digits, weights stay
+            nearly equal for tens of rounds with it, and follow the clients with 1 to 50.
         server_momentum: its momentum.
         kwargs: see :class:`~lit_pfl.Client`.
 
