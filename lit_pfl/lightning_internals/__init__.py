@@ -25,7 +25,7 @@ from lit_pfl.lightning_internals.inside import (
     told_evaluating,
 )
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
-from lit_pfl.lightning_internals.undisturbed import undisturbed
+from lit_pfl.lightning_internals.undisturbed import looked_up_once, undisturbed
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -40,6 +40,7 @@ __all__ = [
     "lend_data",
     "lent_trainer",
     "log_nothing",
+    "looked_up_once",
     "make_endless",
     "make_lean",
     "name_metrics",
