@@ -53,12 +53,13 @@ class FrozenWeights:
     Args:
         clients: the clients of this process, by id.
         first: the id of the one that trains first.
+        alone: whether there is no other.
     """
 
-    def __init__(self, clients: Mapping[int, Client], first: int) -> None:
+    def __init__(self, clients: Mapping[int, Client], first: int, alone: bool) -> None:
         self.clients, self.first, self._changed = clients, first, frozenset[str]()
         self._before = {name: weight.detach() for name, weight in clients[first].frozen.items()}
-        self._looked = len(clients) == 1 or not self._before
+        self._looked = alone or not self._before
         if not self._looked:
             for weights in frozen_of(clients[first]).values():
                 hold_apart(weights.values())

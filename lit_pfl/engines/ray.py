@@ -20,6 +20,7 @@ from lit_pfl.engines.trainers import planned_rounds
 from lit_pfl.engines.work import Work
 from lit_pfl.engines.worker import Answer, Failure, Modes, Outer, Worker
 from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import ASLEEP
 from lit_pfl_callbacks.run_folder import run_folder
 
 T = TypeVar("T")
@@ -212,11 +213,14 @@ class Ray(Engine):
         self.work.seed = state.get("seed", self.work.seed)
         self.left = set(state.get("left", ()))
 
+        def has(client: int) -> bool:
+            return ASLEEP not in state or client in state["clients"]
+
         def load(hand: Hand) -> Any:
             own = self._of(hand)
             part = {
-                **{key: state[key] for key in ("seed", "left") if key in state},
-                "clients": {client: state["clients"][client] for client in own},
+                **{key: state[key] for key in ("seed", "left", ASLEEP) if key in state},
+                "clients": {client: state["clients"][client] for client in own if has(client)},
                 "streams": {client: state["streams"][client] for client in own if client in state["streams"]},
             }
             reference = self.ray.put(packed(part))

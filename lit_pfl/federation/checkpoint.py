@@ -10,6 +10,7 @@ from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.data import ClientData, identity_of
 from lit_pfl.engines import Engine
 from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import SavedStates
 
 
 def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine) -> dict[str, Any]:
@@ -66,7 +67,10 @@ def resume(
 
 def trained_in(state: Mapping[str, Any]) -> set[int]:
     """Return the ids of the clients that have trained in a state of :func:`saved`: their own Trainers are in it."""
-    return {client for client, own in state["clients"].items() if len(own) > 1}
+    clients = state["clients"]
+    if isinstance(clients, SavedStates):  # which need not be read for that
+        return {client for client, file in clients.files.items() if file.trained}
+    return {client for client, own in clients.items() if len(own) > 1}
 
 
 def fingerprint(data: ClientData) -> str:

@@ -193,6 +193,13 @@ class Federation(QuickModule):
         else:
             self._work.trainer = self.trainer
             self.engine.setup(self._work)
+        if isinstance(own := self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            own.states = self.engine.files
+        elif self.engine.files is not None:
+            raise ConfigError(
+                f"federation.engine.awake: {type(own).__name__} does not know of the files that checkpoints refer to; "
+                "leave that plugin out of trainer.plugins."
+            )
         if self.scores.global_model is not None:
             self.scores.global_model.client.place_on(self.trainer.strategy.root_device)
         summarize(self.trainer, self._described)

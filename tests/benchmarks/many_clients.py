@@ -6,8 +6,9 @@
 Every federation runs in a process of its own: an MLP of a few hundred weights, eight training samples a client, one
 epoch a round, 100 clients validated and a checkpoint written after every round, no test. The figures are medians over
 the rounds after the first two: seconds of the whole round, of training, of validation and of the checkpoint; then
-seconds until the first round, the peak of memory, and bytes on disk in the end. ``--awake`` is that of the engine;
-without it all clients stay in memory. With ``--all-first`` everybody trains in round 1, so that everybody has a state.
+seconds until the first round; the peak of memory, and bytes on disk in the end. Seconds are the processor's, so that
+other work on the machine does not count. ``--awake`` is the engine's; without it all clients stay in memory. With
+``--all-first`` everybody trains in round 1, so that everybody has a state.
 """
 
 import argparse
@@ -76,7 +77,7 @@ class Watch(L.Callback):
         self.started: float | None = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         if self.parts:
             self.parts[-1]["round"] = now - self.began
         else:
@@ -85,13 +86,13 @@ class Watch(L.Callback):
         self.parts.append({"train": 0.0, "evaluate": 0.0, "save": 0.0})
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.parts[-1]["train"] = time.perf_counter() - self.began
+        self.parts[-1]["train"] = time.process_time() - self.began
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.validating = time.perf_counter()
+        self.validating = time.process_time()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.parts[-1]["evaluate"] = time.perf_counter() - self.validating
+        self.parts[-1]["evaluate"] = time.process_time() - self.validating
 
 
 class TimedCheckpoint(LastCheckpoint):
@@ -102,16 +103,16 @@ class TimedCheckpoint(LastCheckpoint):
         self.watch = watch
 
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
-        began = time.perf_counter()
+        began = time.process_time()
         super()._save_checkpoint(trainer, filepath)
-        self.watch.parts[-1]["save"] = time.perf_counter() - began
+        self.watch.parts[-1]["save"] = time.process_time() - began
 
 
 def measure(number: int, method: str, awake: int | None, rounds: int, all_first: bool) -> dict[str, float]:
     """Run a federation; return its figures."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    began, watch = time.perf_counter(), Watch()
+    began, watch = time.process_time(), Watch()
     with tempfile.TemporaryDirectory() as folder:
         prototype = getattr(methods, method)(backbone=partial(MLP, hidden=16))
         federation = Federation(
