@@ -19,6 +19,7 @@ from lit_pfl.engines.engine import Engine, Trained
 from lit_pfl.engines.frozen import FrozenWeights, keep_apart, share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.last_good import LastGoodState
+from lit_pfl.engines.resuming import refuse_another_network
 from lit_pfl.engines.validation import check_monitored
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError
@@ -302,32 +303,3 @@ class Local(Engine):
         constant = module.constant()
         now = {name: value for name, value in module.state_dict().items() if name in constant} if constant else {}
         return {**own, "state_dict": {**now, **own["state_dict"]}}
-
-
-def refuse_another_network(
-    client: int, saved: Mapping[str, Any], own: Mapping[str, Any], resizes: bool = False
-) -> None:
-    """Compare the state of a client in a checkpoint and in a run.
-
-    Args:
-        client: its id.
-        saved: the checkpoint's.
-        own: the run's.
-        resizes: whether training changes their shapes, so that only numbers of dimensions must agree.
-
-    Raises:
-        ConfigError: at the first that has another shape, or is in one of them only.
-    """
-
-    def shape(value: object) -> object:
-        if not isinstance(value, Tensor):
-            return "no tensor"
-        return f"of {value.dim()} dimensions" if resizes else tuple(value.shape)
-
-    for name in {**own, **saved}:
-        before, now = (shape(tensors[name]) if name in tensors else "not there" for tensors in (saved, own))
-        if before != now:
-            raise ConfigError(
-                f"model: the checkpoint is of another network: client {client}'s tensor {name!r} is {before}, where "
-                f"this model's is {now}."
-            )

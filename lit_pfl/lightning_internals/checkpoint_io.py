@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.errors import ConfigError, SaveError
-from lit_pfl.lightning_internals.state_files import StateFiles, with_states
+from lit_pfl.lightning_internals.state_files import with_states
+from lit_pfl.lightning_internals.state_writing import StateFiles
 from lit_pfl_callbacks.files import replacing
 
 
