@@ -1,6 +1,7 @@
 """What a federation adds to a checkpoint, and which ones it takes: who made it, on whose data, with which networks."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,12 +24,21 @@ def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine)
     """
     if coordinator.under_way:
         rank_zero_warn(f"A checkpoint in the middle of round {coordinator.round + 1}: no run can go on from it.")
-    return {
+    state = {
         "under_way": coordinator.under_way,
         **identity,
         "coordinator": coordinator.state_dict(),
         **engine.state_dict(),
     }
+    if engine.files is not None:  # of thousands of clients tables take longer than all the rest, as text they do not
+        state["data"] = json.dumps(state["data"])
+        state["coordinator"]["ledger"]["clients"] = json.dumps(state["coordinator"]["ledger"]["clients"])
+    return state
+
+
+def _table(value: str | dict[int, Any]) -> dict[int, Any]:
+    """Return a table by client id, which may be written as text."""
+    return {int(client): one for client, one in json.loads(value).items()} if isinstance(value, str) else value
 
 
 def resume(
@@ -57,6 +67,8 @@ def resume(
                 f"The checkpoint was written in the middle of round {state['coordinator']['round'] + 1}, and no run "
                 "can go on from there; give one of a whole round, such as checkpoints/last.ckpt."
             )
+        state["data"], ledger = _table(state["data"]), state["coordinator"]["ledger"]
+        ledger["clients"] = _table(ledger["clients"])
         refuse_another_run(state, identity, names)
         engine.load_state_dict(state)
         coordinator.load_state_dict(state["coordinator"])

@@ -12,6 +12,7 @@ from lit_pfl.errors import ConfigError
 
 #: the folder beside checkpoints, and under which name they refer to what is in it
 FOLDER, ASLEEP = "clients", "asleep"
+ENDING = ".state"
 
 
 class StateFile(NamedTuple):
@@ -84,13 +85,25 @@ def with_states(federation: dict[str, Any], checkpoint: Path, weights_only: bool
     """
     if ASLEEP not in federation:
         return
-    folder = checkpoint.absolute().parent / FOLDER
-    files = {
-        client: StateFile(folder, name, trained, weights_only) for client, (name, trained) in federation[ASLEEP].items()
-    }
+    files = referred_to(federation[ASLEEP], checkpoint, weights_only)
     if lost := next((file.path for file in files.values() if not file.path.is_file()), None):
         raise ConfigError(f"{_not_there(lost)}.")
     federation |= {ASLEEP: True, **{part: SavedStates(files, part) for part in ("clients", "streams")}}
+
+
+def references_to(files: Mapping[int, StateFile]) -> str:
+    """Return what a checkpoint holds of files: their names, a line each; those of who has never trained end in ``?``.
+
+    It is text, since Python takes longer to save a table of many clients than all the rest.
+    """
+    return "\n".join(file.name if file.trained else f"{file.name}?" for file in files.values())
+
+
+def referred_to(names: str, checkpoint: Path, weights_only: bool = True) -> dict[int, StateFile]:
+    """Return by client id the files that a checkpoint refers to, from what :func:`references_to` has returned."""
+    folder = checkpoint.absolute().parent / FOLDER
+    files = (StateFile(folder, line.rstrip("?"), not line.endswith("?"), weights_only) for line in names.splitlines())
+    return {int(file.name.rpartition("/")[2].partition("-")[0]): file for file in files}
 
 
 def _not_there(path: Path) -> str:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,15 @@ from typing import Any, NamedTuple
 import torch
 
 from lit_pfl.errors import ConfigError, SaveError
-from lit_pfl.lightning_internals.state_files import ASLEEP, FOLDER, StateFile, digest
+from lit_pfl.lightning_internals.state_files import (
+    ASLEEP,
+    ENDING,
+    FOLDER,
+    StateFile,
+    digest,
+    references_to,
+    referred_to,
+)
 
 #: how many clients' files are in one folder
 EACH = 1000
@@ -69,7 +78,7 @@ class StateFiles:
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)
         content = buffer.getvalue()
-        file = StateFile(self.folder, f"{client // EACH}/{client}-{digest(content)}.state", trained)
+        file = StateFile(self.folder, f"{client // EACH}/{client}-{digest(content)}{ENDING}", trained)
         since = self._count
         try:
             if _is_there(file.path, len(content)):  # somebody else's checkpoint may refer to it
@@ -108,13 +117,12 @@ class StateFiles:
             self._leave(client)
         self._elsewhere = set()
 
-    def references(self) -> dict[int, tuple[str, bool]]:
+    def references(self) -> str:
         """Return what a checkpoint holds of the latest states, which are on the disk from now on."""
-        for path in self._written:
-            with suppress(FileNotFoundError), path.open("rb") as file:  # another one may have taken its place
-                os.fsync(file.fileno())
+        with ThreadPoolExecutor(8) as pool:  # a disk takes as long for some as for one
+            list(pool.map(_on_the_disk, self._written))
         self._written, self._count = [], self._count + 1
-        return {client: (file.name, file.trained) for client, file in self.latest.items()}
+        return references_to(self.latest)
 
     # ------------------------------------------------------------------------------------------- beside checkpoints
 
@@ -191,9 +199,14 @@ def _names_in(checkpoint: Path) -> frozenset[str] | None:
     """Return the names of the files that somebody else's checkpoint refers to; None where that cannot be read."""
     try:
         federation = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["federation"]
-        return frozenset(name for name, _ in federation.get(ASLEEP, {}).values())
+        return frozenset(file.name for file in referred_to(federation.get(ASLEEP, ""), checkpoint).values())
     except Exception:  # whatever the pickle machine stumbles over
         return None
+
+
+def _on_the_disk(path: Path) -> None:
+    with suppress(FileNotFoundError), path.open("rb") as file:  # another one may have taken its place
+        os.fsync(file.fileno())
 
 
 def _is_there(path: Path, size: int) -> bool:

@@ -73,7 +73,7 @@ def files(folder):
 
 
 def referred(path):
-    return {Path(name).name for name, _ in torch.load(path)["federation"][state_files.ASLEEP].values()}
+    return {Path(name).name for name in torch.load(path)["federation"][state_files.ASLEEP].splitlines()}
 
 
 @pytest.mark.parametrize(
