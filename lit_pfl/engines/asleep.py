@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_pfl.core import ClientSpec
+from lit_pfl.core import Client, ClientSpec
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import ClientData
@@ -78,6 +78,8 @@ class Asleep:
         if (file := self.files.latest.get(client)) is not None:
             state = file.read()
             engine.take_up({ASLEEP: True, **{part: {client: own} for part, own in state.items()}}, [client])
+            if changed := _changed(engine.clients[client], state["clients"]["state_dict"]):
+                engine.frozen_weights.note(changed, engine.clients[client])
         elif not _same(sent, self._initial.get(client, sent)):
             raise ConfigError(
                 f"federation.engine.awake: client {client} begins with other tensors than clients like it, so all "
@@ -100,13 +102,16 @@ class Asleep:
 
     def _write(self, client: int) -> None:
         state = self.engine.states([client])
-        own, constant = state["clients"][client], self.engine.clients[client].constant()
-        changing = {name: value for name, value in own["state_dict"].items() if name not in constant}
-        self._put(client, {**own, "state_dict": changing}, state["streams"].get(client))
+        constant = self.engine.clients[client].constant()
+        self._put(client, state["clients"][client], state["streams"].get(client), constant)
         self._changed.discard(client)
 
-    def _put(self, client: int, own: Mapping[str, Any], stream: Any) -> None:
-        self.files.put(client, {"clients": dict(own), "streams": stream}, len(own) > 1)
+    def _put(self, client: int, own: Mapping[str, Any], stream: Any, constant: Collection[str]) -> None:
+        """Write a state without what stays as it is in a client's module."""
+        left_out = [name for name in own["state_dict"] if name in constant]
+        rest = {name: value for name, value in own["state_dict"].items() if name not in constant}
+        state = {"clients": {**own, "state_dict": rest}, "streams": stream, "constant": left_out}
+        self.files.put(client, state, len(own) > 1)
 
     # --------------------------------------------------------------------------------------------------------- joining
 
@@ -166,25 +171,33 @@ class Asleep:
             else:
                 self._write_all(state)
 
-    def _try(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """See that the first client can take up a state; return what its module holds before."""
+    def _try(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+        """See that the first client can take up a state; return what it had before, and what of that is constant."""
         first = next(iter(state["clients"]), None)
         if first is None:
-            return {}
+            return {}, frozenset()
         self.engine.make([first])
-        self.engine.work.joined(self.engine.clients[first])
-        begun = {name: copy.deepcopy(value) for name, value in self.engine.clients[first].state_dict().items()}
+        module = self.engine.clients[first]
+        self.engine.work.joined(module)
+        begun, constant = {name: copy.deepcopy(x) for name, x in module.state_dict().items()}, module.constant()
         self.engine.take_up(state, [first])
         self._forget(first)
-        return begun
+        return begun, constant
 
     def _write_all(self, state: Mapping[str, Any]) -> None:
-        begun = self._try(state)
+        begun, constant = self._try(state)
         self.files.forget()
         for client in self.engine.work.data.clients:
             own = state["clients"][client]
-            if len(own) > 1 or not _same(own["state_dict"], begun):
-                self._put(client, own, state["streams"].get(client))
+            there = own["state_dict"]
+            same = {name for name in constant & there.keys() if _equal(there[name], begun[name])}
+            if len(own) > 1 or not _same(there, begun):
+                self._put(client, own, state["streams"].get(client), same)
+
+
+def _changed(client: Client, stored: Collection[str]) -> list[str]:
+    """Return the names of those frozen weights that lie in a client's file: its module has been seen to change them."""
+    return [name for name in client.frozen if any(f"{part}.{name}" in stored for part in client.learners)]
 
 
 def _folder(trainer: L.Trainer) -> tuple[Path | None, Path | None]:

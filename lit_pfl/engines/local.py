@@ -1,7 +1,7 @@
 """All clients in this process, one awake at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import lightning as L
@@ -26,6 +26,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, lent_trainer, make_lean
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
+from lit_pfl_callbacks.federated_loop import next_epoch
 from lit_pfl_callbacks.tensors import copied
 
 #: what a client's own Trainer needs of a checkpoint to go on
@@ -137,9 +138,15 @@ class Local(Engine):
             self.hub.start(client)
             check_monitored(module)
         module.completed_rounds = completed
-        if self._frozen is None:
-            self._frozen = FrozenWeights(self.clients, client, alone=self._asleep is None and len(self.clients) == 1)
+        self.frozen_weights.begin(client)
         return LastGoodState(module, module.trainer.optimizers, module.overwritten(reply), module.constant())
+
+    @property
+    def frozen_weights(self) -> FrozenWeights:
+        """Sees whether frozen weights stay as they are."""
+        if self._frozen is None:
+            self._frozen = FrozenWeights(self.clients, asleep=self._asleep is not None)
+        return self._frozen
 
     def _conclude(
         self, client: int, before: LastGoodState, sent: Mapping[str, Tensor] | None, completed: int
@@ -153,8 +160,7 @@ class Local(Engine):
             )
         if module.trainer.should_stop:
             self.left.add(client)
-        assert self._frozen is not None
-        self._frozen.look_at(client)
+        self.frozen_weights.look_at(client)
         loss, n = module.release_round_state()
         upload = as_payload(sent)
         if trouble := before.trouble(client, upload):
@@ -208,20 +214,22 @@ class Local(Engine):
     def _holding(self, client: int, reply: Payload | None) -> Iterator[Client]:
         """Let a client hold a reply, if there is one; put it back afterwards."""
         module = self.clients[client]
-        with self._with_trainer(module):
+        with self._with_trainer(client, module):
             if reply is None:
                 yield module
                 return
             constant = module.constant()
             before = copied({name: value for name, value in module.state_dict().items() if name not in constant})
-            module.download(reply)
+            has_trained = client in self.hub or client in self._restored
+            with next_epoch(module.trainer) if has_trained else nullcontext():
+                module.download(reply)
             try:
                 yield module
             finally:
                 module.load_state_dict(before, strict=False)
 
     @contextmanager
-    def _with_trainer(self, module: Client) -> Iterator[None]:
+    def _with_trainer(self, client: int, module: Client) -> Iterator[None]:
         """Lend a Trainer like its own to a client that has not trained: its learner may ask how things are."""
         if module._trainer is not None:
             yield
@@ -231,7 +239,7 @@ class Local(Engine):
                 self._for_visitors, _ = self._trainer(module, MemoryCheckpointIO())
             self._for_visitors.state.fn = TrainerFn.VALIDATING
         assert module.data is not None
-        visit(self._for_visitors, module, module.data.module)
+        visit(self._for_visitors, module, module.data.module, self._restored.get(client, {}).get("epoch", 0))
         with lent_trainer(module, self._for_visitors):
             yield
 
@@ -299,7 +307,6 @@ class Local(Engine):
             module = self.work.fresh(client, self.work.data.client(client))
             self.work.joined(module)
             return {"state_dict": module.state_dict()}
-        own, module = state["clients"][client], self.clients[client]
-        constant = module.constant()
-        now = {name: value for name, value in module.state_dict().items() if name in constant} if constant else {}
-        return {**own, "state_dict": {**now, **own["state_dict"]}}
+        own, now = state["clients"][client], self.clients[client].state_dict()
+        left_out = {name: now[name] for name in state["constant"][client] if name in now}
+        return {**own, "state_dict": {**left_out, **own["state_dict"]}}

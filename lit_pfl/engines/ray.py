@@ -213,16 +213,12 @@ class Ray(Engine):
         self.work.seed = state.get("seed", self.work.seed)
         self.left = set(state.get("left", ()))
 
-        def has(client: int) -> bool:
-            return ASLEEP not in state or client in state["clients"]
-
         def load(hand: Hand) -> Any:
             own = self._of(hand)
-            part = {
-                **{key: state[key] for key in ("seed", "left", ASLEEP) if key in state},
-                "clients": {client: state["clients"][client] for client in own if has(client)},
-                "streams": {client: state["streams"][client] for client in own if client in state["streams"]},
-            }
+            part = {key: state[key] for key in ("seed", "left", ASLEEP) if key in state}
+            for key in ("clients", "streams", *(["constant"] if ASLEEP in state else [])):
+                there = own if key == "clients" and ASLEEP not in state else [k for k in own if k in state[key]]
+                part[key] = {client: state[key][client] for client in there}
             reference = self.ray.put(packed(part))
             self._states |= dict.fromkeys(own, reference)
             return hand.actor.load.remote(reference)

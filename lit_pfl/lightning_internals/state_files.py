@@ -13,6 +13,8 @@ from lit_pfl.errors import ConfigError
 #: the folder beside checkpoints, and under which name they refer to what is in it
 FOLDER, ASLEEP = "clients", "asleep"
 ENDING = ".state"
+#: what is in a file: a client's state, its random stream, and names of what the state leaves out
+PARTS = ("clients", "streams", "constant")
 
 
 class StateFile(NamedTuple):
@@ -55,18 +57,18 @@ class SavedStates(Mapping[int, Any]):
 
     Args:
         files: by client id.
-        part: which part: ``clients`` or ``streams``.
+        part: which part: ``clients``, ``streams``, or ``constant``, names of what is left out of the first.
     """
 
     def __init__(self, files: Mapping[int, StateFile], part: str) -> None:
         self.files, self.part = files, part
-        self._has = [client for client, file in files.items() if part == "clients" or file.trained]
+        self._has = [client for client, file in files.items() if part != "streams" or file.trained]
 
     def __getitem__(self, client: int) -> Any:
         return self.files[client].read()[self.part]
 
     def __contains__(self, client: object) -> bool:
-        return client in self.files and (self.part == "clients" or self.files[client].trained)  # type: ignore[index]
+        return client in self.files and (self.part != "streams" or self.files[client].trained)  # type: ignore[index]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._has)
@@ -88,7 +90,7 @@ def with_states(federation: dict[str, Any], checkpoint: Path, weights_only: bool
     files = referred_to(federation[ASLEEP], checkpoint, weights_only)
     if lost := next((file.path for file in files.values() if not file.path.is_file()), None):
         raise ConfigError(f"{_not_there(lost)}.")
-    federation |= {ASLEEP: True, **{part: SavedStates(files, part) for part in ("clients", "streams")}}
+    federation |= {ASLEEP: True, **{part: SavedStates(files, part) for part in PARTS}}
 
 
 def references_to(files: Mapping[int, StateFile]) -> str:

@@ -19,7 +19,7 @@ from lit_pfl.methods import Ditto, FedAvg, FedMA, FedPer, FedProto, PsiNet, Scaf
 from lit_pfl.models import MLP
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from lit_pfl_callbacks.tensors import copied
-from tiny import GroupNet, assert_equal, client, digits, trainer
+from tiny import GroupNet, TinyNet, assert_equal, client, digits, trainer
 
 METHODS = {kind.__name__: kind for kind in (FedAvg, Ditto, Scaffold, FedPer, SimFed, FedMA, FedProto, PsiNet)}
 ROUNDS = 4
@@ -33,8 +33,27 @@ def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+class FrozenNet(TinyNet):
+    """A network whose convolution never trains."""
+
+    def __init__(self, channels, classes):
+        super().__init__(channels, classes)
+        self.body[0].requires_grad_(False)
+
+
+class MovingNet(FrozenNet):
+    """One that changes it all the same, in every step."""
+
+    def forward(self, images):
+        if self.training and torch.is_grad_enabled():
+            self.body[0].weight.data.mul_(1.01)
+        return super().forward(images)
+
+
 def made(method):
     """Return a method with batch norm, dropout and momentum, as far as it can do with them."""
+    if method in NETWORKS:
+        return client(FedPer, backbone=NETWORKS[method])
     options = {"Scaffold": {"optimizer": plain_sgd}, "FedMA": {"backbone": MLP}}
     return client(METHODS[method], **options.get(method, {}))
 
@@ -52,6 +71,9 @@ def fit(folder, method="FedAvg", awake=None, rounds=ROUNDS, resume=None, callbac
     )  # fmt: skip
     fitting.fit(federation, datamodule=digits(6, batch_size=32), ckpt_path=resume)
     return federation
+
+
+NETWORKS = {"frozen": FrozenNet, "moving": MovingNet}
 
 
 def last(folder):
@@ -88,6 +110,8 @@ def referred(path):
         ("SimFed", {"participation": 4}),
         ("FedMA", {}),
         ("FedProto", {}),
+        ("frozen", {}),
+        ("moving", {}),
     ],
 )
 def test_clients_that_sleep_come_to_the_same_bits(tmp_path, method, options):
@@ -109,7 +133,7 @@ class StopsInRound3(L.Callback):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (None, 2), (2, None), (2, 3)])
-@pytest.mark.parametrize("method", ["FedAvg", "Ditto"])
+@pytest.mark.parametrize("method", ["FedAvg", "Ditto", "frozen", "moving"])
 def test_a_run_is_resumed_with_and_without(tmp_path, method, before, after):
     whole = fit(tmp_path / "whole", method)
     with pytest.raises(Stopped):
@@ -118,6 +142,16 @@ def test_a_run_is_resumed_with_and_without(tmp_path, method, before, after):
     assert_same_run(whole, resumed, tmp_path / "whole", tmp_path / "two")
     if after:
         assert files(tmp_path / "two") == referred(last(tmp_path / "two"))
+
+
+def test_what_never_trains_is_not_in_a_file(tmp_path):
+    fit(tmp_path / "run", "frozen", awake=2, rounds=1)
+    states = [torch.load(path) for path in (tmp_path / "run").rglob("*.state")]
+    assert len(states) == 3
+    for state in states:
+        weights = {name for name in state["clients"]["state_dict"] if name.endswith("body.0.weight")}
+        assert not weights
+        assert sorted(name.rpartition("body.")[2] for name in state["constant"]) == ["0.bias", "0.weight"]
 
 
 class Kill(AtomicCheckpointIO):
