@@ -18,7 +18,7 @@ def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine)
     """Return the whole federation: clients with optimizers, schedulers and random streams, server, byte counts.
 
     Args:
-        identity: what a checkpoint must agree in, see :func:`resume`.
+        identity: what a checkpoint must agree in, see :func:`resume`; ``data`` may be :func:`as_text`.
         coordinator: the server's side.
         engine: where the clients live.
     """
@@ -30,10 +30,14 @@ def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine)
         "coordinator": coordinator.state_dict(),
         **engine.state_dict(),
     }
-    if engine.files is not None:  # of thousands of clients tables take longer than all the rest, as text they do not
-        state["data"] = json.dumps(state["data"])
-        state["coordinator"]["ledger"]["clients"] = json.dumps(state["coordinator"]["ledger"]["clients"])
+    if engine.files is not None:
+        state["coordinator"]["ledger"]["clients"] = as_text(state["coordinator"]["ledger"]["clients"])
     return state
+
+
+def as_text(table: Mapping[int, Any]) -> str:
+    """Return a table by client id as text: of many thousand clients, tables take longer to save than all the rest."""
+    return json.dumps(table)
 
 
 def _table(value: str | dict[int, Any]) -> dict[int, Any]:

@@ -25,7 +25,7 @@ from lit_pfl.engines.questions import predicted, standalone
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.errors import ConfigError
-from lit_pfl.federation.checkpoint import fingerprint, resume, saved, trained_in
+from lit_pfl.federation.checkpoint import as_text, fingerprint, resume, saved, trained_in
 from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import GlobalModel, Scores, State
 from lit_pfl.federation.server_step import ServerStep
@@ -473,7 +473,10 @@ class Federation(QuickModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the whole federation, see :func:`~lit_pfl.federation.checkpoint.saved`."""
-        checkpoint["federation"] = saved(self._identity(), self.coordinator, self.engine)
+        identity = (
+            self._identity() if self.engine.files is None else {**self._identity(), "data": self._fingerprint_text}
+        )
+        checkpoint["federation"] = saved(identity, self.coordinator, self.engine)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the whole federation.
@@ -503,6 +506,10 @@ class Federation(QuickModule):
         assert self._work is not None
         data = self._work.data
         return {client: fingerprint(data.client(client)) for client in data.clients}
+
+    @cached_property
+    def _fingerprint_text(self) -> str:
+        return as_text(self._fingerprints)
 
     def _refuse_other_data(self, data: FederatedDataModule) -> None:
         """See that a data module is what the clients were made with, which they go on to train and to be scored on.

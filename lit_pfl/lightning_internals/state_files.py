@@ -103,7 +103,7 @@ def references_to(files: Mapping[int, StateFile]) -> str:
 
 def referred_to(names: str, checkpoint: Path, weights_only: bool = True) -> dict[int, StateFile]:
     """Return by client id the files that a checkpoint refers to, from what :func:`references_to` has returned."""
-    folder = checkpoint.absolute().parent / FOLDER
+    folder = checkpoint.resolve().parent / FOLDER
     files = (StateFile(folder, line.rstrip("?"), not line.endswith("?"), weights_only) for line in names.splitlines())
     return {int(file.name.rpartition("/")[2].partition("-")[0]): file for file in files}
 

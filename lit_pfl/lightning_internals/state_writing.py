@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import weakref
+import zipfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -59,7 +60,7 @@ class StateFiles:
                 f"federation.engine.awake: states of clients cannot be written into {where} "
                 f"({error.strerror or error}); choose another folder for the run, or leave awake out."
             ) from None
-        self.folder = folder.absolute()
+        self.folder = folder.resolve()
         self.latest: dict[int, StateFile] = {}
         self._elsewhere: set[int] = set()  # clients whose files are beside a checkpoint in another folder
         self._written: list[Path] = []  # not known to be on the disk itself
@@ -132,7 +133,7 @@ class StateFiles:
         Raises:
             OSError: when they cannot.
         """
-        folder = checkpoint.absolute().parent / FOLDER
+        folder = checkpoint.resolve().parent / FOLDER
         for client in list(self._elsewhere) if folder == self.folder else self.latest:
             file = self.latest[client]
             _link(file.path, folder / file.name)
@@ -143,9 +144,9 @@ class StateFiles:
 
     def clean(self, checkpoint: Path) -> None:
         """Delete what no checkpoint refers to any more, now that one is in its place."""
-        if checkpoint.absolute().parent / FOLDER != self.folder:
+        if checkpoint.resolve().parent / FOLDER != self.folder:
             return
-        there = {_key(path): path for path in self.folder.parent.glob("*.ckpt")}
+        there = {_key(path): path for path in self.folder.parent.iterdir() if path.is_file()}
         known = self._checkpoints | {_key(checkpoint): self._count}
         self._checkpoints = {key: known[key] if key in known else _names_in(path) for key, path in there.items()}
         needed = [former for former in self._former if self._refers(former)]
@@ -198,7 +199,10 @@ class Former(NamedTuple):
 def _names_in(checkpoint: Path) -> frozenset[str] | None:
     """Return the names of the files that somebody else's checkpoint refers to; None where that cannot be read."""
     try:
-        federation = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["federation"]
+        if not zipfile.is_zipfile(checkpoint) and checkpoint.suffix != ".ckpt":
+            return frozenset()
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        federation = content.get("federation", {}) if isinstance(content, dict) else {}
         return frozenset(file.name for file in referred_to(federation.get(ASLEEP, ""), checkpoint).values())
     except Exception:  # whatever the pickle machine stumbles over
         return None

@@ -191,12 +191,12 @@ def test_files_stay_as_long_as_a_checkpoint_refers_to_them(tmp_path):
 
         def on_train_epoch_end(self, trainer, pl_module):
             if trainer.current_epoch == 1:
-                trainer.save_checkpoint(tmp_path / "run" / "checkpoints" / "kept.ckpt")
+                trainer.save_checkpoint(tmp_path / "run" / "checkpoints" / "kept.pt")
                 trainer.save_checkpoint(tmp_path / "elsewhere" / "kept.ckpt")
 
     whole = fit(tmp_path / "whole")
     fit(tmp_path / "run", awake=2, callbacks=[Keep()])
-    kept = tmp_path / "run" / "checkpoints" / "kept.ckpt"
+    kept = tmp_path / "run" / "checkpoints" / "kept.pt"
     assert files(tmp_path / "run") == referred(kept) | referred(last(tmp_path / "run"))
     assert not referred(kept) <= referred(last(tmp_path / "run"))
     for path in (kept, tmp_path / "elsewhere" / "kept.ckpt"):
