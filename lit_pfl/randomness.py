@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ class Draws:
     def torch(self, purpose: str) -> Iterator[None]:
         """Let PyTorch's default generator draw for a purpose, then put it back."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(self.generator(purpose).integers(2**63)))
+            seed_torch(int(self.generator(purpose).integers(2**63)))
             yield
 
     def choose(self, ids: Sequence[int], share: float, *purpose: str | int) -> list[int]:
@@ -42,6 +43,20 @@ class Draws:
             return list(ids)
         chosen = self.generator(*purpose).choice(len(ids), max(1, count), replace=False)
         return [ids[i] for i in sorted(chosen)]
+
+
+def seed_torch(seed: int) -> None:
+    """Do what ``torch.manual_seed`` does.
+
+    That notes for every kind of accelerator where it was called, and takes longer than making a small network, so it is
+    left to machines that have one.
+    """
+    (torch.manual_seed if _has_accelerator() else torch.default_generator.manual_seed)(seed)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return any(kind.is_available() for kind in (torch.cuda, torch.xpu, torch.mtia, torch.backends.mps))
 
 
 def check_share(option: str, share: float, num_clients: int | None = None) -> None:

@@ -362,3 +362,33 @@ def test_callbacks_that_a_learner_brings_hear_of_batches():
     each = [len(federation.data.client(k).train) for k in federation.clients]
     assert [heard.count(k) for k in federation.clients] == [2 * batches for batches in each]
     assert_equal(weights(federation), weights(run(FedAvg(learner=Flat()), rounds=2)))
+
+
+def test_callbacks_of_other_packages_are_looked_up_once_for_all_clients_and_made_for_each(monkeypatch):
+    from lightning.fabric.utilities import registry
+
+    from lit_pfl.lightning_internals import undisturbed  # the function, in whose module the look-up is
+
+    looked, made = [], []
+
+    class Factory:
+        name = "another package's"
+
+        def load(self):
+            return lambda: made.append(L.Callback()) or [made[-1]]
+
+    def entry_points(**which):
+        looked.append(which)
+        return [Factory()]
+
+    module = sys.modules[undisturbed.__module__]
+    for one in (registry, module):
+        monkeypatch.setattr(one, "entry_points", entry_points)
+    module._entry_points.cache_clear()
+    federation = run(client(FedAvg), digits(3), rounds=1)
+    module._entry_points.cache_clear()
+    assert looked == [{"group": "lightning.pytorch.callbacks_factory"}] * 2  # for the federation's Trainer, for theirs
+    assert registry.entry_points is entry_points
+    own = [callback for module in federation.clients.values() for callback in module.trainer.callbacks]
+    assert len(made) == 4
+    assert all(any(one is callback for callback in own) for one in made[1:])

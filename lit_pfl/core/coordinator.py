@@ -83,8 +83,12 @@ class Coordinator:
         if not clients:
             raise ConfigError("A federation needs at least one client.")
         clients = self._without_frozen(clients)
+        known: dict[int, Layout] = {}  # of payloads, which clients that are alike have in common
         for client, info in clients.items():
             check_samples(client, info.num_samples)
+            if id(info.initial) in known:
+                continue
+            known[id(info.initial)] = info.initial.layout
             for name, tensor in info.initial.items():
                 if tensor.dtype not in TYPES:
                     raise ConfigError(
@@ -97,7 +101,7 @@ class Coordinator:
                     f"Client {client}: tensor {bad!r} holds NaN or infinity before any training, and no upload may; "
                     "a mask stays at home by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."
                 )
-        self._layout = {client: info.initial.layout for client, info in clients.items()}
+        self._layout = {client: known[id(info.initial)] for client, info in clients.items()}
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
@@ -118,7 +122,8 @@ class Coordinator:
             self._frozen = {name: (torch.Size(shape), dtype) for name, (dtype, shape, _) in read_table(first).items()}
         except (MisconfigurationException, ValueError) as error:
             raise ConfigError(str(error)) from None
-        return {k: ClientInfo(info.num_samples, info.initial.without(FROZEN)) for k, info in clients.items()}
+        distinct = {id(info.initial): info.initial.without(FROZEN) for info in clients.values()}
+        return {k: ClientInfo(info.num_samples, distinct[id(info.initial)]) for k, info in clients.items()}
 
     def protect(self, privacy: ClientPrivacy | None, sampling: Sampling, seed: int) -> None:
         """Protect uploads from now on. :meth:`start` comes first.

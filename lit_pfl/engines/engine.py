@@ -8,6 +8,7 @@ from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload, Upload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.engines.work import Work
+from lit_pfl.lightning_internals import StateFiles
 
 T = TypeVar("T")
 
@@ -36,9 +37,11 @@ class Engine(ABC):
         clients: the clients' modules that live in this very process, by id; an engine may have none.
         left: ids of clients whose training has been ended by one of their callbacks (``EarlyStopping``).
         all_at_once: whether :meth:`train` is best called with all participants of a round.
+        files: files that states of clients lie in, if it is them that :meth:`state_dict` refers to.
     """
 
     all_at_once = False
+    files: StateFiles | None = None
 
     def __init__(self) -> None:
         self.clients: dict[int, Client] = {}

@@ -1,6 +1,6 @@
 """One copy in memory of the weights that no client of a process trains."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ def share_frozen(client: Client, first: Client) -> None:
     for weights in frozen_of(client).values():
         for others in frozen_of(first).values():
             hold_once(weights, others)
-    shared = all(weight.data_ptr() == first.frozen[name].data_ptr() for name, weight in client.frozen.items())
-    if client.frozen and shared and client.frozen.keys() == first.frozen.keys():
+    if not client.frozen or client.frozen.keys() != first.frozen.keys():
+        return
+    if all(weight.data_ptr() == first.frozen[name].data_ptr() for name, weight in client.frozen.items()):
         client.__dict__["frozen_table"] = first.frozen_table  # its fingerprints need not be taken again
 
 
@@ -54,10 +55,11 @@ class FrozenWeights:
 
     Args:
         clients: the clients of this process, by id.
+        asleep: whether there are others, which are not in memory.
     """
 
-    def __init__(self, clients: Mapping[int, Client]) -> None:
-        self.clients = clients
+    def __init__(self, clients: Mapping[int, Client], asleep: bool = False) -> None:
+        self.clients, self.asleep = clients, asleep
         self._changed: set[str] = set()
         self._looking = True  # at those that train, as yet
         self._before: dict[int, dict[str, Tensor]] = {}  # by client, in memory that others hold too
@@ -66,7 +68,7 @@ class FrozenWeights:
     def begin(self, client: int) -> None:
         """Take note of a client's frozen weights, which is about to train."""
         own = self.clients[client]
-        if len(self.clients) == 1 or not own.frozen:
+        if (len(self.clients) == 1 and not self.asleep) or not own.frozen:
             return
         if self._changed or (self._looking and not self._before):
             self._before[client] = {name: weight.detach() for name, weight in own.frozen.items()}
@@ -95,18 +97,22 @@ class FrozenWeights:
                 "such weights are not sent, and every client has its own."
             )
         self._looking = False
+        self.note(changed, own)
+        if (other := next((one for one in self.clients.values() if one is not own), None)) is not None:
+            share_frozen(own, other)
+
+    def note(self, changed: Collection[str], own: Client) -> None:
+        """Take note that a client has changed some of its frozen weights: nobody has them for constant any more."""
         self._changed |= {*changed}
         for one in self.clients.values():
             if one is not own:
                 for weights in frozen_of(one).values():
                     hold_apart(weights[name] for name in changed if name in weights)
             self.leave_out(one)
-        if (other := next((one for one in self.clients.values() if one is not own), None)) is not None:
-            share_frozen(own, other)
 
     def _refuse_if_shared(self, own: Client, name: str) -> None:
         memory = own.frozen[name].data_ptr()
-        if any(one is not own and name in one.frozen and one.frozen[name].data_ptr() == memory
+        if self.asleep or any(one is not own and name in one.frozen and one.frozen[name].data_ptr() == memory
                for one in self.clients.values()):  # fmt: skip
             raise ConfigError(
                 f"model.learner: {type(own.learner).__name__} has changed {name!r}, which has requires_grad=False and "

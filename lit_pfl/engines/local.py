@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import lightning as L
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -12,15 +13,17 @@ from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import LateLoader
+from lit_pfl.engines.asleep import Asleep
 from lit_pfl.engines.client_logger import visit
 from lit_pfl.engines.engine import Engine, Trained
 from lit_pfl.engines.frozen import FrozenWeights, keep_apart, share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.last_good import LastGoodState
+from lit_pfl.engines.resuming import refuse_another_network
 from lit_pfl.engines.validation import check_monitored
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, make_lean
+from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, lent_trainer, make_lean
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.federated_loop import next_epoch
@@ -37,15 +40,27 @@ class Local(Engine):
     Every client's own Trainer sleeps in a :class:`~lit_pfl.links.LocalHub`. It is made when the client first takes
     part. A client that is resumed joins again, and is told where the federation stands.
 
+    Args:
+        awake: how many clients are in memory at most; the others' states lie in files of the run folder, or of a
+            temporary folder where no checkpoints are written. Default: all are in memory.
+
+    Raises:
+        ConfigError: when ``awake`` is no number of clients.
+
     Example::
 
         Federation(FedAvg(), engine=Local())  # what a federation has by default
+        Federation(FedAvg(), engine=Local(awake=200), participation=10)  # for many thousand clients
     """
 
     work: Work
 
-    def __init__(self) -> None:
+    def __init__(self, awake: PositiveInt | None = None) -> None:
         super().__init__()
+        if awake is not None and awake < 1:
+            raise ConfigError(f"federation.engine.awake={awake}: give 1 or more.")
+        self.awake = awake
+        self._asleep: Asleep | None = None
         self.hub = LocalHub()
         self._frozen: FrozenWeights | None = None
         self._for_visitors: L.Trainer | None = None  # a Trainer for those that have none yet, one after another
@@ -59,7 +74,11 @@ class Local(Engine):
             own: ids of the clients to make; by default all.
         """
         self.work = work
-        if not self.clients:
+        if self.awake is not None:
+            if self._asleep is None:
+                self.hub.seed, self._asleep = work.seed, Asleep(self, int(self.awake))
+                self.files = self._asleep.files
+        elif not self.clients:
             self.hub.seed = work.seed
             self.make(work.data.clients if own is None else own)
         self._for_visitors = None  # it is of the former Trainer
@@ -78,9 +97,13 @@ class Local(Engine):
     def drop(self, client: int) -> None:
         """Let a client go, which lives elsewhere from now on."""
         self.hub.drop(client)
+        self.release(client)
+        self.left.discard(client)
+
+    def release(self, client: int) -> None:
+        """Keep nothing of a client in memory that is not training."""
         del self.clients[client]
         self._restored.pop(client, None)
-        self.left.discard(client)
 
     def _place(self) -> None:
         first = next(iter(self.clients.values()), None)
@@ -90,6 +113,8 @@ class Local(Engine):
             share_frozen(module, first)
 
     def joined(self) -> dict[int, ClientInfo]:  # noqa: D102
+        if self._asleep is not None:
+            return self._asleep.joined()
         return {client: self.work.joined(module) for client, module in self.clients.items()}
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -104,6 +129,8 @@ class Local(Engine):
 
     def _prepare(self, client: int, reply: Payload, completed: int) -> LastGoodState:
         """Start a client's fit, if it has not been; return how the client is before it loads a reply."""
+        if self._asleep is not None:
+            self._asleep.wake(client, trains=True)
         module = self.clients[client]
         if client not in self.hub:
             self._for_visitors = None  # it may say that it checks sanity
@@ -111,10 +138,15 @@ class Local(Engine):
             self.hub.start(client)
             check_monitored(module)
         module.completed_rounds = completed
-        if self._frozen is None:
-            self._frozen = FrozenWeights(self.clients)
-        self._frozen.begin(client)
+        self.frozen_weights.begin(client)
         return LastGoodState(module, module.trainer.optimizers, module.overwritten(reply), module.constant())
+
+    @property
+    def frozen_weights(self) -> FrozenWeights:
+        """Sees whether frozen weights stay as they are."""
+        if self._frozen is None:
+            self._frozen = FrozenWeights(self.clients, asleep=self._asleep is not None)
+        return self._frozen
 
     def _conclude(
         self, client: int, before: LastGoodState, sent: Mapping[str, Tensor] | None, completed: int
@@ -128,8 +160,7 @@ class Local(Engine):
             )
         if module.trainer.should_stop:
             self.left.add(client)
-        assert self._frozen is not None
-        self._frozen.look_at(client)
+        self.frozen_weights.look_at(client)
         loss, n = module.release_round_state()
         upload = as_payload(sent)
         if trouble := before.trouble(client, upload):
@@ -174,6 +205,8 @@ class Local(Engine):
         return {client: self._ask(question, client, reply) for client, reply in replies.items()}
 
     def _ask(self, question: Callable[[Client], T], client: int, reply: Payload | None) -> T:
+        if self._asleep is not None:
+            self._asleep.wake(client)
         with scoring_draws(self.hub.seed, client), self._holding(client, reply) as module:
             return question(module)
 
@@ -214,7 +247,8 @@ class Local(Engine):
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
         left = {"left": dict.fromkeys(sorted(self.left))} if self.left else {}
-        return {**self.states(self.clients), **left}
+        states = self.states(self.clients) if self._asleep is None else self._asleep.state_dict()
+        return {**states, **left}
 
     def states(self, clients: Iterable[int]) -> dict[str, Any]:
         """Return the same of some clients."""
@@ -240,14 +274,17 @@ class Local(Engine):
         self._restored.clear()
         self.hub.streams.clear()
         self.left = set(state.get("left", ()))
-        self.take_up(state, self.clients)
+        if self._asleep is None:
+            self.take_up(state, self.clients)
+        else:
+            self._asleep.load_state_dict(state)
 
     def take_up(self, state: Mapping[str, Any], clients: Iterable[int]) -> None:
         """Put some clients into their states, as :meth:`states` returns them; whoever is training is not asked."""
         some = {client: self.clients[client] for client in clients}
         for client, module in some.items():
             self.hub.drop(client)
-            own = state["clients"][client]
+            own = self._own(state, client)
             if len(own) > 1:  # it has trained
                 # at once, as it may be scored before it trains again; first, since shapes and names depend on it
                 module.on_load_checkpoint(own)
@@ -258,35 +295,18 @@ class Local(Engine):
             before, after = ({name: own[name] for name in own if name in names} for own in (saved, now))
             refuse_another_network(client, before, after, module.resizes)
         for client, module in some.items():
-            saved = state["clients"][client]["state_dict"]
+            saved = self._own(state, client)["state_dict"]
             keep_apart(module, saved)
             module.load_state_dict(saved, strict=module.strict_loading)
 
-
-def refuse_another_network(
-    client: int, saved: Mapping[str, Any], own: Mapping[str, Any], resizes: bool = False
-) -> None:
-    """Compare the state of a client in a checkpoint and in a run.
-
-    Args:
-        client: its id.
-        saved: the checkpoint's.
-        own: the run's.
-        resizes: whether training changes their shapes, so that only numbers of dimensions must agree.
-
-    Raises:
-        ConfigError: at the first that has another shape, or is in one of them only.
-    """
-
-    def shape(value: object) -> object:
-        if not isinstance(value, Tensor):
-            return "no tensor"
-        return f"of {value.dim()} dimensions" if resizes else tuple(value.shape)
-
-    for name in {**own, **saved}:
-        before, now = (shape(tensors[name]) if name in tensors else "not there" for tensors in (saved, own))
-        if before != now:
-            raise ConfigError(
-                f"model: the checkpoint is of another network: client {client}'s tensor {name!r} is {before}, where "
-                f"this model's is {now}."
-            )
+    def _own(self, state: Mapping[str, Any], client: int) -> dict[str, Any]:
+        """Return a client's own state, of which files leave out what the client has anyhow, see :class:`Asleep`."""
+        if ASLEEP not in state:
+            return state["clients"][client]
+        if client not in state["clients"]:
+            module = self.work.fresh(client, self.work.data.client(client))
+            self.work.joined(module)
+            return {"state_dict": module.state_dict()}
+        own, now = state["clients"][client], self.clients[client].state_dict()
+        left_out = {name: now[name] for name in state["constant"][client] if name in now}
+        return {**own, "state_dict": {**left_out, **own["state_dict"]}}

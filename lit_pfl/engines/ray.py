@@ -20,6 +20,7 @@ from lit_pfl.engines.trainers import planned_rounds
 from lit_pfl.engines.work import Work
 from lit_pfl.engines.worker import Answer, Failure, Modes, Outer, Worker
 from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import ASLEEP
 from lit_pfl_callbacks.run_folder import run_folder
 
 T = TypeVar("T")
@@ -214,11 +215,10 @@ class Ray(Engine):
 
         def load(hand: Hand) -> Any:
             own = self._of(hand)
-            part = {
-                **{key: state[key] for key in ("seed", "left") if key in state},
-                "clients": {client: state["clients"][client] for client in own},
-                "streams": {client: state["streams"][client] for client in own if client in state["streams"]},
-            }
+            part = {key: state[key] for key in ("seed", "left", ASLEEP) if key in state}
+            for key in ("clients", "streams", *(["constant"] if ASLEEP in state else [])):
+                there = own if key == "clients" and ASLEEP not in state else [k for k in own if k in state[key]]
+                part[key] = {client: state[key][client] for client in there}
             reference = self.ray.put(packed(part))
             self._states |= dict.fromkeys(own, reference)
             return hand.actor.load.remote(reference)

@@ -15,7 +15,7 @@ from lit_pfl.engines.client_logger import client_loggers
 from lit_pfl.engines.validation import OwnValidation, has_checkpoints
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import place_checkpoints
-from lit_pfl.lightning_internals import NoProfiler, log_nothing, make_endless, undisturbed
+from lit_pfl.lightning_internals import NoProfiler, log_nothing, looked_up_once, make_endless, undisturbed
 from lit_pfl_callbacks import FederatedLoop, run_folder
 
 #: what clients' weights may be trained in: they stay in 32 bits, as they are averaged and sent
@@ -177,7 +177,7 @@ def client_trainer(
     # Whatever started this process, a client's Trainer is none of several.
     arguments["plugins"] = [*arguments.get("plugins", []), memory, LightningEnvironment()]
     try:
-        with undisturbed():
+        with undisturbed(), looked_up_once():
             trainer = L.Trainer(**arguments)
     except TypeError as error:
         raise ConfigError(f"federation.client_trainer: {error}") from None

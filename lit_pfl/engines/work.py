@@ -48,14 +48,15 @@ class Work:
     rounds: int | None = None
     threads: int | None = None
 
-    def fresh(self, client: int, data: ClientData | None = None) -> Client:
+    def fresh(self, client: int, data: ClientData | None = None, spec: ClientSpec | None = None) -> Client:
         """Return a client as it begins, on the Trainer's device; all begin with the same weights.
 
         Args:
             client: its id.
             data: its data; by default read anew, and not kept by the client.
+            spec: what it is to learn; by default as its data say.
         """
-        spec = ClientSpec.of(client, data or self.data.client(client), self.local_epochs)
+        spec = spec or ClientSpec.of(client, data or self.data.client(client), self.local_epochs)
         with Draws(self.seed).torch("weights"):  # the same stream for all: common initial weights
             module = self.prototype.build(spec)
         module.data = data

@@ -94,7 +94,7 @@ class LabelFlip(Attack):
 
     def begin(self, federation: Federation) -> None:  # noqa: D102
         stacked = federation.engine.stacked(len(federation.client_ids)) > 1
-        if stacked or not federation.clients.keys() >= set(self.attackers):
+        if stacked or not federation.clients.keys() >= set(federation.client_ids):  # some live elsewhere, or sleep
             raise ConfigError("trainer.callbacks: LabelFlip changes single clients; give federation.engine=Local.")
         for client in self.attackers:
             module = federation.clients[client]

@@ -1,6 +1,7 @@
 """What a federation adds to a checkpoint, and which ones it takes: who made it, on whose data, with which networks."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,24 +11,38 @@ from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.data import ClientData, identity_of
 from lit_pfl.engines import Engine
 from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import SavedStates
 
 
 def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine) -> dict[str, Any]:
     """Return the whole federation: clients with optimizers, schedulers and random streams, server, byte counts.
 
     Args:
-        identity: what a checkpoint must agree in, see :func:`resume`.
+        identity: what a checkpoint must agree in, see :func:`resume`; ``data`` may be :func:`as_text`.
         coordinator: the server's side.
         engine: where the clients live.
     """
     if coordinator.under_way:
         rank_zero_warn(f"A checkpoint in the middle of round {coordinator.round + 1}: no run can go on from it.")
-    return {
+    state = {
         "under_way": coordinator.under_way,
         **identity,
         "coordinator": coordinator.state_dict(),
         **engine.state_dict(),
     }
+    if engine.files is not None:
+        state["coordinator"]["ledger"]["clients"] = as_text(state["coordinator"]["ledger"]["clients"])
+    return state
+
+
+def as_text(table: Mapping[int, Any]) -> str:
+    """Return a table by client id as text: of many thousand clients, tables take longer to save than all the rest."""
+    return json.dumps(table)
+
+
+def _table(value: str | dict[int, Any]) -> dict[int, Any]:
+    """Return a table by client id, which may be written as text."""
+    return {int(client): one for client, one in json.loads(value).items()} if isinstance(value, str) else value
 
 
 def resume(
@@ -56,6 +71,8 @@ def resume(
                 f"The checkpoint was written in the middle of round {state['coordinator']['round'] + 1}, and no run "
                 "can go on from there; give one of a whole round, such as checkpoints/last.ckpt."
             )
+        state["data"], ledger = _table(state["data"]), state["coordinator"]["ledger"]
+        ledger["clients"] = _table(ledger["clients"])
         refuse_another_run(state, identity, names)
         engine.load_state_dict(state)
         coordinator.load_state_dict(state["coordinator"])
@@ -66,7 +83,10 @@ def resume(
 
 def trained_in(state: Mapping[str, Any]) -> set[int]:
     """Return the ids of the clients that have trained in a state of :func:`saved`: their own Trainers are in it."""
-    return {client for client, own in state["clients"].items() if len(own) > 1}
+    clients = state["clients"]
+    if isinstance(clients, SavedStates):  # which need not be read for that
+        return {client for client, file in clients.files.items() if file.trained}
+    return {client for client, own in clients.items() if len(own) > 1}
 
 
 def fingerprint(data: ClientData) -> str:

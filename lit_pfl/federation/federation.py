@@ -25,7 +25,7 @@ from lit_pfl.engines.questions import predicted, standalone
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.errors import ConfigError
-from lit_pfl.federation.checkpoint import fingerprint, resume, saved, trained_in
+from lit_pfl.federation.checkpoint import as_text, fingerprint, resume, saved, trained_in
 from lit_pfl.federation.monitors import monitors, refuse_misspelt
 from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import GlobalModel, Scores, State
@@ -202,6 +202,13 @@ class Federation(QuickModule):
         else:
             self._work.trainer = self.trainer
             self.engine.setup(self._work)
+        if isinstance(own := self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            own.states = self.engine.files
+        elif self.engine.files is not None:
+            raise ConfigError(
+                f"federation.engine.awake: {type(own).__name__} does not know of the files that checkpoints refer to; "
+                "leave that plugin out of trainer.plugins."
+            )
         if self.scores.global_model is not None:
             self.scores.global_model.client.place_on(self.trainer.strategy.root_device)
         summarize(self.trainer, self._described)
@@ -487,7 +494,10 @@ class Federation(QuickModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the whole federation, see :func:`~lit_pfl.federation.checkpoint.saved`."""
-        checkpoint["federation"] = saved(self._identity(), self.coordinator, self.engine)
+        identity = (
+            self._identity() if self.engine.files is None else {**self._identity(), "data": self._fingerprint_text}
+        )
+        checkpoint["federation"] = saved(identity, self.coordinator, self.engine)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the whole federation.
@@ -517,6 +527,10 @@ class Federation(QuickModule):
         assert self._work is not None
         data = self._work.data
         return {client: fingerprint(data.client(client)) for client in data.clients}
+
+    @cached_property
+    def _fingerprint_text(self) -> str:
+        return as_text(self._fingerprints)
 
     def _refuse_other_data(self, data: FederatedDataModule) -> None:
         """See that a data module is what the clients were made with, which they go on to train and to be scored on.

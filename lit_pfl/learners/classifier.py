@@ -12,6 +12,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import QuickModule, own_copy
 from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.nn import ComposedConv2d
+from lit_pfl.randomness import seed_torch
 
 BackboneCallable = Callable[[int, int], Backbone]
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -67,7 +68,7 @@ class ImageClassifier(QuickModule):
             backbone = make_backbone(images.shape[1], num_classes)
             backbone.eval()
             # Anew, so that what is drawn from here on is the same for clients with other numbers of classes.
-            torch.manual_seed(torch.initial_seed() + 1)
+            seed_torch(torch.initial_seed() + 1)
             with torch.no_grad():  # gives lazy layers their shapes
                 backbone(torch.zeros_like(images[:1]))
         except ConfigError:

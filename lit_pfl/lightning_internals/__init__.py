@@ -25,14 +25,20 @@ from lit_pfl.lightning_internals.inside import (
     told_evaluating,
 )
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
-from lit_pfl.lightning_internals.undisturbed import undisturbed
+from lit_pfl.lightning_internals.state_files import ASLEEP, FOLDER, SavedStates
+from lit_pfl.lightning_internals.state_writing import StateFiles
+from lit_pfl.lightning_internals.undisturbed import looked_up_once, undisturbed
 
 __all__ = [
+    "ASLEEP",
+    "FOLDER",
     "AtomicCheckpointIO",
     "LastCheckpoint",
     "MemoryCheckpointIO",
     "NoProfiler",
     "QuickModule",
+    "SavedStates",
+    "StateFiles",
     "forget_scores",
     "hand_down_trainer",
     "hand_up_hparams",
@@ -40,6 +46,7 @@ __all__ = [
     "lend_data",
     "lent_trainer",
     "log_nothing",
+    "looked_up_once",
     "make_endless",
     "make_lean",
     "name_metrics",

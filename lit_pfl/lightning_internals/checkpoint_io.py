@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.errors import ConfigError, SaveError
+from lit_pfl.lightning_internals.state_files import with_states
+from lit_pfl.lightning_internals.state_writing import StateFiles
 from lit_pfl_callbacks.files import replacing
 
 
@@ -22,7 +24,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Args:
         if_not_saved: what to do when a checkpoint cannot be written, as on a full disk: ``stop``, or ``continue`` with
             a warning. Either way the former checkpoint stays as it is.
+
+    Attributes:
+        states: states of clients that checkpoints refer to, which are to lie beside them; None for none.
     """
+
+    states: StateFiles | None = None
 
     def __init__(self, if_not_saved: Literal["stop", "continue"] = "stop") -> None:
         self.if_not_saved = if_not_saved
@@ -34,11 +41,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             SaveError: when the file cannot be written.
         """
         if "://" in str(path):
+            if self.states is not None:
+                raise ConfigError(f"federation.engine.awake: checkpoints are files of this machine, and {path} is not.")
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         try:
+            if self.states is not None:
+                self.states.join(Path(path))
             with replacing(Path(path)) as file:
                 torch.save(checkpoint, file)
+            if self.states is not None:
+                self.states.clean(Path(path))
         except (OSError, RuntimeError) as error:  # PyTorch's own, when its writer is cut short
             reason = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
             message = f"The checkpoint {path} cannot be written ({_first_line(reason)}); the former one is whole."
@@ -78,6 +91,7 @@ def read_checkpoint(path: Path, weights_only: bool = True, mmap: bool = False) -
         raise ConfigError(f"{path} is not a federation's checkpoint.")
     if "loops" not in checkpoint:  # without them a Trainer would begin to count anew
         raise ConfigError(f"{path} is no whole checkpoint: it lacks the rounds done so far.")
+    with_states(checkpoint["federation"], path, weights_only)
     return checkpoint
 
 

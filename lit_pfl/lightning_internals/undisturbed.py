@@ -6,6 +6,11 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from lightning.fabric.utilities import registry
 
 
 @contextmanager
@@ -27,3 +32,25 @@ def undisturbed() -> Iterator[None]:
         logger.setLevel(level)
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def looked_up_once() -> Iterator[None]:
+    """Let Trainers be made that look for other packages' callbacks as the process's first one did.
+
+    A Trainer reads the lists of entry points of all packages, which may take several times as long as the rest of it.
+    """
+    names: dict[str, Any] = vars(registry)
+    before = names.get("entry_points")
+    if before is entry_points:
+        names["entry_points"] = _entry_points
+    try:
+        yield
+    finally:
+        if before is entry_points:
+            names["entry_points"] = before
+
+
+@cache
+def _entry_points(**which: str) -> Any:
+    return entry_points(**which)

@@ -1,0 +1,249 @@
+"""Clients that sleep on disk: at most so many of an engine's clients are in memory."""
+
+import copy
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo
+from lit_pfl.data import ClientData
+from lit_pfl.data.batches import tensors_in
+from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import ASLEEP, FOLDER, SavedStates, StateFiles, lent_trainer
+from lit_pfl.randomness import random_state_kept
+from lit_pfl_callbacks.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from lit_pfl.engines.local import Local
+
+T = TypeVar("T")
+#: how much of those that sleep may stay in memory until the garbage is searched for it, in bytes: Trainers and modules
+#: refer to themselves, and of small ones Python's own search is enough
+GARBAGE = 2**28
+
+
+class Asleep:
+    """Lets the clients of an engine sleep on disk, those first that have not been needed for longest.
+
+    A client is made when it is first needed, and made again from its file when it is needed next. What it comes to is
+    what a checkpoint's resume would come to: the same bits.
+
+    Args:
+        engine: whose clients they are.
+        awake: how many are in memory at most.
+
+    Raises:
+        ConfigError: when the folder of their states cannot be written into.
+    """
+
+    def __init__(self, engine: "Local", awake: int) -> None:
+        self.engine, self.awake = engine, awake
+        self.files = StateFiles(*_folder(engine.work.trainer))
+        self._changed: set[int] = set()  # of those awake, who has trained since its state was written
+        self._initial: dict[int, Payload] = {}  # what is said to be sent by clients on joining that were not asked
+        self._garbage = 0
+
+    # ------------------------------------------------------------------------------------------------ who is in memory
+
+    def wake(self, client: int, trains: bool = False) -> None:
+        """Have a client in memory.
+
+        Args:
+            client: its id.
+            trains: whether its state is about to change.
+        """
+        clients = self.engine.clients
+        if client in clients:
+            clients[client] = clients.pop(client)  # the last one needed is last
+        else:
+            with _as_at_first(self.engine.work.trainer):
+                while len(clients) >= self.awake:
+                    self._put_to_sleep(next(iter(clients)))
+                self._make(client)
+        if trains:
+            self._changed.add(client)
+
+    def _make(self, client: int) -> None:
+        engine = self.engine
+        engine.make([client])
+        sent = engine.work.joined(engine.clients[client]).initial  # which may give its tensors their shapes
+        if (file := self.files.latest.get(client)) is not None:
+            state = file.read()
+            engine.take_up({ASLEEP: True, **{part: {client: own} for part, own in state.items()}}, [client])
+            if changed := _changed(engine.clients[client], state["clients"]["state_dict"]):
+                engine.frozen_weights.note(changed, engine.clients[client])
+        elif not _same(sent, self._initial.get(client, sent)):
+            raise ConfigError(
+                f"federation.engine.awake: client {client} begins with other tensors than clients like it, so all "
+                "have to be made at the start; leave awake out."
+            )
+
+    def _put_to_sleep(self, client: int) -> None:
+        if client in self._changed:
+            self._write(client)
+        self._garbage += sum(weight.nbytes for weight in self.engine.clients[client].parameters())
+        self._forget(client)
+        if self._garbage > GARBAGE:
+            gc.collect()
+            self._garbage = 0
+
+    def _forget(self, client: int) -> None:
+        self.engine.hub.drop(client)
+        self.engine.release(client)
+        self._changed.discard(client)
+
+    def _write(self, client: int) -> None:
+        state = self.engine.states([client])
+        constant = self.engine.clients[client].constant()
+        self._put(client, state["clients"][client], state["streams"].get(client), constant)
+        self._changed.discard(client)
+
+    def _put(self, client: int, own: Mapping[str, Any], stream: Any, constant: Collection[str]) -> None:
+        """Write a state without what stays as it is in a client's module."""
+        left_out = [name for name in own["state_dict"] if name in constant]
+        rest = {name: value for name, value in own["state_dict"].items() if name not in constant}
+        state = {"clients": {**own, "state_dict": rest}, "streams": stream, "constant": left_out}
+        self.files.put(client, state, len(own) > 1)
+
+    # --------------------------------------------------------------------------------------------------------- joining
+
+    def joined(self) -> dict[int, ClientInfo]:
+        """Return what every client sends on joining; of those that are alike one is asked."""
+        work = self.engine.work
+        kinds: dict[Any, Payload | None] = {}
+        first: Payload | None = None
+        infos: dict[int, ClientInfo] = {}
+        for client in work.data.clients:
+            data = work.data.client(client)
+            kind = _kind(data)
+            if kind not in kinds:
+                kinds[kind] = self._common(client, data)
+            if (initial := kinds[kind]) is not None:
+                self._initial[client] = initial
+            else:
+                initial = work.joined(work.fresh(client, data)).initial
+                first = initial if first is None or not _same(initial, first) else first
+                initial = first if _same(initial, first) else initial
+            infos[client] = ClientInfo(data.num_samples, initial)
+        return infos
+
+    def _common(self, client: int, data: ClientData) -> Payload | None:
+        """Return what a client sends on joining, if neither its id nor its data have to do with that."""
+        work = self.engine.work
+        asked: list[str] = []
+        spec = _watched(ClientSpec.of(client, data, work.local_epochs), {"client_id"}, asked.append)
+        module = work.fresh(client, data, spec)
+        module.data = _watched(data, {"train", "val", "test", "example"}, asked.append)
+        with lent_trainer(module, work.trainer):
+            sent = module.joining().clone()
+        return None if asked else sent
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write the states of those who have changed; return where all states are."""
+        with _as_at_first(self.engine.work.trainer):
+            for client in sorted(self._changed):
+                self._write(client)
+        return {ASLEEP: self.files.references()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of any engine; nobody is awake then.
+
+        Raises:
+            ConfigError: when it is of another network.
+        """
+        for client in list(self.engine.clients):
+            self._forget(client)
+        self._initial = {}  # the checkpoint may be of another seed
+        with _as_at_first(self.engine.work.trainer):
+            if isinstance(state["clients"], SavedStates):
+                self._try(state)
+                self.files.take_over(state["clients"].files)
+            else:
+                self._write_all(state)
+
+    def _try(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+        """See that the first client can take up a state; return what it had before, and what of that is constant."""
+        first = next(iter(state["clients"]), None)
+        if first is None:
+            return {}, frozenset()
+        self.engine.make([first])
+        module = self.engine.clients[first]
+        self.engine.work.joined(module)
+        begun, constant = {name: copy.deepcopy(x) for name, x in module.state_dict().items()}, module.constant()
+        self.engine.take_up(state, [first])
+        self._forget(first)
+        return begun, constant
+
+    def _write_all(self, state: Mapping[str, Any]) -> None:
+        begun, constant = self._try(state)
+        self.files.forget()
+        for client in self.engine.work.data.clients:
+            own = state["clients"][client]
+            there = own["state_dict"]
+            same = {name for name in constant & there.keys() if _equal(there[name], begun[name])}
+            if len(own) > 1 or not _same(there, begun):
+                self._put(client, own, state["streams"].get(client), same)
+
+
+def _changed(client: Client, stored: Collection[str]) -> list[str]:
+    """Return the names of those frozen weights that lie in a client's file: its module has been seen to change them."""
+    return [name for name in client.frozen if any(f"{part}.{name}" in stored for part in client.learners)]
+
+
+def _folder(trainer: L.Trainer) -> tuple[Path | None, Path | None]:
+    """Return the folder of states beside a Trainer's checkpoints; if it writes none, near what the run writes else."""
+    if trainer.state.fn == "fit":
+        for callback in trainer.checkpoint_callbacks:
+            if (path := getattr(callback, "dirpath", None)) is not None:
+                return Path(path) / FOLDER, None
+    return None, run_folder(trainer) if trainer.loggers and trainer.state.fn == "fit" else None
+
+
+@contextmanager
+def _as_at_first(trainer: L.Trainer) -> Iterator[None]:
+    """Make clients in the modes of the start, wherever they are needed: in an evaluation gradients are off."""
+    device = trainer.strategy.root_device.type
+    modes = torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False, cache_enabled=False)
+    with random_state_kept(), modes[0], modes[1], modes[2]:
+        yield
+
+
+def _kind(data: ClientData) -> Any:
+    """Return what clients must have in common to begin with the same tensors, as far as the data are concerned."""
+    layout = [(tensor.shape[1:], tensor.dtype) for tensor in tensors_in(data.example)]
+    return data.num_classes, data.labels_agree, type(data.example), tuple(layout)
+
+
+def _watched(thing: T, names: set[str], note: Callable[[str], None]) -> T:
+    """Return a copy of an object that notes when one of some attributes is asked for."""
+    kind: Any = type(thing)
+
+    def asked(self: Any, name: str) -> Any:
+        if name in names:
+            note(name)
+        return kind.__getattribute__(self, name)
+
+    other = copy.copy(thing)
+    object.__setattr__(other, "__class__", type(kind.__name__, (kind,), {"__getattribute__": asked}))
+    return other
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Say whether two mappings hold the same tensors, and the same else."""
+    return a is b or (a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items()))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
+    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)

@@ -1,0 +1,117 @@
+"""States of single clients in files beside the checkpoints that refer to them, as they are read."""
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lit_pfl.errors import ConfigError
+
+#: the folder beside checkpoints, and under which name they refer to what is in it
+FOLDER, ASLEEP = "clients", "asleep"
+ENDING = ".state"
+#: what is in a file: a client's state, its random stream, and names of what the state leaves out
+PARTS = ("clients", "streams", "constant")
+
+
+class StateFile(NamedTuple):
+    """Where a client's state is.
+
+    Args:
+        folder: the folder beside a checkpoint.
+        name: the file's name in it, as a checkpoint has it.
+        trained: whether the client has ever trained.
+        weights_only: whether to load nothing but tensors and plain values: of a checkpoint that is not trusted.
+    """
+
+    folder: Path
+    name: str
+    trained: bool
+    weights_only: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / self.name
+
+    def read(self) -> dict[str, Any]:
+        """Return what is in it, on the CPU.
+
+        Raises:
+            ConfigError: when it is not there, or is not what was written.
+        """
+        try:
+            content = self.path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{_not_there(self.path)} ({error.strerror or error}).") from None
+        if digest(content) != self.path.stem.rpartition("-")[2]:
+            raise ConfigError(f"{self.path} is damaged: it is not what its checkpoint refers to.")
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=self.weights_only)
+
+
+class SavedStates(Mapping[int, Any]):
+    """A part of clients' states, read when it is asked for: of those clients that a checkpoint refers to.
+
+    Args:
+        files: by client id.
+        part: which part: ``clients``, ``streams``, or ``constant``, names of what is left out of the first.
+    """
+
+    def __init__(self, files: Mapping[int, StateFile], part: str) -> None:
+        self.files, self.part = files, part
+        self._has = [client for client, file in files.items() if part != "streams" or file.trained]
+
+    def __getitem__(self, client: int) -> Any:
+        return self.files[client].read()[self.part]
+
+    def __contains__(self, client: object) -> bool:
+        return client in self.files and (self.part != "streams" or self.files[client].trained)  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._has)
+
+    def __len__(self) -> int:
+        return len(self._has)
+
+
+def with_states(federation: dict[str, Any], checkpoint: Path, weights_only: bool) -> None:
+    """Put the states of clients into what a checkpoint has of a federation, where it refers to files beside it.
+
+    Clients that have no file are as they were made.
+
+    Raises:
+        ConfigError: when one of these is not there.
+    """
+    if ASLEEP not in federation:
+        return
+    files = referred_to(federation[ASLEEP], checkpoint, weights_only)
+    if lost := next((file.path for file in files.values() if not file.path.is_file()), None):
+        raise ConfigError(f"{_not_there(lost)}.")
+    federation |= {ASLEEP: True, **{part: SavedStates(files, part) for part in PARTS}}
+
+
+def references_to(files: Mapping[int, StateFile]) -> str:
+    """Return what a checkpoint holds of files: their names, a line each; those of who has never trained end in ``?``.
+
+    It is text, since Python takes longer to save a table of many clients than all the rest.
+    """
+    return "\n".join(file.name if file.trained else f"{file.name}?" for file in files.values())
+
+
+def referred_to(names: str, checkpoint: Path, weights_only: bool = True) -> dict[int, StateFile]:
+    """Return by client id the files that a checkpoint refers to, from what :func:`references_to` has returned."""
+    folder = checkpoint.resolve().parent / FOLDER
+    files = (StateFile(folder, line.rstrip("?"), not line.endswith("?"), weights_only) for line in names.splitlines())
+    return {int(file.name.rpartition("/")[2].partition("-")[0]): file for file in files}
+
+
+def _not_there(path: Path) -> str:
+    return f"{path} is not there: a checkpoint of clients asleep (engine.awake) goes with the folder {FOLDER} beside it"
+
+
+def digest(content: bytes) -> str:
+    """Return what a file's name says of what is in it."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

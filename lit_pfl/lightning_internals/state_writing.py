@@ -1,0 +1,251 @@
+"""States of single clients in files beside the checkpoints that refer to them, as they are written and deleted.
+
+A file's name says whose state it is and what is in it, so it is never changed: a process that is killed anywhere leaves
+every checkpoint with just the states that it was written with. A file is deleted once no checkpoint refers to it.
+"""
+
+import io
+import os
+import shutil
+import tempfile
+import weakref
+import zipfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lit_pfl.errors import ConfigError, SaveError
+from lit_pfl.lightning_internals.state_files import (
+    ASLEEP,
+    ENDING,
+    FOLDER,
+    StateFile,
+    digest,
+    references_to,
+    referred_to,
+)
+
+#: how many clients' files are in one folder
+EACH = 1000
+
+
+class StateFiles:
+    """The latest states of clients that are not in memory.
+
+    Args:
+        folder: where they go: the folder beside the checkpoints. None for a temporary one.
+        near: where a temporary folder is made; by default where the system has those.
+
+    Raises:
+        ConfigError: when it cannot be written into.
+    """
+
+    def __init__(self, folder: Path | None, near: Path | None = None) -> None:
+        try:
+            if folder is None:
+                if near is not None:
+                    near.mkdir(parents=True, exist_ok=True)
+                folder = Path(tempfile.mkdtemp(prefix="clients-", dir=near))
+                weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            where = folder or near or tempfile.gettempdir()
+            raise ConfigError(
+                f"federation.engine.awake: states of clients cannot be written into {where} "
+                f"({error.strerror or error}); choose another folder for the run, or leave awake out."
+            ) from None
+        self.folder = folder.resolve()
+        self.latest: dict[int, StateFile] = {}
+        self._elsewhere: set[int] = set()  # clients whose files are beside a checkpoint in another folder
+        self._written: list[Path] = []  # not known to be on the disk itself
+        self._count = 0  # of checkpoints
+        self._since: dict[int, int] = {}  # by client, how many checkpoints there were before its file
+        self._former: list[Former] = []
+        self._checkpoints: dict[tuple[int, int], int | frozenset[str] | None] = {}  # see _refers
+        self._swept = False
+
+    def put(self, client: int, state: Mapping[str, Any], trained: bool) -> None:
+        """Write a client's state.
+
+        Raises:
+            SaveError: when it cannot be written.
+        """
+        buffer = io.BytesIO()
+        torch.save(dict(state), buffer)
+        content = buffer.getvalue()
+        file = StateFile(self.folder, f"{client // EACH}/{client}-{digest(content)}{ENDING}", trained)
+        since = self._count
+        try:
+            if _is_there(file.path, len(content)):  # somebody else's checkpoint may refer to it
+                since = -1
+            else:
+                _write(file.path, content)
+        except OSError as error:
+            raise SaveError(
+                f"The state of client {client} cannot be written: {file.path} ({error.strerror or error}); the last "
+                "checkpoint is whole."
+            ) from error
+        self._written.append(file.path)
+        self._leave(client, file)
+        self.latest[client], self._since[client] = file, since
+        self._elsewhere.discard(client)
+
+    def _leave(self, client: int, new: StateFile | None = None) -> None:
+        """Have another file of a client than the latest one, or none."""
+        former = self.latest.pop(client, None)
+        if former is None or former.folder != self.folder or (new is not None and new.path == former.path):
+            return
+        if self._since[client] == self._count:  # no checkpoint refers to it
+            former.path.unlink(missing_ok=True)
+        else:
+            self._former.append(Former(client, former, self._since[client], self._count))
+
+    def take_over(self, files: Mapping[int, StateFile]) -> None:
+        """Take the states of a checkpoint for the latest ones."""
+        self.forget()
+        self.latest, self._since = dict(files), dict.fromkeys(files, -1)
+        self._elsewhere = {client for client, file in files.items() if file.folder != self.folder}
+
+    def forget(self) -> None:
+        """Have no state of any client; files stay as long as a checkpoint refers to them."""
+        for client in list(self.latest):
+            self._leave(client)
+        self._elsewhere = set()
+
+    def references(self) -> str:
+        """Return what a checkpoint holds of the latest states, which are on the disk from now on."""
+        with ThreadPoolExecutor(8) as pool:  # a disk takes as long for some as for one
+            list(pool.map(_on_the_disk, self._written))
+        self._written, self._count = [], self._count + 1
+        return references_to(self.latest)
+
+    # ------------------------------------------------------------------------------------------- beside checkpoints
+
+    def join(self, checkpoint: Path) -> None:
+        """See that all latest states lie beside a checkpoint that is about to be written.
+
+        Raises:
+            OSError: when they cannot.
+        """
+        folder = checkpoint.resolve().parent / FOLDER
+        for client in list(self._elsewhere) if folder == self.folder else self.latest:
+            file = self.latest[client]
+            _link(file.path, folder / file.name)
+            if folder == self.folder:
+                self.latest[client] = file._replace(folder=folder)
+        if folder == self.folder:
+            self._elsewhere = set()
+
+    def clean(self, checkpoint: Path) -> None:
+        """Delete what no checkpoint refers to any more, now that one is in its place."""
+        if checkpoint.resolve().parent / FOLDER != self.folder:
+            return
+        there = {_key(path): path for path in self.folder.parent.iterdir() if path.is_file()}
+        known = self._checkpoints | {_key(checkpoint): self._count}
+        self._checkpoints = {key: known[key] if key in known else _names_in(path) for key, path in there.items()}
+        needed = [former for former in self._former if self._refers(former)]
+        paths = {former.file.path for former in needed}
+        for former in self._former:
+            latest = self.latest.get(former.client)
+            if former.file.path not in paths and (latest is None or latest.path != former.file.path):
+                former.file.path.unlink(missing_ok=True)
+        self._former = needed
+        if not self._swept and None not in self._checkpoints.values():
+            self._swept = True
+            self._sweep()
+
+    def _refers(self, former: "Former") -> bool:
+        """Say whether a checkpoint that is there refers to a file.
+
+        Of those that were written here the number is known, of others the names of the files that they refer to; None
+        of one that cannot be read.
+        """
+        return any(
+            former.since < one <= former.until if isinstance(one, int) else one is None or former.file.name in one
+            for one in self._checkpoints.values()
+        )
+
+    def _sweep(self) -> None:
+        """Delete what processes that have been killed have left."""
+        names = {file.name for file in self.latest.values()} | {former.file.name for former in self._former}
+        names = names.union(*(one for one in self._checkpoints.values() if isinstance(one, frozenset)))
+        for path in self.folder.glob("*/*"):
+            if f"{path.parent.name}/{path.name}" not in names:
+                path.unlink(missing_ok=True)
+
+
+class Former(NamedTuple):
+    """A file that is not a client's latest any more.
+
+    Args:
+        client: whose it is.
+        file: the file.
+        since: checkpoints of higher numbers refer to it,
+        until: up to this one.
+    """
+
+    client: int
+    file: StateFile
+    since: int
+    until: int
+
+
+def _names_in(checkpoint: Path) -> frozenset[str] | None:
+    """Return the names of the files that somebody else's checkpoint refers to; None where that cannot be read."""
+    try:
+        if not zipfile.is_zipfile(checkpoint) and checkpoint.suffix != ".ckpt":
+            return frozenset()
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        federation = content.get("federation", {}) if isinstance(content, dict) else {}
+        return frozenset(file.name for file in referred_to(federation.get(ASLEEP, ""), checkpoint).values())
+    except Exception:  # whatever the pickle machine stumbles over
+        return None
+
+
+def _on_the_disk(path: Path) -> None:
+    with suppress(FileNotFoundError), path.open("rb") as file:  # another one may have taken its place
+        os.fsync(file.fileno())
+
+
+def _is_there(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _link(path: Path, new: Path) -> None:
+    """Let a file be in another place too."""
+    if _is_there(new, path.stat().st_size):
+        return
+    new.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = new.with_name(new.name + ".part")
+    unfinished.unlink(missing_ok=True)
+    try:
+        unfinished.hardlink_to(path)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(path, unfinished)
+    unfinished.replace(new)
+
+
+def _key(path: Path) -> tuple[int, int]:
+    """Return what tells a checkpoint from the one that takes its place, wherever it is moved."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
