@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_pfl.core import Client
+from lit_pfl.core.deadline import Deadline, Speeds
 from lit_pfl.core.participation import Participation
 from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.robust import RobustMean
@@ -39,6 +40,8 @@ CLASSES: dict[str, type] = {
     "mean": RobustMean,
     "participation": Participation,
     "privacy": ClientPrivacy,
+    "deadline": Deadline,
+    "speeds": Speeds,
     "engine": Engine,
     "server_optimizer": ServerOptimizer,
 }

@@ -17,7 +17,7 @@ from lit_pfl.core.payload import TYPES, Payload, Upload, as_payload
 from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.robust import update_norm
 from lit_pfl.core.server import ClientInfo, Server, check_samples
-from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.errors import ConfigError, LateUpload, UploadError
 from lit_pfl_callbacks.frozen import FROZEN, read_table, refuse_other_weights, table_of
 from lit_pfl_callbacks.protocols import Refusal
 
@@ -50,6 +50,7 @@ class Coordinator:
         privacy: protects uploads, see :meth:`protect`; None: nothing does.
         changes: functions that change a round's uploads before they are checked, by round and client id: attacks.
         under_way: whether a round has begun and not ended.
+        clock: simulated seconds that the rounds so far have taken.
         refused: what was wrong with the uploads that were refused in the latest round.
         seconds: time spent so far: ``aggregate``, in the server's steps and in making its replies, and
             ``link``, in checking and counting what is sent.
@@ -63,6 +64,7 @@ class Coordinator:
         self.changes: list[Callable[[int, Mapping[int, Upload]], Mapping[int, Upload]]] = []
         self.ledger = Ledger()
         self.round = 0
+        self.clock = self._takes = 0.0
         self.under_way = False
         self.refused: list[UploadError] = []
         self.seconds = {"aggregate": 0.0, "link": 0.0}
@@ -135,9 +137,13 @@ class Coordinator:
             privacy.start(self.server, self._layout, sampling, seed)
         self.privacy = privacy
 
-    def begin_round(self) -> None:
-        """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state."""
-        self.under_way = True
+    def begin_round(self, seconds: float = 0.0) -> None:
+        """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state.
+
+        Args:
+            seconds: how long it takes in simulated time.
+        """
+        self.under_way, self._takes = True, seconds
         self.ledger.new_round(self.round + 1)
         self._uploads = {}
 
@@ -158,6 +164,7 @@ class Coordinator:
         """End the round with what has been uploaded; see :meth:`collect`. Without any upload it did not take place."""
         if self._uploads:
             self.collect(self._uploads)
+        self.clock += self._takes
         self._uploads, self.under_way = {}, False
 
     def reply(self, client: int) -> Payload:
@@ -215,7 +222,8 @@ class Coordinator:
             if isinstance(upload, UploadError):
                 upload.client = client
                 self.refused.append(upload)
-                rank_zero_warn(f"Round {self.round} goes on without one upload. {upload}")
+                if not isinstance(upload, LateUpload):  # which is nothing that anybody should look into
+                    rank_zero_warn(f"Round {self.round} goes on without one upload. {upload}")
                 continue
             assert isinstance(upload, Payload)
             self.ledger.sent_up(client, upload)
@@ -268,13 +276,14 @@ class Coordinator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed federation needs of the server's side."""
-        privacy = {} if self.privacy is None else {"privacy": self.privacy.state_dict()}
-        server = self.server.state_dict()
-        return {"round": self.round, "ledger": self.ledger.state_dict(), "server": server, **privacy}
+        more: dict[str, Any] = {} if self.privacy is None else {"privacy": self.privacy.state_dict()}
+        if self.clock:
+            more["clock"] = self.clock
+        return {"round": self.round, "ledger": self.ledger.state_dict(), "server": self.server.state_dict(), **more}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`, on the clients' device. :meth:`start` comes first."""
-        self.round = state["round"]
+        self.round, self.clock = state["round"], state.get("clock", 0.0)
         if self.privacy is not None:
             self.privacy.load_state_dict(state["privacy"])
         self.ledger.load_state_dict(state["ledger"])

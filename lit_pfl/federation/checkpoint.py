@@ -11,6 +11,9 @@ from lit_pfl.data import ClientData, identity_of
 from lit_pfl.engines import Engine
 from lit_pfl.errors import ConfigError
 
+#: what only the checkpoints of some runs hold
+OPTIONAL = ("deadline",)
+
 
 def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine) -> dict[str, Any]:
     """Return the whole federation: clients with optimizers, schedulers and random streams, server, byte counts.
@@ -89,9 +92,10 @@ def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: 
         ConfigError: at the first that does not.
     """
     for name in names:
-        if saved[name] != own[name]:
+        before, now = (identity.get(name, "none") if name in OPTIONAL else identity[name] for identity in (saved, own))
+        if before != now:
             option = "model" if name == "method" else f"federation.{name}"
-            raise ConfigError(f"{option}: the checkpoint is of a run with {saved[name]}, not {own[name]}.")
+            raise ConfigError(f"{option}: the checkpoint is of a run with {before}, not {now}.")
     if saved["data"].keys() != own["data"].keys():
         raise ConfigError(
             f"data: the checkpoint holds {len(saved['data'])} clients and the data has {len(own['data'])}; "

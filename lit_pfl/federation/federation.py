@@ -15,6 +15,7 @@ from torch import nn
 
 from lit_pfl.core import Client
 from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.deadline import Deadline, Plan
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.participation import Participation, check_participation, participants, sampling_of
 from lit_pfl.core.privacy import ClientPrivacy
@@ -29,6 +30,7 @@ from lit_pfl.federation.checkpoint import fingerprint, resume, saved, trained_in
 from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import GlobalModel, Scores, State
 from lit_pfl.federation.server_step import ServerStep
+from lit_pfl.federation.simulated_time import batches_of_round
 from lit_pfl.federation.summary import described, summarize
 from lit_pfl.learners.scoring import Split
 from lit_pfl.lightning_internals import AtomicCheckpointIO, QuickModule
@@ -83,6 +85,9 @@ class Federation(QuickModule):
         max_update_norm: largest Euclidean norm of an update, over all its floating-point tensors; a longer one is
             refused. To shorten long updates instead, see :class:`~lit_pfl.core.robust.NormClipping`. Default: any.
         privacy: differential privacy of clients, see :class:`~lit_pfl.core.privacy.ClientPrivacy`. Default: none.
+        deadline: simulated time after which a round ends without the clients that are too slow, see
+            :class:`~lit_pfl.core.deadline.Deadline`; ``simulated_seconds`` is then logged. Default: rounds wait for
+            all.
 
     Attributes:
         coordinator: the server's side.
@@ -116,6 +121,7 @@ class Federation(QuickModule):
         engine: Engine | None = None,
         max_update_norm: PositiveFloat | None = None,
         privacy: ClientPrivacy | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(client, Client):
@@ -130,6 +136,11 @@ class Federation(QuickModule):
             raise ConfigError(f"federation.engine={engine!r}: give an engine, such as Local() or Stacked(size=32).")
         if max_update_norm is not None and not max_update_norm > 0:
             raise ConfigError(f"federation.max_update_norm={max_update_norm}: give a number above 0.")
+        if deadline is not None and deadline.wanted and privacy is not None and privacy.where == "central":
+            raise ConfigError(
+                "federation.deadline.wanted: who is slower than one client decides whether another one counts, which "
+                "federation.privacy does not account for; leave wanted out, or set federation.privacy.where=local."
+            )
         for name, given, choices in (
             ("evaluate", evaluate, ("before", "after", "global")),
             ("if_not_saved", if_not_saved, ("stop", "continue")),
@@ -145,6 +156,7 @@ class Federation(QuickModule):
         self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
         self.quorum, self.max_update_norm, self.privacy = quorum, max_update_norm, privacy
+        self.deadline, self._plan = deadline, Plan()
         self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.client_trainer = client_trainer or {}
@@ -204,6 +216,8 @@ class Federation(QuickModule):
             self.seed = torch.initial_seed()
         keep_freed_memory()
         self.draws = Draws(self.seed)
+        if self.deadline is not None:
+            self.deadline.speeds.check(data.clients)
         work = Work(self.prototype, data, self.seed, self.local_epochs, self.client_trainer, self.trainer)
         # a client that never trains: it makes the server, and stands for all where something is asked of any
         example = work.fresh(data.clients[0], data.client(data.clients[0]))
@@ -272,6 +286,12 @@ class Federation(QuickModule):
         """Numbers of training samples of all clients, by id."""
         return {client: self.data.client(client).num_samples for client in self.data.clients}
 
+    @cached_property
+    def _batches(self) -> dict[int, int]:
+        """Numbers of batches that clients train in a whole round, by id."""
+        options = self.client_trainer
+        return {k: batches_of_round(k, self.data.client(k), self.local_epochs, options) for k in self.data.clients}
+
     def validated(self) -> list[int]:
         """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
         share = self.evaluate_clients if self.trainer.state.fn == "fit" else 1.0
@@ -281,7 +301,11 @@ class Federation(QuickModule):
         """Begin a round."""
         end_of_privacy(self.trainer, self.coordinator, begins=True)
         self._losses, self._validated = [], {}
-        self.coordinator.begin_round()
+        if self.deadline is not None:
+            clients = set(self.participants(self.coordinator.round)) - self.engine.left
+            work = {client: self._batches[client] for client in clients}
+            self._plan = self.deadline.plan(self.coordinator.round + 1, work, self.draws)
+        self.coordinator.begin_round(self._plan.seconds)
 
     def training_step(self, batch: list[int], batch_idx: int) -> None:
         """Train a set of clients; after the last one of the round, let the server do its step."""
@@ -299,10 +323,12 @@ class Federation(QuickModule):
 
     def _train(self, clients: Sequence[int]) -> None:
         replies = {client: self.coordinator.reply(client) for client in clients}
-        trained = self.engine.train(replies, self.coordinator.round)
-        self.scores.trained.update(clients)
+        late = {client: self._plan.late[client] for client in clients if client in self._plan.late}
+        replies = {client: reply for client, reply in replies.items() if client not in late}
+        trained = self.engine.train(replies, self.coordinator.round, self._plan.batches)
+        self.scores.trained.update(trained)
         self._losses += [(one.loss, one.samples) for one in trained.values()]
-        self.coordinator.take_in({client: one.upload for client, one in trained.items()})
+        self.coordinator.take_in({client: one.upload for client, one in trained.items()} | late)
 
     def on_train_batch_end(self, outputs: Any, batch: list[int], batch_idx: int) -> None:
         """Put a stop off until the round is over: half a round is nothing that could be kept, scored or resumed."""
@@ -316,8 +342,10 @@ class Federation(QuickModule):
         if set(self.client_ids) == self.engine.left:
             rank_zero_info("All clients have ended their training; the federation ends.")
             self.trainer.should_stop = True
-        spent = end_of_privacy(self.trainer, self.coordinator)
-        metrics = {"train/loss": mean_over_samples(self._losses), **self._validated, **self.traffic.of_round(), **spent}
+        more = end_of_privacy(self.trainer, self.coordinator)
+        if self.deadline is not None:
+            more["simulated_seconds"] = self.coordinator.clock
+        metrics = {"train/loss": mean_over_samples(self._losses), **self._validated, **self.traffic.of_round(), **more}
         self._log(metrics)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
 
@@ -476,7 +504,7 @@ class Federation(QuickModule):
         """
         names = ["method"]
         if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
-            names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])
+            names += ["local_epochs", "participation", "deadline"] + ([] if self._given_seed is None else ["seed"])
         state = resume(checkpoint, self._identity(), names, self.coordinator, self.engine)
         self.seed = self.draws.seed = state["seed"]
         self.scores.trained = trained_in(state)
@@ -489,6 +517,7 @@ class Federation(QuickModule):
             "participation": repr(p) if isinstance(p := self.participation, Participation) else p,
             "seed": self.seed,
             "data": self._fingerprints,
+            **({} if self.deadline is None else {"deadline": repr(self.deadline)}),
         }
 
     @cached_property
