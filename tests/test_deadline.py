@@ -60,7 +60,7 @@ def test_times_are_read_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["client,batch\n0,0\n", "client,batch\n0,1\n0,2\n", "client\n0\n", "client,batch\n0,nan\n"]
+    "text", ["client,batch\n0,-1\n", "client,batch\n0,1\n0,2\n", "client\n0\n", "client,batch\n0,nan\n"]
 )
 def test_a_file_that_is_none(tmp_path, text):
     with pytest.raises(ConfigError, match=r"line [23]: give the columns client and batch"):
@@ -73,6 +73,8 @@ def test_what_just_fits_fits():
     assert Pace(0.1, 0.0).fitting(0.3) == 3
     assert Pace(0.1, 0.2).fitting(0.3) == 1
     assert Pace(1.0, 5.0).fitting(4.0) < 0
+    assert Pace(0.0, 5.0).fitting(4.0) < 0
+    assert Pace(0.0, 5.0).fitting(5.0) > 10**9
 
 
 # Plans

@@ -1,7 +1,7 @@
 """What happens between clients and server whatever the link: uploads are checked, and a round keeps its order."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_pfl.core.asynchronous import InTraining
 from lit_pfl.core.encoding import Expected, Layout, misfit
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.participation import Sampling
@@ -48,6 +49,7 @@ class Coordinator:
     Attributes:
         round: number of rounds completed.
         privacy: protects uploads, see :meth:`protect`; None: nothing does.
+        in_training: the clients that train while the server goes on; None: it waits for all.
         changes: functions that change a round's uploads before they are checked, by round and client id: attacks.
         under_way: whether a round has begun and not ended.
         clock: simulated seconds that the rounds so far have taken.
@@ -61,6 +63,7 @@ class Coordinator:
         self.quorum = quorum
         self.max_update_norm = max_update_norm
         self.privacy: ClientPrivacy | None = None
+        self.in_training: InTraining | None = None
         self.changes: list[Callable[[int, Mapping[int, Upload]], Mapping[int, Upload]]] = []
         self.ledger = Ledger()
         self.round = 0
@@ -156,6 +159,16 @@ class Coordinator:
         """
         self.take_in(engine.train({client: self.reply(client) for client in clients}, self.round))
 
+    def send_out(self, clients: Iterable[int], staleness: Mapping[int, int]) -> None:
+        """Let clients begin whose uploads are of this round or of later ones; :attr:`in_training` is set.
+
+        Args:
+            clients: their ids.
+            staleness: that of the uploads of this round, by client id.
+        """
+        assert self.in_training is not None
+        self.in_training.begin({client: self.reply(client) for client in clients}, staleness)
+
     def take_in(self, uploads: Mapping[int, Upload]) -> None:
         """Keep uploads of a round until it ends; see :meth:`collect`."""
         self._uploads |= uploads
@@ -168,7 +181,9 @@ class Coordinator:
         self._uploads, self.under_way = {}, False
 
     def reply(self, client: int) -> Payload:
-        """Return what a participant loads, and count it as sent."""
+        """Return what a participant loads, and count it as sent, unless that is done."""
+        if self.in_training is not None and client in self.in_training.models:
+            return self.in_training.models[client]
         with self._timed("aggregate"):
             reply = self.server.reply(client)
             if not isinstance(reply, Mapping):
@@ -196,6 +211,8 @@ class Coordinator:
             uploads = {client: self._checked(client, upload) for client, upload in change(self.round, uploads).items()}
         with self._timed("link"):
             usable = self._usable(self._protected(uploads))
+            if self.in_training is not None:
+                usable = self.in_training.counted(usable, self.server)
         if len(usable) < self.quorum * len(uploads) - 1e-9:
             raise UploadError(
                 f"Round {self.round}: {len(usable)} of {len(uploads)} uploads are usable, fewer than the quorum of "
@@ -267,7 +284,8 @@ class Coordinator:
                 f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.", upload.not_finite
             )
         if self.max_update_norm is not None:
-            norm = update_norm(upload, self.server.center(client, upload))
+            begun = None if self.in_training is None else self.in_training.models.get(client)
+            norm = update_norm(upload, self.server.center(client, upload) if begun is None else begun)
             if norm > self.max_update_norm:
                 raise UploadError(
                     f"Client {client}: its update has a norm of {norm:.6g}, above "
@@ -279,6 +297,8 @@ class Coordinator:
         more: dict[str, Any] = {} if self.privacy is None else {"privacy": self.privacy.state_dict()}
         if self.clock:
             more["clock"] = self.clock
+        if self.in_training is not None:
+            more["in_training"] = self.in_training.state_dict()
         return {"round": self.round, "ledger": self.ledger.state_dict(), "server": self.server.state_dict(), **more}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -288,3 +308,5 @@ class Coordinator:
             self.privacy.load_state_dict(state["privacy"])
         self.ledger.load_state_dict(state["ledger"])
         self.server.load_state_dict(move_data_to_device(state["server"], self._device))
+        if self.in_training is not None:
+            self.in_training.load_state_dict(move_data_to_device(state["in_training"], self._device))

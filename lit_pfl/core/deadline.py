@@ -2,6 +2,7 @@
 
 import csv
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -29,6 +30,8 @@ class Pace(NamedTuple):
 
     def fitting(self, seconds: float) -> int:
         """Return how many batches fit into some time; negative where not even the latency does."""
+        if not self.batch:
+            return -1 if seconds < self.latency else sys.maxsize
         # rounded, so that 3 batches of 0.1 s fit into 0.3 s
         return math.floor(round((seconds - self.latency) / self.batch, 9))
 
@@ -40,7 +43,7 @@ class Speeds:
     distribution, which has a long tail of slow clients.
 
     Args:
-        batch: seconds for a training batch, the median over clients.
+        batch: seconds for a training batch, the median over clients; 0: training takes no time.
         spread: standard deviation of the logarithm of that time over clients; 0: all are equally fast. With 1, one
             client in six takes more than 2.7 times the median.
         variation: standard deviation of the logarithm from round to round of one client.
@@ -54,7 +57,7 @@ class Speeds:
 
     def __init__(
         self,
-        batch: PositiveFloat = 1.0,
+        batch: NonNegativeFloat = 1.0,
         spread: NonNegativeFloat = 1.0,
         variation: NonNegativeFloat = 0.0,
         latency: NonNegativeFloat = 0.0,
@@ -65,7 +68,7 @@ class Speeds:
         self._read = {} if self.file is None else _read(self.file, latency)
 
     def __repr__(self) -> str:
-        return _named(self)
+        return named(self)
 
     def check(self, clients: Sequence[int]) -> None:
         """See that every client has a speed.
@@ -150,7 +153,7 @@ class Deadline:
         self.speeds = speeds or Speeds()
 
     def __repr__(self) -> str:
-        return _named(self)
+        return named(self)
 
     def plan(self, round: int, batches: Mapping[int, int], draws: Draws) -> Plan:
         """Return what happens in a round.
@@ -190,7 +193,8 @@ class Deadline:
         return min(participants, max(1, round(self.wanted * participants) if self.wanted <= 1 else int(self.wanted)))
 
 
-def _named(given: object) -> str:
+def named(given: object) -> str:
+    """Return the name of an object's class with its options."""
     options = {name: value for name, value in vars(given).items() if not name.startswith("_")}
     return f"{type(given).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
 
@@ -203,11 +207,11 @@ def _read(name: str, latency: float) -> dict[int, Pace]:
                 try:
                     client, pace = int(row["client"]), Pace(float(row["batch"]), float(row.get("latency") or latency))
                 except (KeyError, TypeError, ValueError):
-                    client, pace = -1, Pace(0.0, 0.0)
-                if client < 0 or client in found or not (0 < pace.batch < math.inf and 0 <= pace.latency < math.inf):
+                    client, pace = -1, Pace(math.nan, math.nan)
+                if client < 0 or client in found or not (0 <= pace.batch < math.inf and 0 <= pace.latency < math.inf):
                     raise ConfigError(
                         f"speeds.file={name}, line {line}: give the columns client and batch, with one row for "
-                        "every client and seconds above 0."
+                        "every client and seconds from 0."
                     )
                 found[client] = pace
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -239,6 +239,16 @@ def _factors(value: Any) -> dict[str, tuple[Tensor, Tensor, tuple[int, ...]]]:
     return {name: (f.left, f.right, f.shape) for name, f in own.items()}
 
 
+def payload_state(payload: Payload) -> dict[str, Any]:
+    """Return what a checkpoint holds of a payload, as tensors and plain values."""
+    return {"tensors": _plain(payload), "sparse": sorted(payload.sparse), FACTORS: _factors(payload)}
+
+
+def payload_from(state: Mapping[str, Any]) -> Payload:
+    """Return the payload that a state of :func:`payload_state` is of."""
+    return Payload(state["tensors"], state["sparse"], _made(state[FACTORS]))
+
+
 def _made(factors: Mapping[str, Any]) -> dict[str, LowRank]:
     return {name: LowRank(*parts) for name, parts in factors.items()}
 

@@ -12,7 +12,7 @@ from lit_pfl.engines import Engine
 from lit_pfl.errors import ConfigError
 
 #: what only the checkpoints of some runs hold
-OPTIONAL = ("deadline",)
+OPTIONAL = ("deadline", "asynchronous")
 
 
 def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine) -> dict[str, Any]:

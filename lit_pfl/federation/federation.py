@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lit_pfl.core import Client
+from lit_pfl.core.asynchronous import Asynchronous, InTraining, Schedule
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.deadline import Deadline, Plan
 from lit_pfl.core.ledger import Ledger
@@ -26,7 +27,7 @@ from lit_pfl.engines.questions import predicted, standalone
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.errors import ConfigError
-from lit_pfl.federation.checkpoint import fingerprint, resume, saved, trained_in
+from lit_pfl.federation.checkpoint import OPTIONAL, fingerprint, resume, saved, trained_in
 from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import GlobalModel, Scores, State
 from lit_pfl.federation.server_step import ServerStep
@@ -88,6 +89,9 @@ class Federation(QuickModule):
         deadline: simulated time after which a round ends without the clients that are too slow, see
             :class:`~lit_pfl.core.deadline.Deadline`; ``simulated_seconds`` is then logged. Default: rounds wait for
             all.
+        asynchronous: take the server's step whenever some uploads have come, in simulated time:
+            :class:`~lit_pfl.core.asynchronous.FedBuff` or :class:`~lit_pfl.core.asynchronous.FedAsync`. A round is then
+            such a step, and ``participation`` how many clients train at the same time. Default: rounds wait.
 
     Attributes:
         coordinator: the server's side.
@@ -122,6 +126,7 @@ class Federation(QuickModule):
         max_update_norm: PositiveFloat | None = None,
         privacy: ClientPrivacy | None = None,
         deadline: Deadline | None = None,
+        asynchronous: Asynchronous | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(client, Client):
@@ -141,6 +146,9 @@ class Federation(QuickModule):
                 "federation.deadline.wanted: who is slower than one client decides whether another one counts, which "
                 "federation.privacy does not account for; leave wanted out, or set federation.privacy.where=local."
             )
+        if asynchronous is not None and (deadline is not None or privacy is not None):
+            other = "privacy" if deadline is None else "deadline"
+            raise ConfigError(f"federation.asynchronous does not go with federation.{other}; leave one of them out.")
         for name, given, choices in (
             ("evaluate", evaluate, ("before", "after", "global")),
             ("if_not_saved", if_not_saved, ("stop", "continue")),
@@ -156,7 +164,8 @@ class Federation(QuickModule):
         self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
         self.quorum, self.max_update_norm, self.privacy = quorum, max_update_norm, privacy
-        self.deadline, self._plan = deadline, Plan()
+        self.deadline, self.asynchronous = deadline, asynchronous
+        self._plan = Plan()
         self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.client_trainer = client_trainer or {}
@@ -231,6 +240,9 @@ class Federation(QuickModule):
         self.engine.setup(work)
         self.coordinator = Coordinator(server, self.quorum, self.max_update_norm)
         self.coordinator.start(self.engine.joined())
+        if self.asynchronous is not None:
+            self.asynchronous.check(server, data.clients, self.participation)
+            self.coordinator.in_training = InTraining(self.asynchronous)
         self.coordinator.protect(self.privacy, sampling_of(self.participation, len(data.clients)), self.seed)
         if self.evaluate == "global":
             self.scores.global_model = GlobalModel(work.fresh(data.clients[0]), self.coordinator)
@@ -279,6 +291,8 @@ class Federation(QuickModule):
 
     def participants(self, completed: int) -> list[int]:
         """Return the ids of the clients that train in the round after ``completed`` rounds."""
+        if self.asynchronous is not None:
+            return sorted(self._schedule.step(completed).staleness)
         return participants(self.participation, completed, self._samples, self.draws)
 
     @cached_property
@@ -291,6 +305,12 @@ class Federation(QuickModule):
         """Numbers of batches that clients train in a whole round, by id."""
         options = self.client_trainer
         return {k: batches_of_round(k, self.data.client(k), self.local_epochs, options) for k in self.data.clients}
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        assert self.asynchronous is not None
+        assert not isinstance(self.participation, Participation)
+        return Schedule(self.asynchronous, self._batches, self.participation, self.draws)
 
     def validated(self) -> list[int]:
         """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
@@ -305,7 +325,12 @@ class Federation(QuickModule):
             clients = set(self.participants(self.coordinator.round)) - self.engine.left
             work = {client: self._batches[client] for client in clients}
             self._plan = self.deadline.plan(self.coordinator.round + 1, work, self.draws)
-        self.coordinator.begin_round(self._plan.seconds)
+        if self.asynchronous is not None:
+            step = self._schedule.step(self.coordinator.round)
+            self.coordinator.begin_round(step.clock - self.coordinator.clock)
+            self.coordinator.send_out(step.starts, step.staleness)
+        else:
+            self.coordinator.begin_round(self._plan.seconds)
 
     def training_step(self, batch: list[int], batch_idx: int) -> None:
         """Train a set of clients; after the last one of the round, let the server do its step."""
@@ -343,7 +368,7 @@ class Federation(QuickModule):
             rank_zero_info("All clients have ended their training; the federation ends.")
             self.trainer.should_stop = True
         more = end_of_privacy(self.trainer, self.coordinator)
-        if self.deadline is not None:
+        if self.deadline is not None or self.asynchronous is not None:
             more["simulated_seconds"] = self.coordinator.clock
         metrics = {"train/loss": mean_over_samples(self._losses), **self._validated, **self.traffic.of_round(), **more}
         self._log(metrics)
@@ -504,9 +529,10 @@ class Federation(QuickModule):
         """
         names = ["method"]
         if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
-            names += ["local_epochs", "participation", "deadline"] + ([] if self._given_seed is None else ["seed"])
+            names += ["local_epochs", "participation", *OPTIONAL] + ([] if self._given_seed is None else ["seed"])
         state = resume(checkpoint, self._identity(), names, self.coordinator, self.engine)
         self.seed = self.draws.seed = state["seed"]
+        self.__dict__.pop("_schedule", None)  # which is drawn by it
         self.scores.trained = trained_in(state)
 
     def _identity(self) -> dict[str, Any]:
@@ -517,7 +543,7 @@ class Federation(QuickModule):
             "participation": repr(p) if isinstance(p := self.participation, Participation) else p,
             "seed": self.seed,
             "data": self._fingerprints,
-            **({} if self.deadline is None else {"deadline": repr(self.deadline)}),
+            **{name: repr(given) for name in OPTIONAL if (given := getattr(self, name)) is not None},
         }
 
     @cached_property
