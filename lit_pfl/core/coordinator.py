@@ -22,6 +22,9 @@ from lit_pfl.errors import ConfigError, LateUpload, UploadError
 from lit_pfl_callbacks.frozen import FROZEN, read_table, refuse_other_weights, table_of
 from lit_pfl_callbacks.protocols import Refusal
 
+#: how often a client may count each of its training samples in a round: an upload with larger counts is refused
+MOST_COUNTED = 1000
+
 
 class Trains(Protocol):
     """What a round needs: somebody who lets clients train."""
@@ -103,6 +106,7 @@ class Coordinator:
                     "a mask stays at home by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."
                 )
         self._layout = {client: info.initial.layout for client, info in clients.items()}
+        self._samples = {client: int(info.num_samples) for client, info in clients.items()}
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
@@ -283,6 +287,14 @@ class Coordinator:
             raise UploadError(
                 f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.", upload.not_finite
             )
+        most = MOST_COUNTED * self._samples[client]
+        for name in self.server.count_tensors:
+            if name in upload and bool(((upload[name] < 0) | (upload[name] > most)).any()):
+                raise UploadError(
+                    f"Client {client}: tensor {name!r} counts samples or steps; with its {self._samples[client]} "
+                    f"training samples it must be from 0 to {most}.",
+                    name,
+                )
         if self.max_update_norm is not None:
             begun = None if self.in_training is None else self.in_training.models.get(client)
             norm = update_norm(upload, self.server.center(client, upload) if begun is None else begun)

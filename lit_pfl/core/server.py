@@ -78,6 +78,8 @@ class Server:
     averages: bool = True
     #: whether uploads are used in that average and nowhere else; said again likewise
     means_only: bool = True
+    #: names of tensors of an upload that count samples or steps: a negative count, or an absurd one, is refused
+    count_tensors: ClassVar[tuple[str, ...]] = ()
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
