@@ -182,7 +182,8 @@ class FederatedLoop(L.Callback):
         self._tell(round, "up", shared)
         with self._waiting():
             reply = self._answer(trainer, lambda: self.link.exchange(shared))
-        self._load(trainer, pl_module, reply, round + 1)
+        with next_epoch(trainer):
+            self._load(trainer, pl_module, reply, round + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the link keeps in a checkpoint: where the federation stands, if it is led from here."""
@@ -260,6 +261,20 @@ class FederatedLoop(L.Callback):
                 "FederatedLoop cannot see how many training samples this client has: "
                 "give FederatedLoop(num_samples=...)."
             ) from None
+
+
+@contextmanager
+def next_epoch(trainer: L.Trainer) -> Iterator[None]:
+    """Let a Trainer at the end of an epoch be in the next one, as it is when a run goes on from a checkpoint.
+
+    A reply is of the epoch that it begins, also for a module that looks at ``current_epoch`` while it loads one.
+    """
+    progress = trainer.fit_loop.epoch_progress.current
+    progress.completed += 1
+    try:
+        yield
+    finally:
+        progress.completed -= 1
 
 
 def _decides(module: L.LightningModule) -> TypeGuard[Any]:

@@ -129,8 +129,9 @@ def client_loggers(loggers: Sequence[Logger], client: Client) -> list[ClientLogg
     return [ClientLogger(logger, client) for logger in ordered]
 
 
-def visit(trainer: L.Trainer, client: Client, data: L.LightningDataModule | None) -> None:
-    """Make a client's Trainer that of another client for a while."""
+def visit(trainer: L.Trainer, client: Client, data: L.LightningDataModule | None, epoch: int) -> None:
+    """Make a client's Trainer that of another client for a while, which has come to an epoch, counted from 0."""
+    trainer.fit_loop.epoch_progress.current.completed = epoch
     trainer.strategy.connect(client)
     lend_data(trainer, data)
     forget_scores(trainer)

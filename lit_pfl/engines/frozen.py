@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from lit_pfl.core import Client
+from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.frozen import hold_apart, hold_once
 
 
@@ -48,28 +49,53 @@ class FrozenWeights:
     """Sees whether weights that have no gradient stay as they are all the same.
 
     A module may change them itself, as it does a moving average of others. So the first client that trains has memory
-    of its own for that round. What has changed afterwards is no longer held once, nor taken to be constant.
+    of its own for that round. What has changed afterwards is no longer held once, nor taken to be constant. If anything
+    has, every client has memory of its own for the others in each of its rounds: they may change later.
 
     Args:
         clients: the clients of this process, by id.
-        first: the id of the one that trains first.
     """
 
-    def __init__(self, clients: Mapping[int, Client], first: int) -> None:
-        self.clients, self.first, self._changed = clients, first, frozenset[str]()
-        self._before = {name: weight.detach() for name, weight in clients[first].frozen.items()}
-        self._looked = len(clients) == 1 or not self._before
-        if not self._looked:
-            for weights in frozen_of(clients[first]).values():
+    def __init__(self, clients: Mapping[int, Client]) -> None:
+        self.clients = clients
+        self._changed: set[str] = set()
+        self._looking = True  # at those that train, as yet
+        self._before: dict[int, dict[str, Tensor]] = {}  # by client, in memory that others hold too
+        self._starts: dict[int, dict[str, Tensor]] = {}  # by client, a few entries of each
+
+    def begin(self, client: int) -> None:
+        """Take note of a client's frozen weights, which is about to train."""
+        own = self.clients[client]
+        if len(self.clients) == 1 or not own.frozen:
+            return
+        if self._changed or (self._looking and not self._before):
+            self._before[client] = {name: weight.detach() for name, weight in own.frozen.items()}
+            for weights in frozen_of(own).values():
                 hold_apart(weights.values())
+        else:
+            self._starts[client] = {name: _start(weight).clone() for name, weight in own.frozen.items()}
 
     def look_at(self, client: int) -> None:
-        """See what a client's round has made of its frozen weights, if it is the first one."""
-        if self._looked or client != self.first:
+        """See what a client's round has made of its frozen weights.
+
+        Raises:
+            ConfigError: when they have changed and others hold the same memory, since none had changed before.
+        """
+        own = self.clients[client]
+        starts, before = self._starts.pop(client, {}), self._before.pop(client, None)
+        if before is None:
+            for name, start in starts.items():
+                if name in own.frozen and not torch.equal(_start(own.frozen[name]), start):
+                    self._refuse_if_shared(own, name)
             return
-        self._looked, own = True, self.clients[client]
-        changed = [name for name, weight in own.frozen.items() if not torch.equal(weight, self._before[name])]
-        self._changed = frozenset(changed)
+        changed = [name for name, weight in own.frozen.items() if not torch.equal(weight, before[name])]
+        if changed and not self._changed:
+            rank_zero_warn(
+                f"{type(own.learner).__name__} changes {changed[0]!r} in training although it has requires_grad=False; "
+                "such weights are not sent, and every client has its own."
+            )
+        self._looking = False
+        self._changed |= {*changed}
         for one in self.clients.values():
             if one is not own:
                 for weights in frozen_of(one).values():
@@ -77,14 +103,22 @@ class FrozenWeights:
             self.leave_out(one)
         if (other := next((one for one in self.clients.values() if one is not own), None)) is not None:
             share_frozen(own, other)
-        self._before = {}
-        if changed:
-            rank_zero_warn(
-                f"{type(own.learner).__name__} changes {changed[0]!r} in training although it has requires_grad=False; "
-                "such weights are not sent, and every client has its own."
+
+    def _refuse_if_shared(self, own: Client, name: str) -> None:
+        memory = own.frozen[name].data_ptr()
+        if any(one is not own and name in one.frozen and one.frozen[name].data_ptr() == memory
+               for one in self.clients.values()):  # fmt: skip
+            raise ConfigError(
+                f"model.learner: {type(own.learner).__name__} has changed {name!r}, which has requires_grad=False and "
+                "stayed as it was in earlier rounds, so that all clients hold it in one memory; go on from the last "
+                "checkpoint, and every client has its own."
             )
 
     def leave_out(self, client: Client) -> None:
         """Take none of the weights that a module has been seen to change for a client's frozen ones."""
         for name in self._changed:
             client.frozen.pop(name, None)
+
+
+def _start(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[:16]

@@ -1,7 +1,7 @@
 """All clients in this process, one awake at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import lightning as L
@@ -23,6 +23,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer, limit_batches, make_lean
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
+from lit_pfl_callbacks.federated_loop import next_epoch
 from lit_pfl_callbacks.tensors import copied
 
 #: what a client's own Trainer needs of a checkpoint to go on
@@ -116,7 +117,8 @@ class Local(Engine):
         module.completed_rounds = completed
         limit_batches(module.trainer, batches)
         if self._frozen is None:
-            self._frozen = FrozenWeights(self.clients, client)
+            self._frozen = FrozenWeights(self.clients)
+        self._frozen.begin(client)
         return LastGoodState(module, module.trainer.optimizers, module.overwritten(reply), module.constant())
 
     def _conclude(
@@ -184,20 +186,22 @@ class Local(Engine):
     def _holding(self, client: int, reply: Payload | None) -> Iterator[Client]:
         """Let a client hold a reply, if there is one; put it back afterwards."""
         module = self.clients[client]
-        with self._with_trainer(module):
+        with self._with_trainer(client, module):
             if reply is None:
                 yield module
                 return
             constant = module.constant()
             before = copied({name: value for name, value in module.state_dict().items() if name not in constant})
-            module.download(reply)
+            has_trained = client in self.hub or client in self._restored
+            with next_epoch(module.trainer) if has_trained else nullcontext():
+                module.download(reply)
             try:
                 yield module
             finally:
                 module.load_state_dict(before, strict=False)
 
     @contextmanager
-    def _with_trainer(self, module: Client) -> Iterator[None]:
+    def _with_trainer(self, client: int, module: Client) -> Iterator[None]:
         """Lend a Trainer like its own to a client that has not trained: its learner may ask how things are."""
         if module._trainer is not None:
             yield
@@ -207,7 +211,7 @@ class Local(Engine):
                 self._for_visitors, _ = self._trainer(module, MemoryCheckpointIO())
             self._for_visitors.state.fn = TrainerFn.VALIDATING
         assert module.data is not None
-        visit(self._for_visitors, module, module.data.module)
+        visit(self._for_visitors, module, module.data.module, self._restored.get(client, {}).get("epoch", 0))
         with lent_trainer(module, self._for_visitors):
             yield
 

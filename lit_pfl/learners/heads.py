@@ -39,8 +39,11 @@ def find_head(learner: nn.Module, names: frozenset[str], by_pattern: bool, metho
 
 
 def linear_layers(head: nn.Module) -> list[nn.Module]:
-    """Return a head's linear layers, however their weights are made."""
-    return [part for part in head.modules() if hasattr(part, "in_features") and hasattr(part, "out_features")]
+    """Return a head's linear layers, however their weights are made; of frozen and trained ones the trained ones."""
+    # peft wraps a head that trains beside its frozen original; the wrapper passes on the attributes of the first
+    like = {part for part in head.modules() if hasattr(part, "in_features") and hasattr(part, "out_features")}
+    layers = [part for part in head.modules() if part in like and not like & {*part.modules()} - {part}]
+    return [layer for layer in layers if any(weight.requires_grad for weight in layer.parameters())] or layers
 
 
 def sizes_of_head(head: nn.Module, method: str) -> tuple[int, int]:

@@ -319,6 +319,27 @@ def test_a_run_resumes_whose_module_changes_frozen_weights_of_other_values_than_
     assert not torch.equal(keys[0], keys[1])  # every client has its own
 
 
+class LateMomentum(Pretrained):
+    """A momentum encoder that starts to move in the second round."""
+
+    def __init__(self):
+        super().__init__(momentum=1.0)
+        self.key = nn.Linear(8, 8).requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.momentum = 1.0 if self.current_epoch == 0 else 0.5
+
+
+def test_frozen_weights_that_change_late_end_the_run_and_a_resumed_one_keeps_them_apart(tmp_path):
+    fitting = trainer(3, callbacks=[LastCheckpoint(tmp_path)], enable_checkpointing=True)
+    with pytest.raises(ConfigError, match="LateMomentum has changed 'key.weight', which has requires_grad=False"):
+        fit(FedAvg(learner=LateMomentum()), fitting=fitting)
+    with pytest.warns(UserWarning, match="LateMomentum changes 'key.weight' in training"):
+        resumed = fit(FedAvg(learner=LateMomentum()), rounds=3, ckpt_path=tmp_path / "last.ckpt")
+    keys = [client.learner.key.weight for client in resumed.clients.values()]
+    assert not torch.equal(keys[0], keys[1])
+
+
 class Remembers(Pretrained):
     """Keeps what it has computed, with the graph behind it."""
 

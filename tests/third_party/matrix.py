@@ -21,11 +21,9 @@ from lit_pfl import Federation
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl.testing import assert_equal
-from tiny import OF_THE_PAPERS
 
 PAGE = Path(__file__).parent.parent.parent / "docs/third_party.md"
-#: the methods that are tried: those of the four papers and their baselines, and some of the further ones
-METHODS = sorted([*OF_THE_PAPERS, "FedBABU", "FedBN", "FedNova", "PFedMe"])
+METHODS = sorted(lit_pfl.methods.__all__)
 
 ROUNDS = 2
 TWO_EPOCHS = {"FedRep", "FedSLR"}  # which train two models in a round, one after the other
@@ -44,7 +42,7 @@ REASONS = {
         "needs a convolution or a linear layer in the body",
         "needs a convolution or a linear layer in the body",
     ),
-    "body": ("trains a body, and this one has no weights", "needs a body with weights"),
+    "body": ("and this one has no weights", "needs a body with weights"),
     "norms": ("has no batch norm", "needs batch norm"),
     "manual": ("steps its optimizers itself", "needs automatic optimization"),
     "mu": (
@@ -52,35 +50,59 @@ REASONS = {
         "needs `factorization=Factorization(l1=0)`: no penalty",
     ),
     "loss": ("compares losses", "needs a loss that `training_step` returns"),
+    "calls": ("needs a head that training_step calls once", "needs a head that `training_step` calls once"),
+    "shape": (
+        "needs a head that returns (B, C) logits",
+        "needs a head that gives each sample a logit a class",
+    ),
+    "linear": ("needs a head with a linear layer", "needs a head with a linear layer"),
+    "module": ("names parameters of several modules", "needs a head that is one module, from features to logits"),
+    "classes": ("has no class labels", "needs class labels"),
+    "unfit": ("for which batch norm is unfit", "trains heads on generated features, so they may have no batch norm"),
+    "size": (
+        "use a smaller network, a smaller hidden_dim",
+        "needs `hidden_dim=10` for so large a network",
+    ),
 }
 #: options that are the answer to a reason
 ANSWERS: dict[str, dict[str, Any]] = {
     "logits": {"mixing": "parameters"},
     "density": {"density": 0.9},
     "mu": {"factorization": Factorization(l1=0)},
+    "size": {"hidden_dim": 10},
 }
+#: methods that look at class labels, at the numbers of a head's features and logits, at a head
+CLASSES = (
+    "FD", "FML", "FedGH", "FedGen", "FedKD", "FedLC", "FedNTD", "FedPAC", "FedProto", "FedRS", "FedRoD", "GPFL",
+    "KNNPer",
+)  # fmt: skip
+SIZES = ("FD", "FedCP", "FedDBE", "FedGH", "FedGen", "FedKD", "FedPAC", "FedProto", "GPFL")
+HEADS = (*CLASSES, "FedCP", "FedDBE", "MOON")
 BUILDS = {"FedMA": "chain", "PsiNet": "groups"}
 ADAM = {**BUILDS, "FedNova": "sgd", "PFedMe": "sgd", "Scaffold": "sgd"}
-SELF_SUPERVISED, NO_NORM = {**BUILDS, "APFL": "logits"}, {"FedBN": "norms"}
+NO_NORM = {"FedBN": "norms"}
+TWO_VIEWS = {**dict.fromkeys(HEADS, "calls"), "FedGen": "unfit"}
+NO_CLASSES, NO_LOGITS = dict.fromkeys(CLASSES, "classes"), dict.fromkeys(HEADS, "shape")
 STEPS = (
-    "APFL", "Ditto", "FedADMM", "FedALA", "FedAMP", "FedBABU", "FedDyn", "FedMA", "FedNova", "FedProx", "FedRep",
-    "FedSLR", "FedSpa", "HeurFedAMP", "PFedMe", "PerFedAvg", "PsiNet", "Scaffold",
+    *HEADS, "APFL", "Ditto", "FedADMM", "FedAH", "FedALA", "FedAMP", "FedBABU", "FedDyn", "FedMA", "FedNova", "FedProx",
+    "FedRep", "FedSLR", "FedSpa", "HeurFedAMP", "PFedHN", "PFedMe", "PerFedAvg", "PsiNet", "Scaffold",
 )  # fmt: skip
+BODIES = ("FedAH", "FedBABU", "FedPAC", "FedRep")
 #: which methods refuse which module, and why; all others train it
 REFUSED: dict[str, dict[str, str]] = {
     "ClassificationTask": ADAM,
-    "SemanticSegmentationTask": ADAM,
-    "RegressionTask": ADAM,
-    "BYOLTask": ADAM,
-    "NBeats": {**ADAM, **NO_NORM},
-    "TemporalFusionTransformer": {**ADAM, **NO_NORM},
+    "SemanticSegmentationTask": {**ADAM, **NO_LOGITS, **dict.fromkeys(SIZES, "linear"), "PFedHN": "size"},
+    "RegressionTask": {**ADAM, **NO_CLASSES},
+    "BYOLTask": {**ADAM, **TWO_VIEWS, "PFedHN": "size"},
+    "NBeats": {**ADAM, **NO_NORM, **dict.fromkeys(HEADS, "module")},
+    "TemporalFusionTransformer": {**ADAM, **NO_NORM, **NO_LOGITS},
     "BertForSequenceClassification with LoRA": {**ADAM, **NO_NORM},
-    "MoCoTask": {**ADAM, "APFL": "logits"},
-    "DeepAR": {**ADAM, **NO_NORM, "FactorizedFL": "layers"},
-    "SimCLR": SELF_SUPERVISED,
-    "BYOL": {**SELF_SUPERVISED, "FedSpa": "density"},
-    "BoringModel": {**BUILDS, **NO_NORM, "FactorizedFL": "layers", "FedBABU": "body", "FedRep": "body"},
-    "LightningTransformer": {**BUILDS, **NO_NORM},
+    "MoCoTask": {**ADAM, **TWO_VIEWS, "APFL": "logits"},
+    "DeepAR": {**ADAM, **NO_NORM, **NO_LOGITS, "FactorizedFL": "layers"},
+    "SimCLR": {**BUILDS, **TWO_VIEWS, "APFL": "logits"},
+    "BYOL": {**BUILDS, **TWO_VIEWS, "APFL": "logits", "FedSpa": "density"},
+    "BoringModel": {**BUILDS, **NO_NORM, **NO_CLASSES, "FactorizedFL": "layers", **dict.fromkeys(BODIES, "body")},
+    "LightningTransformer": {**BUILDS, **NO_NORM, **NO_LOGITS},
     "GAN": {**dict.fromkeys(STEPS, "manual"), **NO_NORM, "FactorizedFL": "mu", "SimFed": "mu", "FedFOMO": "loss",
             "AgnosticFL": "loss", "IFCA": "loss"},
 }  # fmt: skip
@@ -185,8 +207,6 @@ what the module logs itself. Where a method cannot train a module, it says so in
 {modules}
 
 MoCoTask, BYOLTask and BoringModel log nothing in validation, so their clients have no scores.
-
-The further methods have not all been tried on these modules; `check_learner` tries any of them on yours.
 
 "yes" means that the module trains as it is. A letter is explained below the table; "yes" with a letter means that the
 method needs one option.

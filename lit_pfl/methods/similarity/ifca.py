@@ -13,7 +13,7 @@ from lit_pfl.core.server import ClientInfo, Server, UniformServer
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order
 from lit_pfl.learners.scoring import mean_loss, needs_loss
-from lit_pfl.lightning_internals import own_copy
+from lit_pfl.learners.steps import unchanged
 from lit_pfl_callbacks.tensors import load_tensors
 
 CLUSTER = "cluster"
@@ -53,11 +53,11 @@ class IFCA(Client):
         self.register_buffer(CLUSTER, torch.tensor(0))
 
     def configure_server(self) -> Server:  # noqa: D102
-        own = own_copy(self)
         models = []
-        for _ in range(self.clusters - 1):
-            _draw_anew(own.learner)
-            models.append(Payload(own.shared_parameters()).clone())
+        with unchanged(self.learner):
+            for _ in range(self.clusters - 1):
+                _draw_anew(self.learner)
+                models.append(Payload(self.shared_parameters()).clone())
         return IFCAServer(models)
 
     @torch.no_grad()
