@@ -16,8 +16,14 @@ from random import Random
 from typing import Any, NamedTuple
 
 import lightning as L
+import pandas  # noqa: F401 - this, and what else has no use here, so that a process forked from this one has it already
+import sklearn.datasets  # noqa: F401
 import torch
 
+import lit_pfl.cli.federated_cli
+import lit_pfl.cli.run
+import lit_pfl.lightning_internals.lean_loop
+import lit_pfl.methods  # noqa: F401
 from lit_pfl.cli import main
 from lit_pfl.core.payload import Payload, Upload
 from lit_pfl.errors import PayloadError, UploadError
