@@ -58,7 +58,8 @@ def test_a_struck_run_that_is_resumed_is_the_run_that_never_was(seed, tmp_path):
     for strike in strikes:
         came = run(typed, struck, strike, plain.whole)
         assert "Traceback" not in came.out, (strike, came.out)
-        assert came.code in (0, 2, 143, -9), (strike, came.out)
+        # SIGTERM ends a fit in good order with 143, and a process that has not come to its fit at once with -15
+        assert came.code in (0, 2, 143, -9, -15), (strike, came.out)
         if came.code == 0:
             break
         typed = resumed_by(first, struck, came)

@@ -3,7 +3,7 @@
     python tests/benchmarks/privacy.py --rounds 10 --seeds 2 --figure docs/privacy.svg
 
 It prints a table in Markdown, and draws it. Scores are test accuracies of the last round's global model, means over
-seeds. It needs the extra ``privacy``, for the figure also ``report``.
+seeds; all clients train in every round. It needs the extra ``privacy``, for the figure also ``report``.
 """
 
 import argparse
