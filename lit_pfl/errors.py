@@ -23,6 +23,10 @@ class UploadError(ValueError):
         self.tensor = tensor
 
 
+class LateUpload(UploadError):
+    """An upload that comes after its round has ended."""
+
+
 class PayloadError(ValueError):
     """Bytes are no payload, or not the one that is expected.
 

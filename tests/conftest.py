@@ -22,6 +22,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the size of the fault campaign."""
+    parser.addoption("--campaign", type=int, default=50, help="seeded runs of tests/test_campaign.py (with -m slow)")
+
+
 @pytest.fixture
 def notes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
     """What Lightning tells its users on the way, as ``caplog``."""

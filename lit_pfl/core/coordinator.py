@@ -1,7 +1,7 @@
 """What happens between clients and server whatever the link: uploads are checked, and a round keeps its order."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_pfl.core.asynchronous import InTraining
 from lit_pfl.core.encoding import Expected, Layout, misfit
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.participation import Sampling
@@ -17,9 +18,12 @@ from lit_pfl.core.payload import TYPES, Payload, Upload, as_payload
 from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.robust import update_norm
 from lit_pfl.core.server import ClientInfo, Server, check_samples
-from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.errors import ConfigError, LateUpload, UploadError
 from lit_pfl_callbacks.frozen import FROZEN, read_table, refuse_other_weights, table_of
 from lit_pfl_callbacks.protocols import Refusal
+
+#: how often a client may count each of its training samples in a round: an upload with larger counts is refused
+MOST_COUNTED = 1000
 
 
 class Trains(Protocol):
@@ -48,8 +52,10 @@ class Coordinator:
     Attributes:
         round: number of rounds completed.
         privacy: protects uploads, see :meth:`protect`; None: nothing does.
+        in_training: the clients that train while the server goes on; None: it waits for all.
         changes: functions that change a round's uploads before they are checked, by round and client id: attacks.
         under_way: whether a round has begun and not ended.
+        clock: simulated seconds that the rounds so far have taken.
         refused: what was wrong with the uploads that were refused in the latest round.
         seconds: time spent so far: ``aggregate``, in the server's steps and in making its replies, and
             ``link``, in checking and counting what is sent.
@@ -60,9 +66,11 @@ class Coordinator:
         self.quorum = quorum
         self.max_update_norm = max_update_norm
         self.privacy: ClientPrivacy | None = None
+        self.in_training: InTraining | None = None
         self.changes: list[Callable[[int, Mapping[int, Upload]], Mapping[int, Upload]]] = []
         self.ledger = Ledger()
         self.round = 0
+        self.clock = self._takes = 0.0
         self.under_way = False
         self.refused: list[UploadError] = []
         self.seconds = {"aggregate": 0.0, "link": 0.0}
@@ -102,6 +110,7 @@ class Coordinator:
                     "a mask stays at home by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."
                 )
         self._layout = {client: known[id(info.initial)] for client, info in clients.items()}
+        self._samples = {client: int(info.num_samples) for client, info in clients.items()}
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
@@ -140,9 +149,13 @@ class Coordinator:
             privacy.start(self.server, self._layout, sampling, seed)
         self.privacy = privacy
 
-    def begin_round(self) -> None:
-        """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state."""
-        self.under_way = True
+    def begin_round(self, seconds: float = 0.0) -> None:
+        """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state.
+
+        Args:
+            seconds: how long it takes in simulated time.
+        """
+        self.under_way, self._takes = True, seconds
         self.ledger.new_round(self.round + 1)
         self._uploads = {}
 
@@ -155,6 +168,16 @@ class Coordinator:
         """
         self.take_in(engine.train({client: self.reply(client) for client in clients}, self.round))
 
+    def send_out(self, clients: Iterable[int], staleness: Mapping[int, int]) -> None:
+        """Let clients begin whose uploads are of this round or of later ones; :attr:`in_training` is set.
+
+        Args:
+            clients: their ids.
+            staleness: that of the uploads of this round, by client id.
+        """
+        assert self.in_training is not None
+        self.in_training.begin({client: self.reply(client) for client in clients}, staleness)
+
     def take_in(self, uploads: Mapping[int, Upload]) -> None:
         """Keep uploads of a round until it ends; see :meth:`collect`."""
         self._uploads |= uploads
@@ -163,10 +186,13 @@ class Coordinator:
         """End the round with what has been uploaded; see :meth:`collect`. Without any upload it did not take place."""
         if self._uploads:
             self.collect(self._uploads)
+        self.clock += self._takes
         self._uploads, self.under_way = {}, False
 
     def reply(self, client: int) -> Payload:
-        """Return what a participant loads, and count it as sent."""
+        """Return what a participant loads, and count it as sent, unless that is done."""
+        if self.in_training is not None and client in self.in_training.models:
+            return self.in_training.models[client]
         with self._timed("aggregate"):
             reply = self.server.reply(client)
             if not isinstance(reply, Mapping):
@@ -194,6 +220,8 @@ class Coordinator:
             uploads = {client: self._checked(client, upload) for client, upload in change(self.round, uploads).items()}
         with self._timed("link"):
             usable = self._usable(self._protected(uploads))
+            if self.in_training is not None:
+                usable = self.in_training.counted(usable, self.server)
         if len(usable) < self.quorum * len(uploads) - 1e-9:
             raise UploadError(
                 f"Round {self.round}: {len(usable)} of {len(uploads)} uploads are usable, fewer than the quorum of "
@@ -220,7 +248,8 @@ class Coordinator:
             if isinstance(upload, UploadError):
                 upload.client = client
                 self.refused.append(upload)
-                rank_zero_warn(f"Round {self.round} goes on without one upload. {upload}")
+                if not isinstance(upload, LateUpload):  # which is nothing that anybody should look into
+                    rank_zero_warn(f"Round {self.round} goes on without one upload. {upload}")
                 continue
             assert isinstance(upload, Payload)
             self.ledger.sent_up(client, upload)
@@ -263,8 +292,17 @@ class Coordinator:
             raise UploadError(
                 f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.", upload.not_finite
             )
+        most = MOST_COUNTED * self._samples[client]
+        for name in self.server.count_tensors:
+            if name in upload and bool(((upload[name] < 0) | (upload[name] > most)).any()):
+                raise UploadError(
+                    f"Client {client}: tensor {name!r} counts samples or steps; with its {self._samples[client]} "
+                    f"training samples it must be from 0 to {most}.",
+                    name,
+                )
         if self.max_update_norm is not None:
-            norm = update_norm(upload, self.server.center(client, upload))
+            begun = None if self.in_training is None else self.in_training.models.get(client)
+            norm = update_norm(upload, self.server.center(client, upload) if begun is None else begun)
             if norm > self.max_update_norm:
                 raise UploadError(
                     f"Client {client}: its update has a norm of {norm:.6g}, above "
@@ -273,14 +311,19 @@ class Coordinator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed federation needs of the server's side."""
-        privacy = {} if self.privacy is None else {"privacy": self.privacy.state_dict()}
-        server = self.server.state_dict()
-        return {"round": self.round, "ledger": self.ledger.state_dict(), "server": server, **privacy}
+        more: dict[str, Any] = {} if self.privacy is None else {"privacy": self.privacy.state_dict()}
+        if self.clock:
+            more["clock"] = self.clock
+        if self.in_training is not None:
+            more["in_training"] = self.in_training.state_dict()
+        return {"round": self.round, "ledger": self.ledger.state_dict(), "server": self.server.state_dict(), **more}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`, on the clients' device. :meth:`start` comes first."""
-        self.round = state["round"]
+        self.round, self.clock = state["round"], state.get("clock", 0.0)
         if self.privacy is not None:
             self.privacy.load_state_dict(state["privacy"])
         self.ledger.load_state_dict(state["ledger"])
         self.server.load_state_dict(move_data_to_device(state["server"], self._device))
+        if self.in_training is not None:
+            self.in_training.load_state_dict(move_data_to_device(state["in_training"], self._device))

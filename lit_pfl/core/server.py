@@ -78,6 +78,8 @@ class Server:
     averages: bool = True
     #: whether uploads are used in that average and nowhere else; said again likewise
     means_only: bool = True
+    #: names of tensors of an upload that count samples or steps: a negative count, or an absurd one, is refused
+    count_tensors: ClassVar[tuple[str, ...]] = ()
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
@@ -237,6 +239,16 @@ def _factors(value: Any) -> dict[str, tuple[Tensor, Tensor, tuple[int, ...]]]:
     """Return what a checkpoint holds of those tensors of a payload that are in factors; of other values nothing."""
     own = value.low_rank if isinstance(value, Payload) else {}
     return {name: (f.left, f.right, f.shape) for name, f in own.items()}
+
+
+def payload_state(payload: Payload) -> dict[str, Any]:
+    """Return what a checkpoint holds of a payload, as tensors and plain values."""
+    return {"tensors": _plain(payload), "sparse": sorted(payload.sparse), FACTORS: _factors(payload)}
+
+
+def payload_from(state: Mapping[str, Any]) -> Payload:
+    """Return the payload that a state of :func:`payload_state` is of."""
+    return Payload(state["tensors"], state["sparse"], _made(state[FACTORS]))
 
 
 def _made(factors: Mapping[str, Any]) -> dict[str, LowRank]:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from lit_pfl.core import Client
@@ -11,6 +12,8 @@ from lit_pfl.engines.work import Work
 from lit_pfl.lightning_internals import StateFiles
 
 T = TypeVar("T")
+#: everybody trains all batches of a round
+NO_LIMITS: Mapping[int, int] = MappingProxyType({})
 
 
 class Trained(NamedTuple):
@@ -69,12 +72,15 @@ class Engine(ABC):
         """Return what every client sends on joining, by id, in the order of the data."""
 
     @abstractmethod
-    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Trained]:
+    def train(
+        self, replies: Mapping[int, Payload], completed: int, batches: Mapping[int, int] = NO_LIMITS
+    ) -> dict[int, Trained]:
         """Let clients load their replies and train a round.
 
         Args:
             replies: by client id; one object for many clients is sent to each machine once.
             completed: number of rounds before this one.
+            batches: by client id how many batches it trains at most; others train all.
 
         Returns:
             By client id. Uploads are read only, and may change with the next call of this method.

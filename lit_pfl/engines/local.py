@@ -15,7 +15,7 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import LateLoader
 from lit_pfl.engines.asleep import Asleep
 from lit_pfl.engines.client_logger import visit
-from lit_pfl.engines.engine import Engine, Trained
+from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
 from lit_pfl.engines.frozen import FrozenWeights, keep_apart, share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.last_good import LastGoodState
@@ -23,7 +23,7 @@ from lit_pfl.engines.resuming import refuse_another_network
 from lit_pfl.engines.validation import check_monitored
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, lent_trainer, make_lean
+from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, lent_trainer, limit_batches, make_lean
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.federated_loop import next_epoch
@@ -119,15 +119,19 @@ class Local(Engine):
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Trained]:  # noqa: D102
+    def train(  # noqa: D102
+        self, replies: Mapping[int, Payload], completed: int, batches: Mapping[int, int] = NO_LIMITS
+    ) -> dict[int, Trained]:
         with random_state_kept():
-            return {client: self._train(client, reply, completed) for client, reply in replies.items()}
+            return {
+                client: self._train(client, reply, completed, batches.get(client)) for client, reply in replies.items()
+            }
 
-    def _train(self, client: int, reply: Payload, completed: int) -> Trained:
-        before = self._prepare(client, reply, completed)
+    def _train(self, client: int, reply: Payload, completed: int, batches: int | None) -> Trained:
+        before = self._prepare(client, reply, completed, batches)
         return self._conclude(client, before, self.hub.resume(client, reply), completed)
 
-    def _prepare(self, client: int, reply: Payload, completed: int) -> LastGoodState:
+    def _prepare(self, client: int, reply: Payload, completed: int, batches: int | None) -> LastGoodState:
         """Start a client's fit, if it has not been; return how the client is before it loads a reply."""
         if self._asleep is not None:
             self._asleep.wake(client, trains=True)
@@ -138,6 +142,7 @@ class Local(Engine):
             self.hub.start(client)
             check_monitored(module)
         module.completed_rounds = completed
+        limit_batches(module.trainer, batches)
         self.frozen_weights.begin(client)
         return LastGoodState(module, module.trainer.optimizers, module.overwritten(reply), module.constant())
 

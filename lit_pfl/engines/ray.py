@@ -14,7 +14,7 @@ from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.engines.cluster import connect
-from lit_pfl.engines.engine import Engine, Trained
+from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
 from lit_pfl.engines.parcels import alike, packed, unpacked
 from lit_pfl.engines.trainers import planned_rounds
 from lit_pfl.engines.work import Work
@@ -166,7 +166,9 @@ class Ray(Engine):
         initial = alike({client: infos[client].initial for client in self._homes})
         return {client: ClientInfo(infos[client].num_samples, initial[client]) for client in self._homes}
 
-    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Trained]:  # noqa: D102
+    def train(  # noqa: D102
+        self, replies: Mapping[int, Payload], completed: int, batches: Mapping[int, int] = NO_LIMITS
+    ) -> dict[int, Trained]:
         if self._hands and (self.address is not None or self.recover):
             self._call_up()
             self._welcome()
@@ -179,7 +181,7 @@ class Ray(Engine):
             def begin(hand: Hand, some: Sequence[int], kept: dict[Hand, Any] = kept) -> Any:
                 distinct, which = sent(some)
                 train = hand.actor.train.options(num_returns=2)
-                answer, kept[hand] = train.remote(distinct, which, completed, self.recover)
+                answer, kept[hand] = train.remote(distinct, which, completed, self.recover, dict(batches))
                 return answer
 
             for hand, answer in self._some(begin, left, copy=False).items():

@@ -9,7 +9,7 @@ from jsonargparse.typing import PositiveInt
 
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
-from lit_pfl.engines.engine import Trained
+from lit_pfl.engines.engine import NO_LIMITS, Trained
 from lit_pfl.engines.local import Local
 from lit_pfl.engines.stack import ELEMENTWISE, Epoch, train_together
 from lit_pfl.errors import ConfigError
@@ -51,7 +51,9 @@ class Stacked(Local):
     def stacked(self, clients: int) -> int:  # noqa: D102
         return min(self.size, clients)
 
-    def train(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Trained]:
+    def train(
+        self, replies: Mapping[int, Payload], completed: int, batches: Mapping[int, int] = NO_LIMITS
+    ) -> dict[int, Trained]:
         """Let clients load their replies and train a round, many at once.
 
         Raises:
@@ -60,11 +62,14 @@ class Stacked(Local):
         trained: dict[int, Trained] = {}
         with random_state_kept():
             for start in range(0, len(replies), self.size):
-                trained |= self._train_together(dict(islice(replies.items(), start, start + self.size)), completed)
+                some = dict(islice(replies.items(), start, start + self.size))
+                trained |= self._train_together(some, completed, batches)
         return trained
 
-    def _train_together(self, replies: Mapping[int, Payload], completed: int) -> dict[int, Trained]:
-        before = {client: self._prepare(client, reply, completed) for client, reply in replies.items()}
+    def _train_together(
+        self, replies: Mapping[int, Payload], completed: int, batches: Mapping[int, int]
+    ) -> dict[int, Trained]:
+        before = {k: self._prepare(k, reply, completed, batches.get(k)) for k, reply in replies.items()}
         sent: dict[int, Any] = {}
         for client, reply in replies.items():
             sent[client] = self.hub.resume(client, reply)

@@ -176,7 +176,7 @@ class Worker:
             self.engine.take_up(unpacked(state), [client for client, place in come.items() if place == number])
 
     def train(
-        self, replies: Parcel, which: Mapping[int, int], completed: int, keep: bool
+        self, replies: Parcel, which: Mapping[int, int], completed: int, keep: bool, batches: Mapping[int, int]
     ) -> tuple[Parcel, Parcel | None]:
         """Train clients; return the answer, and their states if they are to be kept.
 
@@ -185,19 +185,20 @@ class Worker:
             which: by client id which of the replies it is.
             completed: number of rounds before this one.
             keep: whether states are returned.
+            batches: by client id how many batches it trains at most.
         """
-        answer = self._train(replies, which, completed)
+        answer = self._train(replies, which, completed, batches)
         return answer, packed(self.engine.states(which)) if keep else None
 
     @carefully
-    def _train(self, replies: Parcel, which: Mapping[int, int], completed: int) -> Answer:
+    def _train(self, replies: Parcel, which: Mapping[int, int], completed: int, batches: Mapping[int, int]) -> Answer:
         distinct: list[Payload] = unpacked(replies)
         trained: dict[int, Trained] = {}
         seconds: dict[int, float] = {}
         with torch.autocast(self.device, enabled=False, cache_enabled=False):
             for client, place in which.items():
                 began = time.perf_counter()
-                trained |= self.engine.train({client: distinct[place]}, completed)
+                trained |= self.engine.train({client: distinct[place]}, completed, batches)
                 seconds[client] = time.perf_counter() - began
         return Answer(trained, seconds, self.engine.left.intersection(which))
 

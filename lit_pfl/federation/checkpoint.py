@@ -13,6 +13,9 @@ from lit_pfl.engines import Engine
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import SavedStates
 
+#: what only the checkpoints of some runs hold
+OPTIONAL = ("deadline", "asynchronous")
+
 
 def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine) -> dict[str, Any]:
     """Return the whole federation: clients with optimizers, schedulers and random streams, server, byte counts.
@@ -109,9 +112,10 @@ def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: 
         ConfigError: at the first that does not.
     """
     for name in names:
-        if saved[name] != own[name]:
+        before, now = (identity.get(name, "none") if name in OPTIONAL else identity[name] for identity in (saved, own))
+        if before != now:
             option = "model" if name == "method" else f"federation.{name}"
-            raise ConfigError(f"{option}: the checkpoint is of a run with {saved[name]}, not {own[name]}.")
+            raise ConfigError(f"{option}: the checkpoint is of a run with {before}, not {now}.")
     if saved["data"].keys() != own["data"].keys():
         raise ConfigError(
             f"data: the checkpoint holds {len(saved['data'])} clients and the data has {len(own['data'])}; "

@@ -14,7 +14,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lit_pfl.core import Client
+from lit_pfl.core.asynchronous import Asynchronous, InTraining, Schedule
 from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.deadline import Deadline, Plan
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.participation import Participation, check_participation, participants, sampling_of
 from lit_pfl.core.privacy import ClientPrivacy
@@ -25,11 +27,12 @@ from lit_pfl.engines.questions import predicted, standalone
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.errors import ConfigError
-from lit_pfl.federation.checkpoint import as_text, fingerprint, resume, saved, trained_in
+from lit_pfl.federation.checkpoint import OPTIONAL, as_text, fingerprint, resume, saved, trained_in
 from lit_pfl.federation.monitors import monitors, refuse_misspelt
 from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import GlobalModel, Scores, State
 from lit_pfl.federation.server_step import ServerStep
+from lit_pfl.federation.simulated_time import batches_of_round
 from lit_pfl.federation.summary import described, summarize
 from lit_pfl.learners.scoring import Split
 from lit_pfl.lightning_internals import AtomicCheckpointIO, QuickModule
@@ -84,6 +87,12 @@ class Federation(QuickModule):
         max_update_norm: largest Euclidean norm of an update, over all its floating-point tensors; a longer one is
             refused. To shorten long updates instead, see :class:`~lit_pfl.core.robust.NormClipping`. Default: any.
         privacy: differential privacy of clients, see :class:`~lit_pfl.core.privacy.ClientPrivacy`. Default: none.
+        deadline: simulated time after which a round ends without the clients that are too slow, see
+            :class:`~lit_pfl.core.deadline.Deadline`; ``simulated_seconds`` is then logged. Default: rounds wait for
+            all.
+        asynchronous: take the server's step whenever some uploads have come, in simulated time:
+            :class:`~lit_pfl.core.asynchronous.FedBuff` or :class:`~lit_pfl.core.asynchronous.FedAsync`. A round is then
+            such a step, and ``participation`` how many clients train at the same time. Default: rounds wait.
 
     Attributes:
         coordinator: the server's side.
@@ -117,6 +126,8 @@ class Federation(QuickModule):
         engine: Engine | None = None,
         max_update_norm: PositiveFloat | None = None,
         privacy: ClientPrivacy | None = None,
+        deadline: Deadline | None = None,
+        asynchronous: Asynchronous | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(client, Client):
@@ -131,6 +142,14 @@ class Federation(QuickModule):
             raise ConfigError(f"federation.engine={engine!r}: give an engine, such as Local() or Stacked(size=32).")
         if max_update_norm is not None and not max_update_norm > 0:
             raise ConfigError(f"federation.max_update_norm={max_update_norm}: give a number above 0.")
+        if deadline is not None and deadline.wanted and privacy is not None and privacy.where == "central":
+            raise ConfigError(
+                "federation.deadline.wanted: who is slower than one client decides whether another one counts, which "
+                "federation.privacy does not account for; leave wanted out, or set federation.privacy.where=local."
+            )
+        if asynchronous is not None and (deadline is not None or privacy is not None):
+            other = "privacy" if deadline is None else "deadline"
+            raise ConfigError(f"federation.asynchronous does not go with federation.{other}; leave one of them out.")
         for name, given, choices in (
             ("evaluate", evaluate, ("before", "after", "global")),
             ("if_not_saved", if_not_saved, ("stop", "continue")),
@@ -146,6 +165,8 @@ class Federation(QuickModule):
         self.evaluate_clients = evaluate_clients
         self.evaluate = evaluate
         self.quorum, self.max_update_norm, self.privacy = quorum, max_update_norm, privacy
+        self.deadline, self.asynchronous = deadline, asynchronous
+        self._plan = Plan()
         self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.client_trainer = client_trainer or {}
@@ -220,6 +241,8 @@ class Federation(QuickModule):
             self.seed = torch.initial_seed()
         keep_freed_memory()
         self.draws = Draws(self.seed)
+        if self.deadline is not None:
+            self.deadline.speeds.check(data.clients)
         work = Work(self.prototype, data, self.seed, self.local_epochs, self.client_trainer, self.trainer)
         # a client that never trains: it makes the server, and stands for all where something is asked of any
         example = work.fresh(data.clients[0], data.client(data.clients[0]))
@@ -233,6 +256,9 @@ class Federation(QuickModule):
         self.engine.setup(work)
         self.coordinator = Coordinator(server, self.quorum, self.max_update_norm)
         self.coordinator.start(self.engine.joined())
+        if self.asynchronous is not None:
+            self.asynchronous.check(server, data.clients, self.participation)
+            self.coordinator.in_training = InTraining(self.asynchronous)
         self.coordinator.protect(self.privacy, sampling_of(self.participation, len(data.clients)), self.seed)
         if self.evaluate == "global":
             self.scores.global_model = GlobalModel(work.fresh(data.clients[0]), self.coordinator)
@@ -281,12 +307,26 @@ class Federation(QuickModule):
 
     def participants(self, completed: int) -> list[int]:
         """Return the ids of the clients that train in the round after ``completed`` rounds."""
+        if self.asynchronous is not None:
+            return sorted(self._schedule.step(completed).staleness)
         return participants(self.participation, completed, self._samples, self.draws)
 
     @cached_property
     def _samples(self) -> dict[int, int]:
         """Numbers of training samples of all clients, by id."""
         return {client: self.data.client(client).num_samples for client in self.data.clients}
+
+    @cached_property
+    def _batches(self) -> dict[int, int]:
+        """Numbers of batches that clients train in a whole round, by id."""
+        options = self.client_trainer
+        return {k: batches_of_round(k, self.data.client(k), self.local_epochs, options) for k in self.data.clients}
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        assert self.asynchronous is not None
+        assert not isinstance(self.participation, Participation)
+        return Schedule(self.asynchronous, self._batches, self.participation, self.draws)
 
     def validated(self) -> list[int]:
         """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
@@ -309,7 +349,16 @@ class Federation(QuickModule):
         """Begin a round."""
         end_of_privacy(self.trainer, self.coordinator, begins=True)
         self._losses, self._validated = [], {}
-        self.coordinator.begin_round()
+        if self.deadline is not None:
+            clients = set(self.participants(self.coordinator.round)) - self.engine.left
+            work = {client: self._batches[client] for client in clients}
+            self._plan = self.deadline.plan(self.coordinator.round + 1, work, self.draws)
+        if self.asynchronous is not None:
+            step = self._schedule.step(self.coordinator.round)
+            self.coordinator.begin_round(step.clock - self.coordinator.clock)
+            self.coordinator.send_out(step.starts, step.staleness)
+        else:
+            self.coordinator.begin_round(self._plan.seconds)
 
     def training_step(self, batch: list[int], batch_idx: int) -> None:
         """Train a set of clients; after the last one of the round, let the server do its step."""
@@ -327,10 +376,12 @@ class Federation(QuickModule):
 
     def _train(self, clients: Sequence[int]) -> None:
         replies = {client: self.coordinator.reply(client) for client in clients}
-        trained = self.engine.train(replies, self.coordinator.round)
-        self.scores.trained.update(clients)
+        late = {client: self._plan.late[client] for client in clients if client in self._plan.late}
+        replies = {client: reply for client, reply in replies.items() if client not in late}
+        trained = self.engine.train(replies, self.coordinator.round, self._plan.batches)
+        self.scores.trained.update(trained)
         self._losses += [(one.loss, one.samples) for one in trained.values()]
-        self.coordinator.take_in({client: one.upload for client, one in trained.items()})
+        self.coordinator.take_in({client: one.upload for client, one in trained.items()} | late)
 
     def on_train_batch_end(self, outputs: Any, batch: list[int], batch_idx: int) -> None:
         """Put a stop off until the round is over: half a round is nothing that could be kept, scored or resumed."""
@@ -344,8 +395,10 @@ class Federation(QuickModule):
         if set(self.client_ids) == self.engine.left:
             rank_zero_info("All clients have ended their training; the federation ends.")
             self.trainer.should_stop = True
-        spent = end_of_privacy(self.trainer, self.coordinator)
-        metrics = {"train/loss": mean_over_samples(self._losses), **self._validated, **self.traffic.of_round(), **spent}
+        more = end_of_privacy(self.trainer, self.coordinator)
+        if self.deadline is not None or self.asynchronous is not None:
+            more["simulated_seconds"] = self.coordinator.clock
+        metrics = {"train/loss": mean_over_samples(self._losses), **self._validated, **self.traffic.of_round(), **more}
         self._log(metrics)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
 
@@ -507,9 +560,10 @@ class Federation(QuickModule):
         """
         names = ["method"]
         if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
-            names += ["local_epochs", "participation"] + ([] if self._given_seed is None else ["seed"])
+            names += ["local_epochs", "participation", *OPTIONAL] + ([] if self._given_seed is None else ["seed"])
         state = resume(checkpoint, self._identity(), names, self.coordinator, self.engine)
         self.seed = self.draws.seed = state["seed"]
+        self.__dict__.pop("_schedule", None)  # which is drawn by it
         self.scores.trained = trained_in(state)
 
     def _identity(self) -> dict[str, Any]:
@@ -520,6 +574,7 @@ class Federation(QuickModule):
             "participation": repr(p) if isinstance(p := self.participation, Participation) else p,
             "seed": self.seed,
             "data": self._fingerprints,
+            **{name: repr(given) for name in OPTIONAL if (given := getattr(self, name)) is not None},
         }
 
     @cached_property

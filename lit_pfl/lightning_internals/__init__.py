@@ -8,7 +8,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
     read_checkpoint,
     read_whole,
 )
-from lit_pfl.lightning_internals.endless import make_endless
+from lit_pfl.lightning_internals.endless import limit_batches, make_endless
 from lit_pfl.lightning_internals.inside import (
     forget_scores,
     hand_down_trainer,
@@ -45,6 +45,7 @@ __all__ = [
     "in_hook",
     "lend_data",
     "lent_trainer",
+    "limit_batches",
     "log_nothing",
     "looked_up_once",
     "make_endless",

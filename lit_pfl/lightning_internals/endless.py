@@ -28,12 +28,14 @@ class EndlessFitLoop(_FitLoop):
         last: the callback in which the client waits; None: Lightning's own order.
         validate: called at the end of every epoch before all callbacks.
         round_ends: says whether the present epoch is the last of a round. A stop is put off until then.
+        batches_left: how many batches are yet to be trained at most; None: all of every epoch.
     """
 
     endless = True
     last: L.Callback | None = None
     validate: Callable[[], None] | None = None
     round_ends: Callable[[], bool] | None = None
+    batches_left: int | None = None
     _asked_to_stop = False
 
     @property
@@ -56,6 +58,20 @@ class EndlessFitLoop(_FitLoop):
         if self.last is not None and fetcher is not None and fetcher.length is None:
             fetcher.batches.clear()  # type: ignore[attr-defined]
             iter(fetcher)
+
+    def advance(self) -> None:
+        """Train an epoch, or what of it may be trained."""
+        if self.batches_left is None:
+            super().advance()
+            return
+        every, self.max_batches = self.max_batches, min(self.max_batches, self.batches_left)
+        try:
+            super().advance()
+        finally:
+            self.batches_left -= int(self.max_batches)
+            cut, self.max_batches = 0 < self.max_batches < every, every
+        # schedules of epochs count this one, of which something was trained
+        self.epoch_loop.batch_progress.is_last_batch |= cut
 
     def on_advance_end(self) -> None:
         """End an epoch: as Lightning does, but for the one callback that comes last."""
@@ -93,6 +109,13 @@ class EndlessFitLoop(_FitLoop):
         """Let a client whose callbacks have ended its training finish the round: half a round is nothing to upload."""
         self._asked_to_stop |= self.trainer.should_stop
         self.trainer.should_stop = self._asked_to_stop and (self.round_ends is None or self.round_ends())
+
+
+def limit_batches(trainer: L.Trainer, batches: int | None) -> None:
+    """Let a client train at most so many batches from now on; None: all of every epoch."""
+    loop = trainer.fit_loop
+    assert isinstance(loop, EndlessFitLoop)
+    loop.batches_left = batches
 
 
 @contextmanager

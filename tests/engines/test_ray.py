@@ -14,6 +14,7 @@ import torch
 
 from lit_pfl import Client, Federation
 from lit_pfl import methods as M
+from lit_pfl.core.deadline import Deadline, Speeds
 from lit_pfl.core.payload import Payload
 from lit_pfl.engines import Local, Ray
 from lit_pfl.engines.parcels import packed, unpacked
@@ -131,6 +132,14 @@ def test_two_workers_come_to_the_same_bits(cluster, method):
     assert not two.clients
     assert two.client_ids == [0, 1, 2, 3]
     assert_equal(one.standalone(1).state_dict(), two.standalone(1).state_dict())
+    two.engine.abort()
+
+
+def test_workers_do_the_same_part_of_the_work(cluster):
+    options = {"deadline": Deadline(4, late="partial", speeds=Speeds(spread=0.8)), "quorum": 0.0}
+    one, two = (run(client(M.FedAvg), digits(5), rounds=2, engine=engine, **options) for engine in (Local(), Ray(2)))
+    same(one, two)
+    assert one.refused == two.refused
     two.engine.abort()
 
 

@@ -255,6 +255,8 @@ class FedMAServer(Server):
         seed: of the order in which clients are matched.
     """
 
+    count_tensors = ("class_counts",)
+
     kept = ("step", "seen", "assignments")
     kept_payloads = ("finished",)
 

@@ -88,6 +88,8 @@ class FedNovaServer(Server):
         weights: names of the trained parameters among what is uploaded; all else is averaged only.
     """
 
+    count_tensors = (STEPS,)
+
     def __init__(self, weights: frozenset[str]) -> None:
         self.weights = weights
 

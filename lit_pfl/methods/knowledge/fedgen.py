@@ -165,6 +165,8 @@ class FedGenServer(TrainedServer):
         seed: of the generator's first weights and of the noise.
     """
 
+    count_tensors = (COUNTS,)
+
     def __init__(self, method: FedGen, seed: int = 0) -> None:
         super().__init__(seed)
         self.head = copy.deepcopy(method.head_module).cpu().eval().requires_grad_(False)

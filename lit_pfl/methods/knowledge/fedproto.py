@@ -148,6 +148,8 @@ class FedProtoServer(Server):
         weighting: see :class:`FedProto`.
     """
 
+    count_tensors = (COUNTS,)
+
     def __init__(self, weighting: Weighting = "uniform") -> None:
         self.weighting = weighting
 

@@ -81,6 +81,8 @@ class FedGHServer(TrainedServer):
         seed: of their order.
     """
 
+    count_tensors = (COUNTS,)
+
     def __init__(self, head: nn.Module, lr: float, batch_size: int, seed: int = 0) -> None:
         super().__init__(seed)
         self.head, self.lr, self.batch_size = head, lr, batch_size

@@ -155,6 +155,8 @@ class FedPACServer(Server):
         heads: the combined head of every client that has taken part, by id.
     """
 
+    count_tensors = (COUNTS,)
+
     heads: dict[int, Payload]
 
     def __init__(self, head: frozenset[str]) -> None:
