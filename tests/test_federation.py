@@ -1,13 +1,15 @@
 """Rounds, order, evaluation, bad uploads."""
 
+import copy
 import math
+import pickle
 import random
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -553,6 +555,39 @@ def test_an_engine_is_as_good_for_another_federation():
 def test_several_devices_are_answered_by_the_options_that_there_are():
     with pytest.raises(ConfigError, match=r"^trainer\.devices=2: .* federation\.engine=Ray and .*engine\.workers=2, "):
         refuse_processes(trainer(1, devices=2))
+
+
+@pytest.mark.parametrize(
+    ("monitor", "near"), [("val/ac", "val/acc"), ("val_loss", "val/loss"), ("train/los", "train/loss")]
+)
+def test_a_misspelt_monitor_is_told_before_the_first_round(monitor, near):
+    rounds = []
+    callbacks = [EarlyStopping(monitor), LambdaCallback(on_train_epoch_start=lambda *_: rounds.append(1))]
+    with pytest.raises(ConfigError, match=rf"EarlyStopping\(monitor={monitor}\): .* Did you mean {near}\?"):
+        trainer(1, callbacks=callbacks).fit(Federation(client(FedAvg), seed=1, threads=1), datamodule=digits(3))
+    assert not rounds
+
+
+@pytest.mark.parametrize("evaluate", ["before", "after", "global"])
+def test_to_see_what_can_be_monitored_changes_nothing(evaluate):
+    def run(*callbacks):
+        federation = Federation(client(FedAvg, norm_stats="averaged"), seed=1, threads=1, evaluate=evaluate)
+        trainer(2, callbacks=[*callbacks]).fit(federation, datamodule=digits(3))
+        return federation
+
+    watched, alone = run(EarlyStopping("val/loss", patience=5)), run()
+    assert_equal(weights(watched), weights(alone))
+    assert watched.rows == alone.rows
+
+
+def test_a_federation_is_copied_and_pickled_before_it_has_clients_and_says_so_afterwards():
+    federation = Federation(client(FedAvg), seed=1, threads=1)
+    for other in (copy.deepcopy(federation), pickle.loads(pickle.dumps(federation))):
+        trainer(1).fit(other, datamodule=digits(3))
+    assert other.rows
+    for way in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="that has clients cannot be copied or pickled"):
+            way(other)
 
 
 def test_a_learning_rate_monitor_may_watch_a_federation(tmp_path):

@@ -26,6 +26,7 @@ from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.checkpoint import as_text, fingerprint, resume, saved, trained_in
+from lit_pfl.federation.monitors import monitors, refuse_misspelt
 from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import GlobalModel, Scores, State
 from lit_pfl.federation.server_step import ServerStep
@@ -158,6 +159,14 @@ class Federation(QuickModule):
         self._given_seed = self.seed
         self._asked_to_stop = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._work is not None:
+            raise TypeError(
+                "A Federation that has clients cannot be copied or pickled, since their fits go on; save a checkpoint, "
+                "and make another Federation that goes on from it."
+            )
+        return super().__getstate__()
+
     # ------------------------------------------------------------------------------------------------------ setting up
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -283,6 +292,18 @@ class Federation(QuickModule):
         """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
         share = self.evaluate_clients if self.trainer.state.fn == "fit" else 1.0
         return self.draws.choose(self.data.clients, share, "evaluation")
+
+    def on_train_start(self) -> None:
+        """See that callbacks monitor what there will be: the metrics are known once a client has been scored."""
+        known = {"round", "train/loss", *self.traffic.of_round()}
+        if monitors(self.trainer).keys() <= known or not self.trainer.limit_val_batches:
+            return
+        kept, self.scores = self.scores, copy.copy(self.scores)
+        self.scores.begin()
+        with torch.no_grad(), self.trainer.precision_plugin.val_step_context():
+            self._evaluate(self.client_ids[:1], self._validated_on, [self.evaluate])
+        scored, self.scores = self.scores.summary(self._validated_on), kept
+        refuse_misspelt(self.trainer, {*known, *scored})
 
     def on_train_epoch_start(self) -> None:
         """Begin a round."""

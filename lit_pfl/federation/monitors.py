@@ -1,0 +1,34 @@
+"""What callbacks of a federation's own Trainer wait for."""
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+import lightning as L
+
+from lit_pfl.errors import ConfigError
+
+
+def monitors(trainer: L.Trainer) -> dict[str, str]:
+    """Return the metrics that callbacks monitor, each with one that does."""
+    there = {getattr(callback, "monitor", None): callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
+    return {name: type(callback).__name__ for name, callback in there.items() if isinstance(name, str)}
+
+
+def refuse_misspelt(trainer: L.Trainer, known: Collection[str]) -> None:
+    """See that no callback monitors what is nearly the name of a metric, but is none.
+
+    Of other names nobody knows before the first round's end: another callback may log them.
+
+    Args:
+        trainer: the federation's.
+        known: the metrics that the federation will log.
+
+    Raises:
+        ConfigError: when one does.
+    """
+    for name, callback in monitors(trainer).items():
+        if name not in known and (near := get_close_matches(name, known, n=1, cutoff=0.7)):
+            raise ConfigError(
+                f"trainer.callbacks: {callback}(monitor={name}): there is no such metric. Did you mean {near[0]}? "
+                f"There are {', '.join(sorted(known))}."
+            )
