@@ -151,7 +151,7 @@ def test_a_checkpoint_of_one_engine_resumes_in_the_other(cluster, tmp_path):
         return fitting, federation
 
     _, whole = fit(Local(), 4)
-    for first, second in ((Ray(2), Local()), (Local(), Ray(2))):
+    for first, second in ((Ray(2), Local()), (Local(), Ray(2)), (Local(awake=2), Ray(2))):
         half, former = fit(first, 2)
         half.save_checkpoint(tmp_path / "half.ckpt")
         former.engine.abort()
