@@ -335,12 +335,12 @@ def test_mutants_are_payloads_or_refused():
     slowest, accepted = 0.0, 0
     for _ in range(MUTATIONS):
         data = mutated(random.choice(known), random, known)
-        began = time.perf_counter()
+        began = time.thread_time()  # of this thread alone, whatever else the machine does
         accepted += try_decoding(data) is not None
-        slowest = max(slowest, time.perf_counter() - began)
+        slowest = max(slowest, time.thread_time() - began)
     print(f"{MUTATIONS} mutants, {accepted} payloads, the slowest took {1e3 * slowest:.1f} ms")
     assert accepted < MUTATIONS / 2  # of a flipped bit of a weight nobody can know
-    assert slowest < 0.5  # 0.1 on a machine that does nothing else
+    assert slowest < 0.1
 
 
 def test_mutants_take_little_memory():
