@@ -178,6 +178,7 @@ def test_fedavg_costs_what_the_table_prints():
     assert round(gigabytes(elements, DOMAIN), 2) == 40.78
 
 
+@pytest.mark.slow
 def test_fedfomo_costs_what_the_table_prints():
     """Twelve transfers: one up, and eleven models down; the weights that clients send beside count for nothing."""
     elements = elements_per_round(FedFOMO(backbone=ResNet9, num_models=11, norm_stats="averaged"), rounds=2)

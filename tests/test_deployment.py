@@ -87,6 +87,7 @@ def raw_images(data, number):
     return data.data.images[data.client(number).test.samples_of()]
 
 
+@pytest.mark.slow
 @with_onnx
 def test_the_same_logits_by_onnx_runtime_and_in_a_process_without_this_library(tmp_path):
     expected: dict[str, np.ndarray] = {}

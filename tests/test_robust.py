@@ -25,7 +25,7 @@ from lit_pfl.methods import ClusteredFL, Ditto, FedAvg, FedIT, FedMA, PFedMe, Ps
 from lit_pfl.methods.factorized.fedslr import FedSLRServer
 from lit_pfl.models import MLP
 from lit_pfl.testing.method_tester import LoRANet
-from tiny import assert_equal, client, digits, run, weights
+from tiny import always_first, assert_equal, client, digits, run, weights
 
 MEANS = [
     CoordinateMedian(), TrimmedMean(0.2), GeometricMedian(), Krum(2), MultiKrum(2), NormClipping(0.5), FLTrust(0),
@@ -193,7 +193,7 @@ TAKE_NONE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+@pytest.mark.parametrize("method", always_first(METHODS))
 def test_every_method_takes_a_robust_mean_or_says_that_it_cannot(method):
     """One that is the weighted mean makes no difference, to the bit; none is taken and not used."""
     if method.__name__ in TAKE_NONE:

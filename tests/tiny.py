@@ -1,8 +1,10 @@
 """A federation small enough for tests: real digits, a network of a few hundred parameters."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -119,9 +121,17 @@ def loader(indices: range, data: Digits) -> BatchLoader:
     return BatchLoader(data.data, torch.tensor(list(indices)), batch_size=32)
 
 
-#: the methods of the four papers and their baselines, tried in every way by default; others when there is time
+#: methods that are tried in every way by default: those of the four papers, and some of other kinds
+ALWAYS = ("Ditto", "FactorizedFL", "FedAvg", "FedSLR", "PsiNet", "Scaffold", "SimFed")
+#: the methods of the four papers and their baselines, tried in every way by `pytest -m slow`; others by `-m full`
 OF_THE_PAPERS = (
     "APFL", "AgnosticFL", "ClusteredFL", "Ditto", "FactorizedFL", "FedAvg", "FedDyn", "FedFOMO", "FedMA", "FedPer",
     "FedProx", "FedRep", "FedSLR", "FedSpa", "LGFedAvg", "PFedPara", "PerFedAvg", "PsiNet", "Scaffold", "SimFed",
     "StandAlone",
 )  # fmt: skip
+
+
+def always_first(methods: Iterable[Any]) -> list[Any]:
+    """Return methods, or their names, as parameters of a test: all but ``ALWAYS`` are slow."""
+    named = [(getattr(method, "__name__", method), method) for method in methods]
+    return [pytest.param(one, id=name, marks=() if name in ALWAYS else pytest.mark.slow) for name, one in named]

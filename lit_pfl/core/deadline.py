@@ -49,7 +49,7 @@ class Speeds:
         variation: standard deviation of the logarithm from round to round of one client.
         latency: seconds for download, start and upload together, of every client.
         file: CSV file with the columns ``client`` and ``batch``, and if wanted ``latency``: one row for every client.
-            Its times are used in place of ``batch`` and ``spread``, and of ``latency`` if it has that column.
+            Its times are used instead of ``batch`` and ``spread``, and of ``latency`` if it has that column.
 
     Raises:
         ConfigError: when the file cannot be read.
@@ -121,7 +121,7 @@ class Deadline:
 
     Args:
         seconds: simulated seconds after which a round ends.
-        wanted: the round also ends when so many uploads have come: a share of the participants or, above 1, a number.
+        wanted: the round also ends when this many uploads have come: a share of the participants or, above 1, a number.
             Let more clients take part than are wanted (over-selection). Default: the round waits for all, up to
             ``seconds``.
         late: ``drop``: a client that cannot finish in time is late. ``partial``: it trains only the batches that

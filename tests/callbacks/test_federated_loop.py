@@ -303,6 +303,7 @@ def test_a_fit_that_never_joins_is_named(why):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_site_of_two_processes_is_one_client(tmp_path):
     command = [sys.executable, str(Path(__file__).with_name("ddp_site.py")), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -129,6 +129,7 @@ def test_what_was_cut_off_before_its_first_checkpoint_begins_anew(fit):
     assert states(run_jobs(jobs("a", first="go"))) == {"a": "done"}
 
 
+@pytest.mark.slow
 def test_a_job_begun_anew_with_other_options_keeps_nothing_of_what_it_was_before(tmp_path):
     job = Job(tmp_path / "cut", (*TINY, "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"))
     job.folder.mkdir()
@@ -192,6 +193,7 @@ def other_runner() -> "subprocess.Popen[bytes]":
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_every_run(fit, signum):
     process = other_runner()

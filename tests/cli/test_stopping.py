@@ -232,7 +232,7 @@ class Disk:
 
 
 #: of all writes of a run, after which share none succeeds any more
-SHARES = [0.0, 0.02, 0.3, 0.45, 0.7, 0.95, *(pytest.param(i / 40, marks=pytest.mark.slow) for i in range(1, 40))]
+SHARES = [0.0, 0.3, 0.7, *(pytest.param(i / 40, marks=pytest.mark.slow) for i in range(1, 40))]
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -132,7 +132,9 @@ class StopsInRound3(L.Callback):
             raise Stopped
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (None, 2), (2, None), (2, 3)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(2, 2), (None, 2), (2, None), pytest.param(2, 3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("method", ["FedAvg", "Ditto", "frozen", "moving"])
 def test_a_run_is_resumed_with_and_without(tmp_path, method, before, after):
     whole = fit(tmp_path / "whole", method)
@@ -170,6 +172,7 @@ class Kill(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_that_is_killed_between_states_and_checkpoint_leaves_them_together(tmp_path, when):
     whole = fit(tmp_path / "whole", "Ditto", awake=2)

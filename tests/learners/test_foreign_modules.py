@@ -14,7 +14,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.testing.method_tester import BackToFront
 from lit_pfl_callbacks.tensors import tensors_of
-from tiny import OF_THE_PAPERS, assert_equal, trainer, weights
+from tiny import ALWAYS, OF_THE_PAPERS, assert_equal, trainer, weights
 
 METHODS = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__}
 
@@ -55,7 +55,7 @@ CELLS = [(method, project) for method in METHODS for project in PROJECTS]
 def trained(cells: Any) -> list[Any]:
     """Return cells as parameters: at once every method and every project in turn, all of them if there is time."""
     cells = list(cells)
-    quick = [cell for cell in cells if cell[0] in ("FedAvg", "Ditto") or cell[1] == "Regression"]
+    quick = [(name, data) for name, data in cells if name in (ALWAYS if data == "Regression" else ("FedAvg", "Ditto"))]
     rest = {True: pytest.mark.slow, False: pytest.mark.full}
     return [pytest.param(*cell, marks=() if cell in quick else rest[cell[0] in OF_THE_PAPERS]) for cell in cells]
 

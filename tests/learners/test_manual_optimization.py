@@ -14,7 +14,7 @@ from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import IFCA, AgnosticFL, FedAvg, FedFOMO, SimFed, StandAlone
 from lit_pfl_callbacks import FederatedLoop
-from tiny import assert_equal, trainer, weights
+from tiny import always_first, assert_equal, trainer, weights
 
 TAKE_IT = {
     "StandAlone": {}, "FedAvg": {}, "FedPer": {"head": "^discriminator.2"}, "LGFedAvg": {"head": "^discriminator.2"},
@@ -96,7 +96,7 @@ def fit(method, rounds=2, ckpt_path=None, fitting=None, clients=3, **options):
     return federation
 
 
-@pytest.mark.parametrize("name", TAKE_IT)
+@pytest.mark.parametrize("name", always_first(TAKE_IT))
 def test_a_gan_trains_and_a_resumed_run_is_the_same(name, tmp_path):
     def run(folder, rounds, ckpt_path=None):
         saving = trainer(rounds, callbacks=[LastCheckpoint(tmp_path / folder)], enable_checkpointing=True)

@@ -14,7 +14,7 @@ from lit_pfl.data import LateLoader, PerClient
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import APFL, Ditto, FedIT, FedRep, Scaffold
 from lit_pfl_callbacks import FederatedLoop
-from tiny import Parts, assert_equal, client, digits, run, step_schedule, trainer, weights
+from tiny import Parts, always_first, assert_equal, client, digits, run, step_schedule, trainer, weights
 
 METHODS = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__}
 
@@ -62,7 +62,7 @@ class OwnClassifier(L.LightningModule):
 NOT_HERE = {"FedBN", *(name for name, kind in METHODS.items() if issubclass(kind, FedIT))}
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in NOT_HERE])
+@pytest.mark.parametrize("method", always_first(name for name in METHODS if name not in NOT_HERE))
 def test_one_s_own_classifier_is_trained_like_the_built_in_one(method):
     kind = METHODS[method]
     data = {"permute_labels": not kind.needs_common_labels, "train_fraction": 0.1, "batch_size": 16}

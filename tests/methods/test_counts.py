@@ -8,8 +8,10 @@ from lit_pfl.methods import FD, FedGen, FedGH, FedMA, FedNova, FedPAC, FedProto
 from lit_pfl.testing import MethodTester
 from tiny import assert_equal, digits, trainer
 
+FURTHER = (pytest.param(method, marks=pytest.mark.slow) for method in (FedGH, FedGen, FedMA, FedPAC, FedProto))
 
-@pytest.mark.parametrize("method", [FD, FedGH, FedGen, FedMA, FedNova, FedPAC, FedProto])
+
+@pytest.mark.parametrize("method", [FD, FedNova, *FURTHER])
 @pytest.mark.parametrize("number", [-1, 10**9])
 @pytest.mark.filterwarnings("ignore:.*goes on without one upload")
 def test_a_count_that_is_none_is_refused(method, number):

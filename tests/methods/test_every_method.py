@@ -16,7 +16,7 @@ from lit_pfl import Client, Federation
 from lit_pfl.cli import main
 from lit_pfl.lightning_internals import read_checkpoint
 from lit_pfl.testing import METHOD_CHECKS, MethodTester
-from tiny import OF_THE_PAPERS, digits, trainer
+from tiny import ALWAYS, OF_THE_PAPERS, digits, trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS = sorted(
@@ -25,13 +25,15 @@ METHODS = sorted(
 MADE_BY = {"backbone": "make_backbone", "scheduler": "make_scheduler"}
 
 
-#: rules that a method is held to by default that is not of the papers; of the others `pytest -m full` has the rest
-FIRST = ("resumed_equals_uninterrupted", "the_order_of_clients_does_not_matter", "other_networks_work_or_are_refused")
+#: the rule that every method is held to by default, and those that `pytest -m slow` adds, also for further methods
+FIRST = "resumed_equals_uninterrupted"
+SECOND = ("the_order_of_clients_does_not_matter", "other_networks_work_or_are_refused")
 
 
-def told(name: str, *values: Any, first: bool = False) -> Any:
+def told(name: str, *values: Any, check: str = "") -> Any:
     """Return a method, with whatever else a test is given, as a parameter."""
-    return pytest.param(name, *values, marks=() if first or name in OF_THE_PAPERS else pytest.mark.full)
+    always, slow = name in ALWAYS or check == FIRST, name in OF_THE_PAPERS or check in SECOND
+    return pytest.param(name, *values, marks=() if always else pytest.mark.slow if slow else pytest.mark.full)
 
 
 def configured(name: str, **options: Any) -> Client:
@@ -49,7 +51,7 @@ def configured(name: str, **options: Any) -> Client:
 
 @pytest.mark.parametrize(
     ("name", "check"),
-    [told(name, check, first=check.__name__ in FIRST) for name in METHODS for check in METHOD_CHECKS],
+    [told(name, check, check=check.__name__) for name in METHODS for check in METHOD_CHECKS],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_every_method(name, check):

@@ -155,11 +155,13 @@ def test_names_from_outside_stay_text(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_twenty_clients_and_a_hundred_rounds_are_less_than_five_megabytes(tmp_path):
     make_runs(tmp_path, clients=20, rounds=100, every=1)
     assert report_of(tmp_path).stat().st_size < 5e6
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_open(tmp_path):
     make_runs(tmp_path, ["SimFed", "FedAvg"], [1, 2], clients=1000, rounds=20, every=5)
     page = report_of(tmp_path)
