@@ -192,6 +192,12 @@ def test_methods_are_listed_by_family_and_found_by_a_word(capsys):
     assert error == "lit-pfl: error: methods: no method's name or line has 'nonsense'; `lit-pfl methods` lists all."
 
 
+def test_a_list_may_be_cut_by_whoever_reads_it():
+    command = f"{sys.executable} -m lit_pfl methods | head -1"
+    came = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (came.returncode, came.stderr, len(came.stdout.splitlines())) == (0, "", 1)
+
+
 @pytest.mark.parametrize("word", ["--help", "--version"])
 def test_help_and_version_come_without_the_libraries_that_take_seconds(word):
     """Counted in modules, since seconds depend on who else is at work on this machine."""
