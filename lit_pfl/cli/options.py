@@ -65,13 +65,12 @@ def nested(config: Any) -> Any:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the options of which two runs have not the same value, with both, in the order of the second."""
-    names = list(dict.fromkeys([*now, *before]))
-    return {
-        name: (before.get(name), now.get(name))
-        for name in names
-        if name not in before or name not in now or before[name] != now[name]
-    }
+    """Return the options of which two runs have not the same value, with both, in the order of the second.
+
+    One that a run does not have is None: it was written by a version without that option, or of another class.
+    """
+    values = {name: (before.get(name), now.get(name)) for name in dict.fromkeys([*now, *before])}
+    return {name: (old, new) for name, (old, new) in values.items() if old != new}
 
 
 def may_change(name: str) -> bool:
