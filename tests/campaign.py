@@ -16,8 +16,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import lightning as L
-import pandas  # noqa: F401 - this, and what else has no use here, so that a process forked from this one has it already
-import sklearn.datasets  # noqa: F401
+import sklearn.datasets  # noqa: F401 - this, and what else has no use here: a process forked from this one has it already
 import torch
 
 import lit_pfl.cli.federated_cli
