@@ -38,11 +38,21 @@ class Draws:
 
     def choose(self, ids: Sequence[int], share: float, *purpose: str | int) -> list[int]:
         """Return a share of some ids, at least one, or if it is above 1 so many of them; in their order."""
-        count = round(share * len(ids)) if share <= 1 else int(share)
-        if count >= len(ids):
+        count = number_of(share, len(ids))
+        if count == len(ids):
             return list(ids)
-        chosen = self.generator(*purpose).choice(len(ids), max(1, count), replace=False)
+        chosen = self.generator(*purpose).choice(len(ids), count, replace=False)
         return [ids[i] for i in sorted(chosen)]
+
+
+def number_of(share: float, total: int) -> int:
+    """Return how many a share of some things is, at least one; a share above 1 is a number, up to the total."""
+    return min(total, max(1, round(share * total) if share <= 1 else int(share)))
+
+
+def fixed_order(number: int, client: int) -> Tensor:
+    """Return (number,) int64, a random order that is a client's own: the same at any time, and in a resumed run."""
+    return torch.randperm(number, generator=torch.Generator().manual_seed(client))
 
 
 def seed_torch(seed: int) -> None:

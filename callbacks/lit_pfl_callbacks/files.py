@@ -8,10 +8,14 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
     """Open a file to write beside a path, and rename it to the path once it is written.
 
     A killed process, or an error, leaves a former file whole. Missing folders are made.
+
+    Args:
+        path: the file.
+        sync: whether to wait until it is on the disk, should the machine fail.
 
     Raises:
         OSError: when the file cannot be written; it names the file.
@@ -21,8 +25,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with unfinished.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError as error:  # which says what, but seldom where
         raise OSError(error.errno, f"cannot be written ({error.strerror or error})", str(path)) from error

@@ -87,4 +87,5 @@ def families() -> dict[str, dict[str, str]]:
 
 def first_line(file: Path) -> str:
     """Return the first line of a module's docstring, without its full stop."""
-    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0].rstrip(".")
+    with file.open(encoding="utf-8") as lines:
+        return next(lines).strip().strip('"').rstrip(".")

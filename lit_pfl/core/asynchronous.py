@@ -9,12 +9,13 @@ from typing import Any, Literal, NamedTuple
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from lit_pfl.core.deadline import Speeds, named
+from lit_pfl.core.deadline import Speeds
+from lit_pfl.core.participation import named
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.robust import declares
 from lit_pfl.core.server import Server, payload_from, payload_state
 from lit_pfl.errors import ConfigError
-from lit_pfl.randomness import Draws
+from lit_pfl.randomness import Draws, number_of
 
 
 class Asynchronous(ABC):
@@ -193,7 +194,7 @@ class Schedule:
 
 def _steps(asynchronous: Asynchronous, batches: Mapping[int, int], concurrency: float, draws: Draws) -> Iterator[Step]:
     clients = sorted(batches)
-    at_once = max(1, round(concurrency * len(clients))) if concurrency <= 1 else int(concurrency)
+    at_once = number_of(concurrency, len(clients))
     training: list[tuple[float, int, int]] = []  # a heap of when an upload comes, whose, and of the step before it
     begun = count()
     clock = 0.0
@@ -214,9 +215,8 @@ def _steps(asynchronous: Asynchronous, batches: Mapping[int, int], concurrency: 
         staleness: dict[int, int] = {}
         starts = begin(at_once - len(training), step, "participation", step)
         while len(staleness) < asynchronous.buffer:
-            if (
-                not training or training[0][0] > clock
-            ):  # whoever comes at the same moment is taken in before others begin
+            # whoever comes at the same moment is taken in before others begin
+            if not training or training[0][0] > clock:
                 starts += begin(at_once - len(training), step, "replacement", step, len(staleness))
             clock, client, then = heapq.heappop(training)
             staleness[client] = step - then

@@ -21,11 +21,10 @@ from lit_pfl.learners import (
     at_head,
     call_with,
     find_head,
-    recorded,
     sizes_of_head,
     training_loss,
-    unchanged,
     unseen,
+    without_trace,
 )
 from lit_pfl.learners.scoring import mean_loss, transferred
 from lit_pfl_callbacks.tensors import evaluating, tensors_of
@@ -62,6 +61,27 @@ class Classifying(Client):
         """How many logits C come out of the head."""
         return sizes_of_head(self.head_module, type(self).__name__)[1]
 
+    @property
+    def head_leaves(self) -> dict[str, str]:
+        """Names of the head's tensors in the head module itself, by their names in the learner."""
+        leaves = {id(x): leaf for leaf, x in self.head_module.state_dict(keep_vars=True).items()}
+        named = self.learner.state_dict(keep_vars=True).items()
+        return {name: leaves[id(x)] for name, x in named if id(x) in leaves}
+
+    def shared_head_leaves(self, why: str) -> dict[str, str]:
+        """Return :attr:`head_leaves` of a head that is shared as a whole, but for what is frozen.
+
+        Args:
+            why: what the method does with the head.
+
+        Raises:
+            ConfigError: when a tensor of it is not shared.
+        """
+        leaves = self.head_leaves
+        if missing := leaves.keys() - self.shared_parameters().keys() - self.frozen.keys():
+            raise ConfigError(f"model.share_head: {type(self).__name__} {why}, and {min(missing)!r} is not shared.")
+        return leaves
+
     def at_head(
         self,
         features: Callable[[Tensor], Tensor] | None = None,
@@ -96,12 +116,17 @@ class Classifying(Client):
         Args:
             batches: by default all training data, in order and without augmentation.
         """
-        with evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
+        with without_trace(self.learner):
             for index, batch in enumerate(in_order(self.training_data()) if batches is None else batches):
                 batch = transferred(self.learner, batch)
                 with suppress(SkipBatch), self.at_head() as seen:
                     training_loss(self.learner, batch, index)
                     yield seen.features, seen.logits, self.targets(batch) if self.needs_labels else torch.empty(0)
+
+    def all_embedded(self) -> tuple[Tensor, Tensor]:
+        """Return (n, d) features and (n,) labels of all training data; see :meth:`embedded`."""
+        features, _, labels = (torch.cat(parts) for parts in zip(*self.embedded(), strict=True))
+        return features, labels
 
     def network_tensors(self) -> dict[str, Tensor]:
         """Return the learner's tensors that may change, by name: its own memory."""

@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
+from lit_pfl.core.participation import named
 from lit_pfl.errors import ConfigError, LateUpload
-from lit_pfl.randomness import Draws, check_share
+from lit_pfl.randomness import Draws, check_share, number_of
 
 
 class Pace(NamedTuple):
@@ -190,13 +191,7 @@ class Deadline:
     def _wanted(self, participants: int) -> int:
         if self.wanted is None:
             return participants
-        return min(participants, max(1, round(self.wanted * participants) if self.wanted <= 1 else int(self.wanted)))
-
-
-def named(given: object) -> str:
-    """Return the name of an object's class with its options."""
-    options = {name: value for name, value in vars(given).items() if not name.startswith("_")}
-    return f"{type(given).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
+        return number_of(self.wanted, participants)
 
 
 def _read(name: str, latency: float) -> dict[int, Pace]:

@@ -11,7 +11,7 @@ import numpy as np
 from jsonargparse.typing import PositiveInt
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.randomness import Draws, check_share
+from lit_pfl.randomness import Draws, check_share, number_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ class Participation(ABC):
                 )
 
     def __repr__(self) -> str:
-        given = {name: value for name, value in vars(self).items() if not name.startswith("_") and value != {}}
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in given.items())})"
+        return named(self)
 
     @abstractmethod
     def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:
@@ -269,6 +268,12 @@ def check_participation(participation: "float | Participation", clients: Sequenc
         participation.check(clients)
 
 
+def named(given: object) -> str:
+    """Return the name of an object's class with its options, but for empty tables."""
+    options = {name: value for name, value in vars(given).items() if not name.startswith("_") and value != {}}
+    return f"{type(given).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
+
+
 def participants(
     participation: "float | Participation", completed: int, samples: Mapping[int, int], draws: Draws
 ) -> list[int]:
@@ -282,5 +287,5 @@ def sampling_of(participation: "float | Participation", clients: int) -> Samplin
     """Return how clients are sampled, for privacy accounting."""
     if isinstance(participation, Participation):
         return participation.sampling(clients)
-    count = max(1, round(participation * clients) if participation <= 1 else int(participation))
+    count = number_of(participation, clients)
     return Sampling("fixed", count / clients) if count < clients else Sampling()

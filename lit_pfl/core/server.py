@@ -209,7 +209,7 @@ class Server:
             state["server_optimizer"] = self.server_optimizer.state_dict()
         state |= {name: _plain(getattr(self, name)) for name in (*self.kept, *self.kept_payloads)}
         in_factors = {FACTORS: self.model, **{f"{name}.{FACTORS}": getattr(self, name) for name in self.kept_payloads}}
-        return state | {key: _factors(payload) for key, payload in in_factors.items() if _factors(payload)}
+        return state | {key: found for key, payload in in_factors.items() if (found := _factors(payload))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""

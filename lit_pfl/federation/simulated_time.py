@@ -27,8 +27,8 @@ def batches_of_round(client: int, data: ClientData, local_epochs: int, options: 
         batches = limit if batches is None else min(batches, limit)
     if batches is None:
         raise ConfigError(
-            f"federation.deadline: client {client}'s training loader has no length, so nobody knows how long a round "
-            "takes; set federation.client_trainer.limit_train_batches to a number of batches."
+            f"federation.deadline, or asynchronous: client {client}'s training loader has no length, so nobody knows "
+            "how long a round takes; set federation.client_trainer.limit_train_batches to a number of batches."
         )
     if isinstance(limit, float):
         batches = max(1, int(batches * limit))

@@ -32,6 +32,7 @@ from lit_pfl.learners.steps import (
     training_outputs,
     unchanged,
     unseen,
+    without_trace,
 )
 
 __all__ = [
@@ -76,4 +77,5 @@ __all__ = [
     "training_outputs",
     "unchanged",
     "unseen",
+    "without_trace",
 ]

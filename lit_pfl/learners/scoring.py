@@ -1,31 +1,34 @@
 """How well a learner does, by its own steps."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
 from lit_pfl.data.transfer import BATCH_HOOKS, batch_hook
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import (
     Recorder,
     SkipBatch,
+    Step,
     call_hook,
     call_step,
+    call_with,
     recorded,
     size_of,
     training_loss,
     unchanged,
+    without_trace,
 )
 from lit_pfl.lightning_internals import in_hook, show_scores, told_evaluating
-from lit_pfl_callbacks.tensors import evaluating
 
 Split = Literal["val", "test"]
 STAGES: dict[str, str] = {"val": "validation", "test": "test"}
@@ -136,13 +139,41 @@ def transferred(learner: L.LightningModule, batch: Any) -> Any:
     return batch
 
 
+def gradients_at(
+    learner: L.LightningModule,
+    loss: Callable[[L.LightningModule, Any, int], Tensor],
+    at: Callable[[], Mapping[str, Tensor]],
+    batches: Iterable[Any],
+    epochs: int = 1,
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield a batch's loss at weights that are not the learner's own, and its gradients by name, in evaluation mode.
+
+    The learner is left as it was once all batches are through; batches that it skips are left out.
+
+    Args:
+        learner: the learner.
+        loss: gives the loss of a learner, a batch and its index.
+        at: gives the weights for the next batch, by name in the learner.
+        batches: not yet on the learner's device.
+        epochs: how often to go through them.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), without_trace(learner):
+        for index, batch in chain.from_iterable(enumerate(batches) for _ in range(epochs)):
+            weights = {name: weight.detach().requires_grad_() for name, weight in at().items()}
+            named = {f"learner.{name}": weight for name, weight in weights.items()}
+            with suppress(SkipBatch):
+                value: Tensor = call_with(named, Step(learner, loss), transferred(learner, batch), index)
+                gradients = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
+                yield value, dict(zip(weights, gradients, strict=True))
+
+
 def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, float]:
     """Return the number of samples and the mean loss of ``training_step`` on them, in evaluation mode, NaN without any.
 
     The learner is left as it was; what it logs is not shown.
     """
     n, total = 0, 0.0
-    with torch.no_grad(), evaluating(learner), unchanged(learner), recorded(learner):
+    with torch.no_grad(), without_trace(learner):
         for index, batch in enumerate(batches):
             batch = transferred(learner, batch)
             size = size_of(batch)

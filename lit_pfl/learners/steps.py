@@ -21,7 +21,7 @@ from lit_pfl.data.batches import parts_of, tensors_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.logs import recorded
 from lit_pfl.lightning_internals import in_hook, optimizers_and_schedules
-from lit_pfl_callbacks.tensors import load_tensors
+from lit_pfl_callbacks.tensors import evaluating, load_tensors
 
 
 class SkipBatch(Exception):
@@ -267,6 +267,13 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     dicts. Plain attributes are in no checkpoint, so a resumed run would not have what an evaluation leaves behind.
     """
     with _as_they_were([*module.modules()]):
+        yield
+
+
+@contextmanager
+def without_trace(learner: L.LightningModule) -> Iterator[None]:
+    """Let a learner take steps in evaluation mode of which nothing stays and nobody hears."""
+    with evaluating(learner), unchanged(learner), recorded(learner):
         yield
 
 

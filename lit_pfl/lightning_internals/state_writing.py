@@ -28,6 +28,7 @@ from lit_pfl.lightning_internals.state_files import (
     references_to,
     referred_to,
 )
+from lit_pfl_callbacks.files import replacing
 
 #: how many clients' files are in one folder
 EACH = 1000
@@ -85,12 +86,10 @@ class StateFiles:
             if _is_there(file.path, len(content)):  # somebody else's checkpoint may refer to it
                 since = -1
             else:
-                _write(file.path, content)
+                with replacing(file.path, sync=False) as out:  # references() waits for all of them together
+                    out.write(content)
         except OSError as error:
-            raise SaveError(
-                f"The state of client {client} cannot be written: {file.path} ({error.strerror or error}); the last "
-                "checkpoint is whole."
-            ) from error
+            raise SaveError(f"The state of client {client} is lost: {error}; the last checkpoint is whole.") from error
         self._written.append(file.path)
         self._leave(client, file)
         self.latest[client], self._since[client] = file, since
@@ -218,17 +217,6 @@ def _is_there(path: Path, size: int) -> bool:
         return path.stat().st_size == size
     except FileNotFoundError:
         return False
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 def _link(path: Path, new: Path) -> None:

@@ -14,11 +14,12 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.sharing import needs_head
 from lit_pfl.data.loaders import in_order, num_samples, part_of
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import SkipBatch, at_head, find_head, recorded, training_loss, unchanged
+from lit_pfl.learners import SkipBatch, at_head, find_head, training_loss, without_trace
 from lit_pfl.learners.scoring import mean_loss, transferred
 from lit_pfl.methods.adapters.fedit import FedIT
 from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl.nn.adapters import adapted_layers
+from lit_pfl.randomness import fixed_order
 from lit_pfl_callbacks.tensors import evaluating
 
 
@@ -140,9 +141,9 @@ class FedDPA(FedIT, TwoModels):
     def _instances(self, head: nn.Module) -> Tensor:
         """Return what goes into the head, (S, d), of some training samples under the personal adapters."""
         data, found = self.training_data(), []
-        drawn = torch.randperm(num_samples(data), generator=torch.Generator().manual_seed(self.spec.client_id))
+        drawn = fixed_order(num_samples(data), self.spec.client_id)
         chosen = part_of(data, drawn[: self.instances].sort().values)
-        with evaluating(self.personal), unchanged(self.personal), recorded(self.personal):
+        with without_trace(self.personal):
             for index, batch in enumerate(in_order(chosen)):
                 batch = transferred(self.personal, batch)
                 with suppress(SkipBatch), at_head(head) as seen:

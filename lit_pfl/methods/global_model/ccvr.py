@@ -83,7 +83,7 @@ class CCVR(Classifying):
 
     def begin_round(self) -> None:
         """Take the statistics of the features under the received body."""
-        features, labels = (torch.cat(parts) for parts in list(zip(*self.embedded(), strict=True))[::2])
+        features, labels = self.all_embedded()
         counts, means, covariances = class_statistics(features, labels, self.num_logits)
         self.own.copy_({COUNTS: counts, MEANS: means, COVARIANCES: covariances})
 
@@ -110,11 +110,7 @@ class CCVRServer(TrainedServer):
     def __init__(self, method: CCVR, seed: int = 0) -> None:
         super().__init__(seed)
         self.head = copy.deepcopy(method.head_module).requires_grad_(True)
-        leaves = {id(x): leaf for leaf, x in method.head_module.state_dict(keep_vars=True).items()}
-        named = method.learner.state_dict(keep_vars=True).items()
-        self.leaves = {name: leaves[id(x)] for name, x in named if id(x) in leaves}
-        if missing := self.leaves.keys() - method.shared_parameters().keys() - method.frozen.keys():
-            raise ConfigError(f"model.share_head: CCVR calibrates the common head, and {min(missing)!r} is not shared.")
+        self.leaves = method.shared_head_leaves("calibrates the common head")
         self.samples, self.epochs = method.samples_per_class, method.epochs
         self.lr, self.batch_size = method.lr, method.batch_size
 

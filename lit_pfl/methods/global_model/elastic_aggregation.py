@@ -13,10 +13,10 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order, needed, num_samples, part_of
-from lit_pfl.learners import SkipBatch, recorded, training_loss, unchanged
+from lit_pfl.learners import SkipBatch, training_loss, without_trace
 from lit_pfl.learners.scoring import transferred
 from lit_pfl.nn import Memory
-from lit_pfl_callbacks.tensors import evaluating
+from lit_pfl.randomness import fixed_order
 
 SENSITIVITY = "sensitivity."
 
@@ -85,7 +85,7 @@ class ElasticAggregation(Classifying):
         size = max(1, int(self.share * n))
         if size == n:
             return in_order(data)
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(self.spec.client_id))
+        order = fixed_order(n, self.spec.client_id)
         return in_order(part_of(data, order[:size].sort().values))
 
     def begin_round(self) -> None:
@@ -93,7 +93,7 @@ class ElasticAggregation(Classifying):
         self.sensitivity.zero_()
         # A module may have frozen some since: no output depends on what does not train.
         weights = {name: weight for name, weight in self.shared_weights().items() if weight.requires_grad}
-        with torch.enable_grad(), evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
+        with torch.enable_grad(), without_trace(self.learner):
             for index, batch in enumerate(self.unlabeled()):
                 with suppress(SkipBatch), self.at_head() as seen:
                     training_loss(self.learner, transferred(self.learner, batch), index)

@@ -170,11 +170,7 @@ class FedGenServer(TrainedServer):
     def __init__(self, method: FedGen, seed: int = 0) -> None:
         super().__init__(seed)
         self.head = copy.deepcopy(method.head_module).cpu().eval().requires_grad_(False)
-        leaves = {id(x): leaf for leaf, x in method.head_module.state_dict(keep_vars=True).items()}
-        named = method.learner.state_dict(keep_vars=True).items()
-        self.leaves = {name: leaves[id(x)] for name, x in named if id(x) in leaves}
-        if missing := self.leaves.keys() - method.shared_parameters().keys() - method.frozen.keys():
-            raise ConfigError(f"model.share_head: FedGen uses the clients' heads, and {min(missing)!r} is not shared.")
+        self.leaves = method.shared_head_leaves("uses the clients' heads")
         self.sizes = method.noise_dim, method.num_logits, method.hidden_dim, method.num_features
         self.lr, self.decay, self.eta = method.generator_lr, method.decay, method.eta
         self.steps, self.batch_size = method.generator_steps, method.gen_batch_size

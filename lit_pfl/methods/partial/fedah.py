@@ -1,7 +1,6 @@
 """FedAH: heads aggregated element by element, by weights that each client learns."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor
 from lit_pfl.core import Client
 from lit_pfl.core.sharing import EVERYTHING, needs_head
 from lit_pfl.data.loaders import in_order
-from lit_pfl.learners import SkipBatch, Step, call_with, recorded, unchanged
-from lit_pfl.learners.scoring import transferred
+from lit_pfl.learners.scoring import gradients_at
 from lit_pfl.methods.partial.phases import Phases, check_epochs
 from lit_pfl.nn import Memory
-from lit_pfl_callbacks.tensors import evaluating
 
 
 class FedAH(Client):
@@ -84,17 +81,11 @@ class FedAH(Client):
         return {name: torch.lerp(own[name], common[name], share) for name, share in self.share.items()}
 
     def _learn_shares(self, own: Mapping[str, Tensor], common: Mapping[str, Tensor]) -> None:
-        with evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
-            for index, batch in enumerate(in_order(self.training_data())):
-                batch = transferred(self.learner, batch)
-                at = {name: tensor.detach().requires_grad_() for name, tensor in self._mixed(own, common).items()}
-                named = {f"learner.{name}": tensor for name, tensor in at.items()}
-                with suppress(SkipBatch):
-                    loss = call_with(named, Step(self.learner, self.loss), batch, index)
-                    gradients = torch.autograd.grad(loss, list(at.values()), materialize_grads=True)
-                    for (name, share), gradient in zip(self.share.items(), gradients, strict=True):
-                        step = self.eta * gradient * (common[name] - own[name])
-                        share.copy_((share - step).clamp(0, 1))
+        batches = in_order(self.training_data())
+        for _, gradients in gradients_at(self.learner, self.loss, lambda: self._mixed(own, common), batches):
+            for name, share in self.share.items():
+                step = self.eta * gradients[name] * (common[name] - own[name])
+                share.copy_((share - step).clamp(0, 1))
 
     def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
         check_epochs(local_epochs, self.head_epochs, "model.head_epochs")

@@ -13,9 +13,9 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
 from lit_pfl.core.sharing import BODY
 from lit_pfl.data.loaders import in_order
-from lit_pfl.learners import SkipBatch, Step, call_with, recorded, training_loss, unchanged
+from lit_pfl.learners import SkipBatch, Step, call_with, training_loss, without_trace
 from lit_pfl.learners.scoring import transferred
-from lit_pfl_callbacks.tensors import evaluating, load_tensors
+from lit_pfl_callbacks.tensors import load_tensors
 
 FISHER = "fisher"
 
@@ -87,7 +87,7 @@ class FedAS(Classifying):
         with torch.inference_mode(False), torch.enable_grad():
             body = {name: w.detach().clone().requires_grad_() for name, w in self.shared_weights().items()}
             named = {f"learner.{name}": tensor for name, tensor in body.items()}
-            with evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
+            with without_trace(self.learner):
                 for _ in range(self.align_epochs):
                     for index, batch in enumerate(in_order(self.training_data(), self.align_batch_size)):
                         batch = transferred(self.learner, batch)
@@ -111,7 +111,7 @@ class FedAS(Classifying):
     def _squared_gradients(self) -> float:
         weights = [weight for weight in self.learner.parameters() if weight.requires_grad]
         total = 0.0
-        with torch.enable_grad(), evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
+        with torch.enable_grad(), without_trace(self.learner):
             for index, batch in enumerate(in_order(self.training_data())):
                 with suppress(SkipBatch):
                     loss = training_loss(self.learner, transferred(self.learner, batch), index)

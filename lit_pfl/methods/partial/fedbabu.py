@@ -14,9 +14,7 @@ from lit_pfl.core.server import Server, Weighting, averaging
 from lit_pfl.core.sharing import BODY, needs_head
 from lit_pfl.data.loaders import in_order
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import SkipBatch, Step, call_with, recorded, unchanged
-from lit_pfl.learners.scoring import transferred
-from lit_pfl_callbacks.tensors import evaluating
+from lit_pfl.learners.scoring import gradients_at
 
 
 class FedBABU(Client):
@@ -91,19 +89,10 @@ class FedBABU(Client):
 
     def _fine_tuned(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         batches = in_order(self.training_data()) if self.finetune_epochs else []
-        with torch.inference_mode(False), torch.enable_grad(), evaluating(self.learner), unchanged(self.learner):
+        with torch.inference_mode(False):
             weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-            for _ in range(self.finetune_epochs):
-                for index, batch in enumerate(batches):
-                    at = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-                    with recorded(self.learner):
-                        batch = transferred(self.learner, batch)
-                        tensors = {f"learner.{name}": weight for name, weight in at.items()}
-                        try:
-                            loss = call_with(tensors, Step(self.learner, self.loss), batch, index)
-                        except SkipBatch:
-                            continue
-                    gradients = torch.autograd.grad(loss, list(at.values()), materialize_grads=True)
-                    for (name, weight), gradient in zip(at.items(), gradients, strict=True):
-                        weights[name] = weight.detach() - self.finetune_lr * gradient
+        steps = gradients_at(self.learner, self.loss, lambda: weights, batches, self.finetune_epochs)
+        for _, gradients in steps:
+            for name, gradient in gradients.items():
+                weights[name] = weights[name].detach() - self.finetune_lr * gradient
         return weights

@@ -61,10 +61,7 @@ class FedCP(Classifying):
         self.extra = nn.ModuleDict({"policy": policy})
         self.common_head = copy.deepcopy(self.head_module).requires_grad_(False)
         self.own = Memory({"context": self._context()})
-        # the head's tensors by their names in the learner, and in the head itself
-        leaves = {id(x): leaf for leaf, x in self.head_module.state_dict(keep_vars=True).items()}
-        named = self.learner.state_dict(keep_vars=True).items()
-        self._leaves = {name: leaves[id(x)] for name, x in named if id(x) in leaves}
+        self._leaves = self.head_leaves
 
     @torch.no_grad()
     def _context(self) -> Tensor:

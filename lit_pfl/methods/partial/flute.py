@@ -13,7 +13,7 @@ from lit_pfl.core.server import ClientInfo, Server, Weighting
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import linear_layers
-from lit_pfl.methods.partial.phases import Phases
+from lit_pfl.methods.partial.phases import Phases, check_epochs
 
 PRESENT = "present_classes"
 
@@ -82,11 +82,7 @@ class FLUTE(Classifying):
             raise ConfigError("model.head: FLUTE shapes the weight of the head's last layer, and this one has none.")
 
     def _check(self, local_epochs: int | None) -> None:
-        if local_epochs is not None and local_epochs <= self.body_epochs:
-            raise ConfigError(
-                f"model.body_epochs={self.body_epochs} leaves none of federation.local_epochs={local_epochs} for the "
-                f"head alone; give at least {self.body_epochs + 1} local epochs."
-            )
+        check_epochs(local_epochs, self.body_epochs, "model.body_epochs", "head alone")
 
     def configure_server(self) -> "FLUTEServer":  # noqa: D102
         head = frozenset(self.shared_parameters()) & self.head_names

@@ -110,7 +110,7 @@ class PFedFDA(Classifying):
 
     def _adapted(self) -> tuple[Tensor, Tensor]:
         """Return the client's mixed means, (C, d), and covariance, (d, d), for the body as it is."""
-        features, labels = (torch.cat(parts) for parts in list(zip(*self.embedded(), strict=True))[::2])
+        features, labels = self.all_embedded()
         with torch.inference_mode(False), torch.enable_grad():
             features, labels = features.clone().double(), labels.clone()
             means, covariance = self.common[MEANS].double(), self.common[COVARIANCE].double()

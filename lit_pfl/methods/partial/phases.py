@@ -36,14 +36,14 @@ class Phases:
                 weight.requires_grad_(part in parts)
 
 
-def check_epochs(local_epochs: int | None, head_epochs: int, option: str) -> None:
-    """See that a round has an epoch left for the body after those for the head.
+def check_epochs(local_epochs: int | None, epochs: int, option: str, rest: str = "body") -> None:
+    """See that a round has an epoch left for one part after those for another one: for the body after the head.
 
     Raises:
         ConfigError: when it has none.
     """
-    if local_epochs is not None and local_epochs <= head_epochs:
+    if local_epochs is not None and local_epochs <= epochs:
         raise ConfigError(
-            f"{option}={head_epochs} leaves none of federation.local_epochs={local_epochs} for the body; give at least "
-            f"{head_epochs + 1} local epochs."
+            f"{option}={epochs} leaves none of federation.local_epochs={local_epochs} for the {rest}; give at least "
+            f"{epochs + 1} local epochs."
         )

@@ -13,10 +13,8 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order, needed, num_samples, part_of
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import SkipBatch, Step, call_with, recorded, unchanged
-from lit_pfl.learners.scoring import transferred
+from lit_pfl.learners.scoring import gradients_at
 from lit_pfl.nn import Memory
-from lit_pfl_callbacks.tensors import evaluating
 
 
 class FedALA(Client):
@@ -130,20 +128,9 @@ class FedALA(Client):
     def _one_pass(self, own: Mapping[str, Tensor], received: Mapping[str, Tensor], batches: Any) -> float:
         """Learn W in one pass; return the loss of the last batch."""
         last = float("nan")
-        with torch.inference_mode(False), torch.enable_grad(), evaluating(self.learner), unchanged(self.learner):
-            for index, batch in enumerate(batches):
-                at = {name: v.detach().requires_grad_() for name, v in self._mixture(own, received).items()}
-                tensors = {f"learner.{name}": v for name, v in at.items()}
-                try:
-                    with recorded(self.learner):
-                        loss = call_with(
-                            tensors, Step(self.learner, self.loss), transferred(self.learner, batch), index
-                        )
-                except SkipBatch:
-                    continue
-                gradients = torch.autograd.grad(loss, list(at.values()), materialize_grads=True)
-                with torch.no_grad():
-                    for (name, w), gradient in zip(self.mixed.items(), gradients, strict=True):
-                        w.sub_(self.eta * gradient * (received[name] - own[name])).clamp_(0, 1)
-                last = float(loss)
+        for loss, gradients in gradients_at(self.learner, self.loss, lambda: self._mixture(own, received), batches):
+            with torch.no_grad():
+                for name, w in self.mixed.items():
+                    w.sub_(self.eta * gradients[name] * (received[name] - own[name])).clamp_(0, 1)
+            last = float(loss)
         return last

@@ -17,6 +17,7 @@ from lit_pfl.data.loaders import in_order, needed, num_samples, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.scoring import mean_loss, needs_loss
 from lit_pfl.nn import Memory
+from lit_pfl.randomness import fixed_order
 from lit_pfl_callbacks.tensors import load_tensors, tensors_of
 
 AFFINITY = "affinity"
@@ -84,7 +85,7 @@ class FedFOMO(Client):
         n = num_samples(super().training_data())
         if n == 1:
             return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(self.spec.client_id))
+        order = fixed_order(n, self.spec.client_id)
         held = min(max(1, round(self.val_fraction * n)), n - 1)
         return order[held:], order[:held]
 

@@ -13,6 +13,7 @@ from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import log_mixture
+from lit_pfl.randomness import fixed_order
 
 GRID = [i / 10 for i in range(11)]
 
@@ -73,10 +74,10 @@ class KNNPer(Classifying):
             yield self.learner
 
     def _neighbours(self) -> "Neighbours":
-        features, _, labels = (torch.cat(parts) for parts in zip(*self.embedded(), strict=True))
+        features, labels = self.all_embedded()
         kept = min(len(labels), max(1, round(self.capacity * len(labels) if self.capacity <= 1 else self.capacity)))
         if kept < len(labels):
-            drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.spec.client_id))[:kept]
+            drawn = fixed_order(len(labels), self.spec.client_id)[:kept]
             features, labels = features[drawn.to(features.device)], labels[drawn.to(labels.device)]
         return Neighbours(features, nn.functional.one_hot(labels, self.num_logits), self.k, self.scale)
 

@@ -19,15 +19,13 @@ from lit_pfl.learners import (
     Step,
     call_with,
     holding,
-    recorded,
     refuse_scaled_gradients,
     size_of,
     split_batch,
-    unchanged,
     unseen,
+    without_trace,
 )
 from lit_pfl.learners.scoring import transferred
-from lit_pfl_callbacks.tensors import evaluating
 
 Weights = Mapping[str, Tensor]
 
@@ -170,7 +168,7 @@ class PerFedAvg(Client):
         batches, n, seen = in_order(data), num_samples(data), 0
         with torch.inference_mode(False), torch.enable_grad():
             gradient = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-            with evaluating(self.learner), unchanged(self.learner), recorded(self.learner):
+            with without_trace(self.learner):
                 for index, batch in enumerate(batches):
                     batch = transferred(self.learner, batch)
                     with suppress(SkipBatch):
