@@ -80,6 +80,13 @@ def test_what_just_fits_fits():
 # Plans
 
 
+@pytest.mark.parametrize("option", ["batch", "spread", "variation", "latency"])
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, 1e300])
+def test_times_that_no_clock_shows_are_refused(option, value):
+    with pytest.raises(ConfigError, match=rf"speeds.{option}=.*: give a number from 0 to "):
+        Speeds(**{option: value})
+
+
 def plan(folder, batches: dict[int, int], **options) -> Plan:
     made = speeds(folder, "client,batch\n0,1\n1,2\n2,4\n3,8\n")
     return Deadline(speeds=made, **options).plan(1, batches, DRAWS)
@@ -118,6 +125,7 @@ def test_part_of_the_work_is_what_fits(tmp_path):
     ("options", "said"),
     [
         ({"seconds": 0}, "deadline.seconds=0"),
+        ({"seconds": math.inf}, "deadline.seconds=inf: give a number above 0, up to"),
         ({"seconds": 1, "wanted": 1.5}, "deadline.wanted=1.5"),
         ({"seconds": 1, "late": "wait"}, "deadline.late=wait: choose drop, partial"),
     ],

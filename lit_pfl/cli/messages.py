@@ -186,6 +186,8 @@ def _parameters(reason: str) -> list[str]:
     for base in cls.__mro__[:-1] if cls else ():
         taken = inspect.signature(base.__init__).parameters.values()
         names += [p.name for p in taken if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if not any(p.kind is p.VAR_KEYWORD for p in taken):  # the rest is not handed on
+            break
     return list(dict.fromkeys(names))
 
 

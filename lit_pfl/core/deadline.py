@@ -13,6 +13,9 @@ from lit_pfl.core.participation import named
 from lit_pfl.errors import ConfigError, LateUpload
 from lit_pfl.randomness import Draws, check_share, number_of
 
+#: the most that times, in seconds, and standard deviations of their logarithms may be: enough for any, and no overflow
+LONGEST, WIDEST = 1e12, 10.0
+
 
 class Pace(NamedTuple):
     """How fast a client is in one of its rounds, in simulated seconds.
@@ -53,7 +56,7 @@ class Speeds:
             Its times are used instead of ``batch`` and ``spread``, and of ``latency`` if it has that column.
 
     Raises:
-        ConfigError: when the file cannot be read.
+        ConfigError: for an option that is out of range, or when the file cannot be read.
     """
 
     def __init__(
@@ -64,6 +67,10 @@ class Speeds:
         latency: NonNegativeFloat = 0.0,
         file: str | None = None,
     ) -> None:
+        most = {"batch": LONGEST, "spread": WIDEST, "variation": WIDEST, "latency": LONGEST}
+        for option, value in zip(most, (batch, spread, variation, latency), strict=True):
+            if not 0 <= value <= most[option]:
+                raise ConfigError(f"speeds.{option}={value}: give a number from 0 to {most[option]:g}.")
         self.batch, self.spread, self.variation, self.latency = batch, spread, variation, latency
         self.file = None if file is None else str(file)
         self._read = {} if self.file is None else _read(self.file, latency)
@@ -144,8 +151,8 @@ class Deadline:
         late: Literal["drop", "partial"] = "drop",
         speeds: Speeds | None = None,
     ) -> None:
-        if not seconds > 0:
-            raise ConfigError(f"federation.deadline.seconds={seconds}: give a number above 0.")
+        if not 0 < seconds <= LONGEST:
+            raise ConfigError(f"federation.deadline.seconds={seconds}: give a number above 0, up to {LONGEST:g}.")
         if wanted is not None:
             check_share("federation.deadline.wanted", wanted)
         if late not in ("drop", "partial"):
@@ -203,7 +210,7 @@ def _read(name: str, latency: float) -> dict[int, Pace]:
                     client, pace = int(row["client"]), Pace(float(row["batch"]), float(row.get("latency") or latency))
                 except (KeyError, TypeError, ValueError):
                     client, pace = -1, Pace(math.nan, math.nan)
-                if client < 0 or client in found or not (0 <= pace.batch < math.inf and 0 <= pace.latency < math.inf):
+                if client < 0 or client in found or not (0 <= pace.batch <= LONGEST and 0 <= pace.latency <= LONGEST):
                     raise ConfigError(
                         f"speeds.file={name}, line {line}: give the columns client and batch, with one row for "
                         "every client and seconds from 0."

@@ -73,6 +73,8 @@ REFUSED = [
     ("--trainer.max_epochs -2", "trainer.max_epochs=-2: give the number of rounds, or -1 for no end."),
     ("--trainer.devices 4", "trainer.devices=4: one process runs a federation, so give 1; to train clients in "),
     ("--federation.engine stacked", "federation.engine: there is no 'stacked'; choose one of Local, Ray, Stacked, or"),
+    ("--federation.engine Stacked --federation.engine.awake 3",
+     "federation.engine: Option 'awake' is not accepted. It has size."),
     ("--model.server_optimizer Adam", "model.server_optimizer: there is no 'Adam'; choose one of ServerAdagrad, "),
     ("--trainer.callbacks EarlyStopping --trainer.callbacks.monitor val/akk",
      "trainer.callbacks: EarlyStopping(monitor=val/akk): there is no such metric. Did you mean val/acc? There are "),
