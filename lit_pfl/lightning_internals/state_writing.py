@@ -89,7 +89,11 @@ class StateFiles:
                 with replacing(file.path, sync=False) as out:  # references() waits for all of them together
                     out.write(content)
         except OSError as error:
-            raise SaveError(f"The state of client {client} is lost: {error}; the last checkpoint is whole.") from error
+            reason = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            raise SaveError(
+                f"The state of client {client} cannot be written: {file.path} ({reason.strerror or reason}); the last "
+                "checkpoint is whole."
+            ) from error
         self._written.append(file.path)
         self._leave(client, file)
         self.latest[client], self._since[client] = file, since

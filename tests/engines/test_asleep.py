@@ -1,5 +1,6 @@
 """Clients that sleep on disk: the same bits, wherever a run is stopped."""
 
+import errno
 import gc
 import os
 import signal
@@ -13,7 +14,7 @@ import torch
 
 from lit_pfl import Federation
 from lit_pfl.engines import Local
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, SaveError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint, state_files
 from lit_pfl.methods import Ditto, FedAvg, FedMA, FedPer, FedProto, PsiNet, Scaffold, SimFed
 from lit_pfl.models import MLP
@@ -282,6 +283,25 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^federation\.engine\.awake: states of clients cannot be written") as error:
         fit(tmp_path / "run", awake=2)
     assert "\n" not in str(error.value)
+
+
+def test_a_disk_that_fills_up_with_states_ends_the_run_and_it_is_gone_on_with(tmp_path, monkeypatch):
+    whole, put, states = fit(tmp_path / "whole", "Ditto", awake=2), Path.replace, []
+
+    def full(path, target):
+        states.extend([target] if ".state" in path.name else [])
+        if len(states) > 6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return put(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        with pytest.raises(SaveError, match=r"^The state of client \d cannot be written: .*\(No space left") as error:
+            fit(tmp_path / "run", "Ditto", awake=2)
+    assert "\n" not in str(error.value)
+    assert not list((tmp_path / "run").rglob("*.part"))
+    resumed = fit(tmp_path / "run", "Ditto", awake=2, resume=last(tmp_path / "run"))
+    assert_same_run(whole, resumed, tmp_path / "whole", tmp_path / "run")
 
 
 @pytest.mark.parametrize("awake", [0, -1])
