@@ -272,7 +272,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_trace(learner: L.LightningModule) -> Iterator[None]:
-    """Let a learner take steps in evaluation mode of which nothing stays and nobody hears."""
+    """Let a learner take steps in evaluation mode that leave it as it was and log nothing."""
     with evaluating(learner), unchanged(learner), recorded(learner):
         yield
 
