@@ -152,15 +152,20 @@ class Ray(Engine):
                 return answer
 
             for worker, answer in self._some(begin, left, copy=False).items():
-                self._note(answer, kept[worker])
-                trained |= answer.trained
+                if self._noted(answer, worker, kept[worker]):
+                    trained |= answer.trained
         return {client: trained[client] for client in replies}
 
-    def _note(self, answer: Answer, states: Any) -> None:
+    def _noted(self, answer: Answer, worker: Handle, states: Any) -> bool:
+        """Note what came of a worker's round; say whether the states are kept, if they are to be."""
+        if self.recover:
+            states = self._crew.kept(worker, states)
+            if states is None:
+                return False
+            self._states |= dict.fromkeys(answer.trained, states)
         self._placement.seconds |= answer.seconds
         self.left |= answer.left
-        if self.recover:
-            self._states |= dict.fromkeys(answer.trained, states)
+        return True
 
     def ask(self, question: Callable[[Client], T], replies: Mapping[int, Payload | None]) -> dict[int, T]:  # noqa: D102
         asked, sent, modes = self.ray.put(packed(question)), self._sent(replies), Modes.now("cpu")

@@ -135,9 +135,11 @@ class Worker:
         vars(self.data).update(unpacked(samples, copy=False))
         self.engine = Local()
 
-    def ready(self) -> str:
-        """Return the name of the machine, once the process is at work."""
-        return platform.node()
+    def ready(self) -> tuple[str, str]:
+        """Return the names of the machine and of its node of Ray, once the process is at work."""
+        import ray
+
+        return platform.node(), ray.get_runtime_context().get_node_id()
 
     @carefully
     def setup(self, outer: Outer) -> None:

@@ -18,10 +18,10 @@ class Handle:
 
     Args:
         actor: Ray's handle.
-        ready: a reference to the name of its machine, there once it is at work.
+        ready: a reference to the names of its machine and of its node of Ray, there once it is at work.
     """
 
-    where = "a machine"
+    where = node = "a machine"
 
     def __init__(self, actor: Any, ready: Any) -> None:
         self.actor, self.ready = actor, ready
@@ -35,7 +35,7 @@ class Workforce:
         resources: what a worker takes, by Ray's names.
         job: references to the arguments of :class:`~lit_pfl.engines.worker.Worker`.
         prepare: has a new worker do what it must before it is called by others; returns a reference to the answer.
-        lost: called with a worker that is lost, and with the error that said so.
+        lost: called with a worker that is lost, and with the error that tells it.
 
     Attributes:
         at_work: workers that can be called.
@@ -99,7 +99,7 @@ class Workforce:
                 continue
             self.coming.remove(worker)
             try:
-                worker.where = self.ray.get(worker.ready)
+                worker.where, worker.node = self.ray.get(worker.ready)
                 self._opened(self.ray.get(self._prepare(worker)))
             except self.ray.exceptions.RayError as error:
                 rank_zero_warn(f"A worker could not be started: {str(error).strip().splitlines()[-1]}")
@@ -147,9 +147,31 @@ class Workforce:
             try:
                 answers[worker] = self._opened(self.ray.get(reference), copy)
             except self.ray.exceptions.RayError as error:
-                self.at_work.remove(worker)
-                self._lost(worker, error)
+                self._lose(worker, error)
         return answers
+
+    def kept(self, worker: Handle, reference: Any) -> Any:
+        """Return a reference to what is in the memory of this process's own node, or else will be lost with a worker's.
+
+        Args:
+            worker: who has answered with it.
+            reference: to the answer.
+
+        Returns:
+            The reference; None where the worker has been lost, and the answer with it.
+        """
+        if worker.node == self.ray.get_runtime_context().get_node_id():
+            return reference
+        try:
+            return self.ray.put(self.ray.get(reference))
+        except self.ray.exceptions.RayError as error:
+            self._lose(worker, error)
+            return None
+
+    def _lose(self, worker: Handle, error: Exception) -> None:
+        self.at_work.remove(worker)
+        self.ray.kill(worker.actor)  # it may be only its answer that is lost, and it would keep its cores
+        self._lost(worker, error)
 
     def _opened(self, parcel: Any, copy: bool = True) -> Any:
         """Return what is in an answer; raise the error if it is one."""

@@ -1,10 +1,11 @@
 """Runs in worker processes and in one process, and what they are compared by."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 
 from lit_pfl import Federation
@@ -71,12 +72,13 @@ def same(one: Federation, other: Federation) -> None:
 
 
 def fit_saved(
-    method: Client, engine: Engine, folder: Path, rounds: int, ckpt_path: Path | None = None, **options: Any
-) -> Federation:
+    method: Client, engine: Engine, folder: Path, rounds: int, ckpt_path: Path | None = None,
+    callbacks: Sequence[L.Callback] = (), **options: Any,
+) -> Federation:  # fmt: skip
     """Run a federation of six, half of whom take part, that writes tables and checkpoints."""
     federation = Federation(method, engine=engine, **{"seed": 3, "threads": 1, "participation": 0.5, **options})
     logger, saving = RunLogger(folder.parent, name=folder.name, version=""), LastCheckpoint(folder)
-    fitting = trainer(rounds, callbacks=[saving], logger=logger, enable_checkpointing=True)
+    fitting = trainer(rounds, callbacks=[saving, *callbacks], logger=logger, enable_checkpointing=True)
     fitting.fit(federation, datamodule=digits(6), ckpt_path=ckpt_path)
     return federation
 
