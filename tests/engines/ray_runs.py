@@ -32,8 +32,10 @@ def workers_kept(ray: Any) -> Iterator[list[Any]]:
     def take(crew: Workforce) -> Any:
         while idle:
             actor = idle.pop()
+            begun = actor.__ray_call__.remote(_again, *crew._job)
             try:
-                ray.get(actor.__ray_call__.remote(_again, *crew._job))
+                if ray.wait([begun], timeout=1)[0]:  # else it is being started
+                    ray.get(begun)
             except ray.exceptions.RayActorError:  # it has been killed
                 continue
             return actor
