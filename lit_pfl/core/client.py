@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.robust import RobustMean, with_mean
+from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server import Server
 from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.core.sharing import Role, SharedTensors, check_sharing, encoder_of, names_of_head, roles_of
@@ -95,7 +95,9 @@ def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Serv
         if self.server_optimizer is not None:
             weights = [name for name, _ in self.learner.named_parameters(remove_duplicate=False)]
             server.step_by(copy.deepcopy(self.server_optimizer), weights)
-        return with_mean(server, self.mean)
+        if self.mean is not None:
+            server.average_by(self.mean)
+        return server
 
     return configure_server
 
