@@ -23,8 +23,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the size of the fault campaign."""
+    """Add the size of the fault campaign and where it begins."""
     parser.addoption("--campaign", type=int, default=50, help="seeded runs of tests/test_campaign.py (with -m slow)")
+    parser.addoption("--first-seed", type=int, default=0, help="seed of the first of these runs")
 
 
 @pytest.fixture
