@@ -444,7 +444,7 @@ def test_what_belongs_to_another_run_is_refused():
     again = {("train", "2"): others["train", "2"], ("evaluate", ""): others["evaluate", ""]}
     node_20(here, again)
     flower = server(here, rounds=2)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning, match="of another run") as said:
         flower.run()
     lines = "\n".join(str(warning.message) for warning in said)
     assert "Round 2 goes on without one upload. Client 2: its node's answer is of another run." in lines
@@ -484,11 +484,26 @@ def test_payloads_arrive_as_they_were():
         ({"clients": 2, "rounds": 3, "quorum": 1.5}, "run-config quorum=1.5"),
         ({"clients": 2, "rounds": 3, "timeout": 0}, "run-config timeout=0"),
         ({"clients": 2, "rounds": 3, "local-epochs": -1}, "run-config local-epochs=-1"),
+        (
+            {"clients": 2, "rounds": 3, "deadline.seconds": 5},
+            "run-config deadline: only a Federation has simulated time",
+        ),
+        ({"clients": 2, "rounds": 3, "asynchronous": "FedBuff"}, "run-config asynchronous: only a Federation has"),
+        ({"clients": 2, "rounds": 3, "privacy.clip": 1.0}, "run-config privacy: only a Federation protects uploads"),
     ],
 )
 def test_options_that_are_not_right(config, says):
     with pytest.raises(ConfigError, match=says):
         Plan.of(config)
+
+
+def test_a_deadline_is_refused_before_round_1():
+    here = grid()
+    with pytest.raises(
+        ConfigError, match="run-config deadline: .* a round waits .* run-config timeout seconds at most"
+    ):
+        server_app(METHODS["FedAvg"])(here, Context(1, 1, {}, RecordDict(), {**CONFIG, "deadline": 5}))
+    assert not here.asked
 
 
 def test_options_of_a_project_are_its_own():
