@@ -1,7 +1,8 @@
 """A fault campaign: clients drop out, lag and send bad uploads, processes are killed, disks fill up.
 
-``pytest -m slow tests/test_campaign.py --campaign 100`` plays 100 seeds, from ``--first-seed`` on. Every run ends. One that
-was struck and then resumed is the run that never was struck, in which nothing came from the clients that send bad uploads.
+``pytest -m slow tests/test_campaign.py --campaign 100`` plays 100 seeds, from ``--first-seed`` on. Every run ends. One
+that was struck and then resumed is the run that never was struck, in which nothing came from the clients that send bad
+uploads.
 """
 
 import csv
