@@ -23,9 +23,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the size of the fault campaign and where it begins."""
+    """Add the sizes of the campaigns, and where one begins."""
     parser.addoption("--campaign", type=int, default=50, help="seeded runs of tests/test_campaign.py (with -m slow)")
     parser.addoption("--first-seed", type=int, default=0, help="seed of the first of these runs")
+    parser.addoption(
+        "--killed", type=int, default=5, help="seeded runs of tests/engines/test_ray_campaign.py (with -m slow)"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all but ``few(n)`` of a test's parameters, evenly spread; begin with those that take longest."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not any(map(item.get_closest_marker, ("slow", "full", "gpu"))):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for those in cases.values():
+        count = those[0].get_closest_marker("few").args[0]
+        kept = {i * len(those) // count for i in range(count)}
+        for i, item in enumerate(those):
+            if i not in kept:
+                item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from judge import LEVEL, READINGS, SEEDS, Reading, counts, judge, path_of, verdict
+from judge import AS_AGGREGATED, AS_TRAINED, LEVEL, READINGS, SEEDS, Reading, counts, judge, path_of, verdict
 from results import Results
 from tables import Cell, Run, Table
 
@@ -142,7 +142,7 @@ def scored(runs: Sequence[Run]) -> str:
     def either(values: Iterable[str | int]) -> str:
         return " or ".join(map(str, sorted(set(values))))
 
-    epochs = either(_option(run, "federation", "local_epochs", Federation) for run in runs)
+    epochs = either(_option(run, "federation", "local_epochs", Federation) or "the fewest" for run in runs)
     means = ("one score" if evaluate(run) == "global" else "mean over clients, each counting once" for run in runs)
     return (
         f"Scored: {either(STATES[evaluate(run)] for run in runs)}; {either(test_data(run) for run in runs)}; after the "
@@ -181,7 +181,11 @@ def page(table: Table, results: Results) -> str:
         "Ours is the mean and the standard deviation (of n - 1) over the seeds, after the last round; beside an"
         " accuracy its mean over the worst tenth of clients. The cost is of all clients and rounds both ways, 4 bytes"
         " an element, as the papers count. Seconds are those of training, the mean over the seeds, of cells "
-        f"that ran {', '.join(places)}.",
+        f"that ran {', '.join(places)}."
+        if table.sections != "one"
+        else f"Every cell is {AS_TRAINED.name} / {AS_AGGREGATED.name}, in percent: the mean and, of several seeds, the "
+        "standard deviation (of n - 1), after the last round. MB are of all clients and rounds both ways, 4 bytes an "
+        f"element, the mean over the columns. Cells ran {', '.join(places)}.",
         "",
         *(line for line in (f"The {BEST} is chosen by these data, so it is too high.", "") if best),
         "```",
@@ -189,14 +193,14 @@ def page(table: Table, results: Results) -> str:
         "```",
         "",
     ]
-    sections = (
-        columns if table.sections == "columns" else [row for row in table.rows if any(row == r for r, _ in found)]
-    )
-    for section in sections:
-        pairs = (
-            [(row, section) for row in table.rows] if table.sections == "columns" else [(section, c) for c in columns]
-        )
-        lines += [f"## {section}", "", *_lines(table, pairs, found), ""]
+    if table.sections == "one":
+        lines += [*_in_one(table, columns, found), ""]
+    else:
+        for section in columns if table.sections == "columns" else table.rows:
+            by_column = table.sections == "columns"
+            pairs = [(row, section) for row in table.rows] if by_column else [(section, c) for c in columns]
+            if any(pair in found for pair in pairs):
+                lines += [f"## {section}", "", *_lines(table, pairs, found), ""]
     missing = [column for column in table.columns if column not in columns]
     if missing:
         lines += [f"Not measured: {'; '.join(missing)}.", ""]
@@ -214,6 +218,34 @@ def page(table: Table, results: Results) -> str:
             "",
         ]
     return "\n".join([*lines, *_similarities(table, results)]).rstrip() + "\n"
+
+
+def _in_one(table: Table, columns: Sequence[str], found: dict[tuple[str, str], Measured]) -> list[str]:
+    """Return one table of everything that was measured, and one of what is printed."""
+
+    def lines(titles: Iterable[str], rows: Iterable[Sequence[str]]) -> list[str]:
+        titles = ["", *titles]
+        return [f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(titles), *rows)]
+
+    def shown(got: Measured | None) -> str:
+        if got is None:
+            return ""
+        states = {AS_TRAINED.name: got.values, AS_AGGREGATED.name: got.values, **got.others}
+        return " / ".join(_over_seeds(states[reading.name], 1) for reading in READINGS)
+
+    rows = [(row, [found.get((row, column)) for column in columns]) for row in table.rows]
+    measured = [
+        (row, *map(shown, own), f"{1000 * fmean(got.cost for got in own if got):.1f}", _seeds(own))
+        for row, own in rows
+        if any(own)
+    ]
+    printed = [(row, *(table.cell(row, column).printed for column in columns)) for row in table.printed]
+    return [*lines([*columns, "MB", "seeds"], measured), "", "## What is printed", "", *lines(columns, printed)]
+
+
+def _seeds(own: Iterable[Measured | None]) -> str:
+    counts = sorted({len(got.values) for got in own if got})
+    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
 
 
 def _header(table: Table) -> str:
@@ -300,14 +332,18 @@ def _judged(table: Table, column: str, results: Results, pairs: list[tuple[str, 
     }
     summary = counts([verdict(judgements) for judgements in found.values()])
     lines = [f"- {column}, {len(found)} printed orderings of two rows{whose}: {summary}."]
+    in_one = table.sections == "one"  # of so many rows, pairs that nothing is known of would fill pages
     for reading in readings:
         judged = {f"{a} above {b}": judgements[reading.name] for (a, b), judgements in found.items()}
         by_outcome = {
             outcome: [f"{pair}, {judgement}" for pair, judgement in judged.items() if judgement.outcome == outcome]
-            for outcome in ("reversed", "level", "undecided", "too few seeds")
+            for outcome in (("reversed",) if in_one else ("reversed", "level", "undecided", "too few seeds"))
         }
         if {judgement.outcome for judgement in judged.values()} == {"not measured"}:
             lines.append(f"  - {_sentence(reading.name, 'not measured')}.")
+        if in_one:
+            same = sum((judgement.gap or 0.0) > 0 for judgement in judged.values())
+            lines.append(f"  - {_sentence(reading.name, 'in the printed order, if only by chance')}: {same}.")
         lines += [f"  - {_sentence(reading.name, o)}: {'; '.join(such)}." for o, such in by_outcome.items() if such]
     return lines
 

@@ -8,9 +8,10 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lit_pfl.core.checks import check_samples
 from lit_pfl.core.encoding import Layout
 from lit_pfl.core.payload import Payload, Upload
-from lit_pfl.core.server import ClientInfo, check_samples
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import UploadError
 from lit_pfl.links.flower.messages import clients_in, pack, unpack
 
