@@ -23,7 +23,7 @@ from lit_pfl.engines.placement import assigned
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.testing import MethodTester
 from lit_pfl_callbacks import FeatureMap, PersonalizedModels, RunLogger, Similarity, SparsityMonitor
-from tiny import assert_equal, client, digits, run, trainer
+from tiny import ALWAYS, assert_equal, client, digits, run, trainer
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray", allow_module_level=True)
@@ -87,8 +87,10 @@ def test_what_cannot_be_is_refused(options, name):
 # ------------------------------------------------------------------------------------------------------- on two cores
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", NAMES)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=pytest.mark.slow if name in ALWAYS else pytest.mark.full) for name in NAMES],
+)
 def test_every_method_comes_to_the_same_bits(cluster, method, tmp_path):
     """Weights, scores, ledgers, tables and checkpoints; a checkpoint of one engine resumes in the other."""
     make = MethodTester(getattr(M, method)).method
