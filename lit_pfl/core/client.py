@@ -68,7 +68,7 @@ class ClientSpec:
     Args:
         client_id: the client's id.
         example: a batch of its data, with the shapes and types of all others; None where it is not known.
-        num_classes: number of classes it tells apart; None where that is not its task, or not known.
+        num_classes: number of classes it distinguishes; None where that is not its task, or not known.
         labels_agree: whether label c means the same at every client.
         local_epochs: epochs that the client trains in a round; None where it is not known yet.
     """
@@ -103,8 +103,9 @@ def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Serv
 # Abstract also because the command line takes a base class that can be made itself for the default, and then does not
 # see what a method puts in place of a default of None.
 class Client(QuickModule, ABC):
-    """One client of a federation: a learner under a method. A method is a subclass that defines what is shared, what is
-    minimized and which server it needs.
+    """Base class of all methods: a LightningModule, the learner, as one client of a federation.
+
+    A method is a subclass that defines what is shared, what is minimized and which server it needs.
 
     The learner is any LightningModule with automatic optimization; without one, the client makes an image classifier
     from ``backbone``, ``optimizer`` and ``scheduler``. A client given to a :class:`~lit_pfl.Federation` is a prototype;
@@ -210,7 +211,7 @@ class Client(QuickModule, ABC):
     @property
     @abstractmethod
     def shares(self) -> frozenset[Role]:
-        """Which parameters travel; a method sets it to the roles it shares."""
+        """Which parameters are sent; a method sets it to the roles it shares."""
 
     @property
     def min_local_epochs(self) -> int:
@@ -218,7 +219,7 @@ class Client(QuickModule, ABC):
         return 1
 
     def configure_learner(self) -> None:
-        """Change ``self.learner`` before it is known what travels; by default factorize it if that is asked for."""
+        """Change ``self.learner`` before it is known what is sent; by default factorize it if that is asked for."""
         if self.factorization is not None:
             self.factorization.factorize(self.learner)
 
@@ -231,11 +232,11 @@ class Client(QuickModule, ABC):
         return role in self.shares
 
     def configure_state(self) -> None:
-        """Make what the client keeps from round to round beside its learner; what travels is known."""
+        """Make what the client keeps from round to round next to its learner; what is sent is known."""
 
     @property
     def learners(self) -> dict[str, L.LightningModule]:
-        """The client's learners by name: ``learner``, whose tensors may travel, and others that a method adds."""
+        """The client's learners by name: ``learner``, whose tensors may be sent, and others that a method adds."""
         return {"learner": self.learner}
 
     @_made_ready
@@ -277,7 +278,7 @@ class Client(QuickModule, ABC):
         return self.loss(self.learner, batch, batch_idx)
 
     def loss(self, learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
-        """Return what a learner minimizes by itself: its own training loss, and ``l1 * sum |mu|`` if it is factorized.
+        """Return what a learner minimizes on its own: its own training loss, and ``l1 * sum |mu|`` if it is factorized.
 
         Raises:
             SkipBatch: when its ``training_step`` returns None.
@@ -328,11 +329,11 @@ class Client(QuickModule, ABC):
         return self.personalized()
 
     def sizes(self, model: str) -> Mapping[str, float]:
-        """Return what else is told of one of the models beside its scores; by default nothing."""
+        """Return what else is reported of one of the models besides its scores; by default nothing."""
         return {}
 
     def standalone(self) -> nn.Module:
-        """Return a copy of the personalized model as a network by itself, see :func:`~lit_pfl.learners.network_of`."""
+        """Return a copy of the personalized model as a network on its own, see :func:`~lit_pfl.learners.network_of`."""
         with self.personalized() as learner:
             return network_of(learner)
 
@@ -341,7 +342,7 @@ class Client(QuickModule, ABC):
         return factorized_parts(self.learner) or dense_parts(self.learner)
 
     def load_global(self, model: Mapping[str, Tensor]) -> None:
-        """Become the one model of all, see :meth:`~lit_pfl.Server.global_model`."""
+        """Become the global model, see :meth:`~lit_pfl.Server.global_model`."""
         self._load(model)
 
     # ------------------------------------------------------------------------------------------------ making a client
@@ -367,7 +368,7 @@ class Client(QuickModule, ABC):
 
         Args:
             spec: what it is to learn.
-            alone: whether a Trainer is given this client by itself, and asks it for loaders and evaluation.
+            alone: whether a Trainer is given this client on its own, and asks it for loaders and evaluation.
         """
         if self.needs_common_labels and not spec.labels_agree:
             raise ConfigError(
@@ -376,7 +377,7 @@ class Client(QuickModule, ABC):
             )
         if self.server_optimizer is not None and self.factorization is not None:
             raise ConfigError(
-                "model.server_optimizer goes with dense weights, whose zeros travel too; leave out model.factorization."
+                "model.server_optimizer needs dense weights, whose zeros are sent too; leave out model.factorization."
             )
         check_sharing(self.shares, self.share_head, spec.labels_agree, type(self).__name__)
         self.spec, self.alone = spec, alone
@@ -417,7 +418,7 @@ class Client(QuickModule, ABC):
     def _settle_shared_tensors(self) -> None:
         if self.shares and not self.spec.labels_agree and not self.head_names:
             raise ConfigError(
-                f"model.head: labels differ from client to client, so heads stay at home; say which parameters of "
+                f"model.head: labels differ from client to client, so heads are kept local; say which parameters of "
                 f"{type(self.learner).__name__} are its head by a regular expression, such as --model.head '^out'."
             )
         self._shared = SharedTensors(self.learner, self.roles(), self.is_shared, self.local, self.only)
@@ -453,20 +454,20 @@ class Client(QuickModule, ABC):
         return roles_of(self.learner, self.head_names)
 
     def shared_parameters(self) -> dict[str, Tensor]:
-        """Return what travels, by name in the learner: the client's own memory, not copies."""
+        """Return what is sent, by name in the learner: the client's own memory, not copies."""
         return self._shared.tensors()
 
     def shared_weights(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters among what travels, by name."""
+        """Return the trained parameters among what is sent, by name."""
         return self._shared.weights()
 
     def shared_tensors(self) -> list[Tensor]:
-        """Return what travels as the learner itself holds it: parameters and buffers."""
+        """Return what is sent as the learner itself holds it: parameters and buffers."""
         return self._shared.held()
 
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
-        """The weights that never train, and so do not travel, by name in the learner."""
+        """The weights that never train, and so are not sent, by name in the learner."""
         return self._shared.frozen
 
     def joining(self) -> Payload:
@@ -480,10 +481,10 @@ class Client(QuickModule, ABC):
         return table_of(self.frozen)
 
     def thaw(self, names: Iterable[str]) -> None:
-        """Let frozen weights train and travel from now on.
+        """Let frozen weights train and be sent from now on.
 
         Raises:
-            ConfigError: for a method that has something for every weight that travels.
+            ConfigError: for a method that has something for every weight that is sent.
         """
         for name in names:
             if not self.may_unfreeze:
@@ -539,7 +540,7 @@ class Client(QuickModule, ABC):
         self.begin_epoch(epoch, local_epochs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the objective of a batch, beside what else the learner returns, or None where it skips the batch.
+        """Return the objective of a batch, next to what else the learner returns, or None where it skips the batch.
 
         A learner that steps its optimizers itself does that here, and returns what it returns.
         """
@@ -559,7 +560,7 @@ class Client(QuickModule, ABC):
         return {**outputs, "loss": loss} if outputs else loss
 
     def note_loss(self, loss: Any, size: int) -> None:
-        """Take note of the loss of a batch of so many samples, if it is one."""
+        """Take note of the loss of a batch of this many samples, if it is one."""
         if not self.alone:  # a federation collects them, nobody else does
             self._losses.note(loss, size)
 
@@ -585,7 +586,7 @@ class Client(QuickModule, ABC):
         return callbacks
 
     def configure_model(self) -> None:
-        """Get ready for a Trainer that is given this client by itself, unless :meth:`configure` has been called."""
+        """Get ready for a Trainer that is given this client on its own, unless :meth:`configure` has been called."""
         if not hasattr(self, "_shared"):
             self.configure(ClientSpec(example=getattr(self.learner, "example_input_array", None)), alone=True)
 
@@ -625,7 +626,7 @@ class Client(QuickModule, ABC):
         return self.scored(*args, **kwargs)
 
     def place_on(self, device: torch.device) -> None:
-        """Move to a device, and take the memory lay-out that suits it."""
+        """Move to a device, and take the memory layout that suits it."""
         self.to(device)
         for learner in self.learners.values():
             if isinstance(learner, ImageClassifier):

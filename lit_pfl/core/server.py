@@ -194,11 +194,11 @@ class Server:
     def mixing(self) -> tuple[list[int], Tensor] | None:
         """Return clients' ids, and (J, J) weights of everybody's latest tensors in each one's next reply.
 
-        None where clients are not told apart, and before the first round.
+        None where clients are not distinguished, and before the first round.
         """
 
     def global_model(self) -> Payload | None:
-        """Return the one model of all: None if the method has none, empty if it is not there yet."""
+        """Return the global model: None if the method has none, empty if it is not there yet."""
         model = self.model if self.server_optimizer is None else self.server_optimizer.evaluated(self.model)
         return model or None
 
@@ -231,7 +231,7 @@ def _plain(value: Any) -> Any:
 
 
 def _dense(value: Any) -> Any:
-    """Return what a checkpoint holds of a part of a value, which has no factors beside it."""
+    """Return what a checkpoint holds of a part of a value, which has no factors next to it."""
     return dict(value) if isinstance(value, Payload) else _plain(value)
 
 
@@ -270,7 +270,11 @@ class UniformServer(Server):
 
 
 def averaging(weighting: Weighting) -> Server:
-    """Return a server that averages with these weights."""
+    """Return a server that averages.
+
+    Args:
+        weighting: ``uniform``, every client counting the same, or ``samples``, by numbers of training samples.
+    """
     servers: dict[Weighting, type[Server]] = {"uniform": UniformServer, "samples": Server}
     return servers[weighting]()
 
@@ -278,7 +282,7 @@ def averaging(weighting: Weighting) -> Server:
 class MixingServer(Server):
     """A server that sends every client its own mixture of all clients' latest uploads.
 
-    A method says how by one K x K row-stochastic matrix, see :meth:`mixing_matrix`. A client that has never uploaded
+    A method defines how by one K x K row-stochastic matrix, see :meth:`mixing_matrix`. A client that has never uploaded
     takes no part in anybody's mixture, and gets the initial tensors.
     """
 

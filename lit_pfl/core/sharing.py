@@ -1,4 +1,4 @@
-"""What travels: the role of every tensor of a learner, and how parts of a learner are found."""
+"""What is sent: the role of every tensor of a learner, and how parts of a learner are found."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -69,7 +69,7 @@ def names_of_head(learner: nn.Module, pattern: str | None) -> frozenset[str]:
         pattern: a regular expression searched in the names; by default the head is the learner's attribute ``head``.
 
     Raises:
-        ConfigError: when the pattern finds nothing, or is no regular expression.
+        ConfigError: when the pattern finds nothing, or is not a regular expression.
     """
     if pattern is not None:
         return names_found(learner, pattern, "head")
@@ -92,13 +92,13 @@ def names_found(
         roles: the roles of names.
 
     Raises:
-        ConfigError: when it finds nothing, or is no regular expression.
+        ConfigError: when it finds nothing, or is not a regular expression.
     """
     names = list(learner.state_dict())
     try:
         found = frozenset(name for name in names if re.search(pattern, name) or roles.get(name) == pattern)
     except re.error as error:
-        raise ConfigError(f"model.{option}={pattern!r} is no regular expression: {error}.") from None
+        raise ConfigError(f"model.{option}={pattern!r} is not a regular expression: {error}.") from None
     if not found:
         raise ConfigError(
             f"model.{option}={pattern!r} is found in no name of {type(learner).__name__}, which has "
@@ -123,7 +123,7 @@ def encoder_of(learner: nn.Module, path: str | None) -> nn.Module | None:
         except AttributeError:
             parts = [name for name, _ in learner.named_modules() if name]
             raise ConfigError(
-                f"model.encoder={path!r} is no part of {type(learner).__name__}, which has "
+                f"model.encoder={path!r} is not a part of {type(learner).__name__}, which has "
                 f"{', '.join(parts[:8])}{', ...' if len(parts) > 8 else ''}."
             ) from None
     parts_named = (getattr(learner, name, None) for name in ("body", "encoder"))
@@ -180,7 +180,7 @@ def check_sharing(shares: frozenset[str], share_head: bool | None, labels_agree:
         )
     if unknown := [role for role in shares if role not in get_args(Role)]:
         raise ConfigError(
-            f"{method}.shares: {unknown[0]!r} is no role; it must be a set of some of {', '.join(get_args(Role))}."
+            f"{method}.shares: {unknown[0]!r} is not a role; it must be a set of some of {', '.join(get_args(Role))}."
         )
 
 
@@ -191,8 +191,8 @@ class SharedTensors:
         learner: the learner.
         roles: the role of every entry of its ``state_dict()``.
         is_shared: says of a name and its role whether the method shares it.
-        local: which never travel, see :class:`~lit_pfl.Client`.
-        only: which travel at most, like its ``shares``.
+        local: which are never shared, see :class:`~lit_pfl.Client`.
+        only: which are shared at most, like its ``shares``.
 
     Attributes:
         frozen: the weights that never train, by name.
@@ -222,27 +222,27 @@ class SharedTensors:
         if shared and not self._owners:
             if self._may_travel:
                 raise ConfigError(
-                    "model.learner: nothing is left that travels, since all weights that would be sent are frozen "
+                    "model.learner: no tensor is left to share, since all weights that would be sent are frozen "
                     "(requires_grad=False); unfreeze some."
                 )
             option = f"model.local={local!r}" if only is None else f"model.shares={only!r}"
-            raise ConfigError(f"{option}: nothing is left that travels.")
+            raise ConfigError(f"{option}: no tensor is left to share.")
 
     def _owner(self, name: str) -> tuple[str, nn.Module, str]:
         path, _, leaf = name.rpartition(".")
         return name, self._learner.get_submodule(path), leaf
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what travels by name: the learner's own memory, without gradients."""
+        """Return what is sent by name: the learner's own memory, without gradients."""
         return {name: getattr(owner, leaf).detach() for name, owner, leaf in self._owners}
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters among what travels, by name."""
+        """Return the trained parameters among what is sent, by name."""
         found = ((name, getattr(owner, leaf)) for name, owner, leaf in self._owners)
         return {name: weight for name, weight in found if isinstance(weight, nn.Parameter)}
 
     def held(self) -> list[Tensor]:
-        """Return what travels as the learner itself holds it: parameters and buffers."""
+        """Return what is sent as the learner itself holds it: parameters and buffers."""
         return [getattr(owner, leaf) for _, owner, leaf in self._owners]
 
     def unfrozen(self) -> list[str]:
@@ -250,13 +250,13 @@ class SharedTensors:
         return [name for name, weight in self.frozen.items() if weight.requires_grad]
 
     def thaw(self, name: str) -> None:
-        """Let a frozen weight travel from now on, if the method shares it."""
+        """Let a frozen weight be sent from now on, if the method shares it."""
         del self.frozen[name]
         if name in self._may_travel:
             self._owners.append(self._owner(name))
 
     def refuse_new(self) -> None:
-        """Refuse what the learner has made in its ``setup``, once: it would stay at home without a word.
+        """Refuse what the learner has made in its ``setup``, once: it would be kept local without a word.
 
         Raises:
             ConfigError: when there is something.
@@ -264,7 +264,7 @@ class SharedTensors:
         made = self._learner.state_dict().keys() - self._known if self._known else ()
         if made:
             raise ConfigError(
-                f"model.learner: {type(self._learner).__name__} makes {min(made)!r} in setup(), after it is settled "
-                "what travels; make its layers in __init__ or configure_model."
+                f"model.learner: {type(self._learner).__name__} makes {min(made)!r} in setup(), after the shared "
+                "tensors are chosen; make its layers in __init__ or configure_model."
             )
         self._known = None

@@ -50,6 +50,10 @@ class Ray(Engine):
         recover: whether the states of clients are kept in Ray's memory, so that a lost worker's clients can train
             elsewhere, and clients move to workers that have less to do.
 
+    Raises:
+        ConfigError: for fewer than one worker, for a Trainer that is not on the CPU, for a method or data that cannot
+            go to another process, and when no worker can be started.
+
     Example::
 
         Federation(FedAvg(), engine=Ray(workers=4))
@@ -301,11 +305,11 @@ class Ray(Engine):
         if not self.recover:
             raise RuntimeError(
                 f"A worker on {hand.where} is lost ({_line(error)}), and federation.engine.recover=false keeps no "
-                "states of its clients; go on from the last checkpoint."
+                "states of its clients; continue from the last checkpoint."
             ) from error
         rank_zero_warn(
-            f"A worker on {hand.where} is lost ({_line(error)}); its {len(clients)} clients go on from where they were "
-            "at the start of the round, in other workers."
+            f"A worker on {hand.where} is lost ({_line(error)}); its {len(clients)} clients continue from where they "
+            "were at the start of the round, in other workers."
         )
         self._hands.remove(hand)
         self._homes |= dict.fromkeys(clients)
@@ -389,7 +393,7 @@ def assigned(
 
     Args:
         expected: by client how long it is likely to take.
-        homes: by client where it is at home now; None for nowhere.
+        homes: by client where it lives now; None for nowhere.
         workers: number of workers.
         slack: how many times its share a worker may have before clients leave it.
 

@@ -26,7 +26,7 @@ def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine)
         engine: where the clients live.
     """
     if coordinator.under_way:
-        rank_zero_warn(f"A checkpoint in the middle of round {coordinator.round + 1}: no run can go on from it.")
+        rank_zero_warn(f"A checkpoint in the middle of round {coordinator.round + 1}: no run can continue from it.")
     state = {
         "under_way": coordinator.under_way,
         **identity,
@@ -60,7 +60,7 @@ def resume(
     Args:
         checkpoint: it is there under ``federation``.
         identity: what made this run, such as its ``method``, and ``data``: a :func:`fingerprint` by client.
-        names: what of it must agree, beside the data.
+        names: what of it must agree, next to the data.
         coordinator: the server's side.
         engine: where the clients live.
 
@@ -72,7 +72,7 @@ def resume(
         if state.get("under_way"):
             raise ConfigError(
                 f"The checkpoint was written in the middle of round {state['coordinator']['round'] + 1}, and no run "
-                "can go on from there; give one of a whole round, such as checkpoints/last.ckpt."
+                "can continue from there; give one of a whole round, such as checkpoints/last.ckpt."
             )
         state["data"], ledger = _table(state["data"]), state["coordinator"]["ledger"]
         ledger["clients"] = _table(ledger["clients"])
@@ -81,7 +81,7 @@ def resume(
         coordinator.load_state_dict(state["coordinator"])
         return state
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        raise ConfigError(f"The checkpoint is no federation's, or not whole: {error!r}.") from error
+        raise ConfigError(f"The checkpoint is not a federation's, or not whole: {error!r}.") from error
 
 
 def trained_in(state: Mapping[str, Any]) -> set[int]:

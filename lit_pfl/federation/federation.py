@@ -132,7 +132,7 @@ class Federation(QuickModule):
         super().__init__()
         if not isinstance(client, Client):
             name = getattr(client, "__name__", type(client).__name__)
-            raise ConfigError(f"{name} is no method; give one around it: Federation(FedAvg(learner={name}())).")
+            raise ConfigError(f"{name} is not a method; pass one around it: Federation(FedAvg(learner={name}())).")
         check_participation(participation)
         check_share("federation.evaluate_clients", evaluate_clients)
         check_client_options(client_trainer or {})
@@ -183,8 +183,8 @@ class Federation(QuickModule):
     def __getstate__(self) -> dict[str, Any]:
         if self._work is not None:
             raise TypeError(
-                "A Federation that has clients cannot be copied or pickled, since their fits go on; save a checkpoint, "
-                "and make another Federation that goes on from it."
+                "A Federation that has clients cannot be copied or pickled, since their fits are running; save a "
+                "checkpoint, and make another Federation that continues from it."
             )
         return super().__getstate__()
 
@@ -227,7 +227,7 @@ class Federation(QuickModule):
             own.states = self.engine.files
         elif self.engine.files is not None:
             raise ConfigError(
-                f"federation.engine.awake: {type(own).__name__} does not know of the files that checkpoints refer to; "
+                f"federation.engine.awake: {type(own).__name__} does not handle the files that checkpoints refer to; "
                 "leave that plugin out of trainer.plugins."
             )
         if self.scores.global_model is not None:
@@ -488,7 +488,8 @@ class Federation(QuickModule):
         return samples_of(data.test), None if data.num_classes is None else labels_of(data.test)
 
     def standalone(self, client: int) -> nn.Module:
-        """Return a copy of a client's personalized model as a network by itself, in the state in which it is scored."""
+        """Return a copy of a client's personalized model as a network on its own, in the state in which it is
+        scored."""
         return self.ask(standalone, [client], as_scored=True)[client]
 
     @cached_property
@@ -588,7 +589,7 @@ class Federation(QuickModule):
         return as_text(self._fingerprints)
 
     def _refuse_other_data(self, data: FederatedDataModule) -> None:
-        """See that a data module is what the clients were made with, which they go on to train and to be scored on.
+        """See that a data module is what the clients were made with, which they continue to train and to be scored on.
 
         Raises:
             ConfigError: when it holds other samples, or deals them otherwise.

@@ -1,4 +1,4 @@
-"""The scores of a federation's clients, or of the one model of all."""
+"""The scores of a federation's clients, or of the global model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -34,7 +34,7 @@ class Scores:
         other_rows: if it was a test, the scores in the other states.
         higher_is_better: the directions of all metrics that are known.
         trained: ids of the clients that have ever trained.
-        global_model: the one model of all, if it is to be scored.
+        global_model: the global model, if it is to be scored.
     """
 
     def __init__(self, state: State, higher_is_better: Mapping[str, bool]) -> None:
@@ -80,7 +80,7 @@ class Scores:
             clients: their ids.
             split: which data.
             coordinator: the server's side.
-            states: in which states, but for ``global``; the clients' own Trainers are to show the first one.
+            states: in which states, except for ``global``; the clients' own Trainers are to show the first one.
         """
         if not states:
             return
@@ -103,7 +103,7 @@ class Scores:
                     self._add(state, Row(client, coordinator.round, split, kind, one.n, one.values, one.sizes))
 
     def score_global(self, batches: Iterable[Any], split: Split, trainer: L.Trainer) -> None:
-        """Score the one model of all, once an evaluation; see :meth:`GlobalModel.score`."""
+        """Score the global model, once an evaluation; see :meth:`GlobalModel.score`."""
         model = self.global_model
         if model is None or any(row.state == GLOBAL for row in (*self.rows, *self.other_rows)):
             return
@@ -136,7 +136,7 @@ class Scores:
 
 
 class GlobalModel:
-    """The one model of all, for methods that have one: a network beside the clients' that is given what the server has.
+    """The global model, for methods that have one: a network next to the clients' that is given what the server has.
 
     Args:
         client: a client of the method with nothing but fresh weights.
@@ -156,7 +156,7 @@ class GlobalModel:
     def _get(self) -> Mapping[str, Tensor]:
         method, model = type(self.client).__name__, self.coordinator.server.global_model()
         if model is None:
-            raise ConfigError(f"federation.evaluate=global: {method} has no model of all; use before or after.")
+            raise ConfigError(f"federation.evaluate=global: {method} has no global model; use before or after.")
         expected = [name for name in self.client.roles() if name not in self.client.frozen]
         lacking = [name for name in expected if name not in model] if model else []
         if lacking:
