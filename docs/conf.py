@@ -35,6 +35,8 @@ myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_missing"]  # links to files of the repository, such as configurations
 
 html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["formulas.css"]
 html_theme = "furo"
 html_title = "lit-pfl"
 html_copy_source = False

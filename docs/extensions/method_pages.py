@@ -73,6 +73,12 @@ PAGE = """\
 
 *{about}.* Family: {family}.
 
+## Formula
+
+{formula}
+
+[Symbols](../formulas.md#symbols) that all methods have in common are explained once for all.
+
 ## When to use it
 
 - **Made for:** {made_for}.
@@ -88,12 +94,6 @@ lit-pfl fit --config {config}
 ```
 
 In Python: `trainer.fit(Federation({name}(...)), datamodule=Digits())`.
-
-## Formula
-
-{formula}
-
-[Symbols](../formulas.md#symbols) that all methods have in common are explained once for all.
 
 ## How it works, and its options
 
