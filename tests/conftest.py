@@ -27,6 +27,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", type=int, default=50, help="seeded runs of tests/test_campaign.py (with -m slow)")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all but ``few(n)`` of a test's parameters, evenly spread; begin with those that take longest."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not any(map(item.get_closest_marker, ("slow", "full", "gpu"))):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for those in cases.values():
+        count = those[0].get_closest_marker("few").args[0]
+        kept = {i * len(those) // count for i in range(count)}
+        for i, item in enumerate(those):
+            if i not in kept:
+                item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture
 def notes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
     """What Lightning tells its users on the way, as ``caplog``."""

@@ -105,6 +105,7 @@ def same(one: Federation, other: Federation) -> None:
     assert one.rows == other.rows
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -216,6 +217,7 @@ def test_a_bad_upload_is_refused_and_its_client_begins_anew():
     assert federation.coordinator.round == 6
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("method", "made"),
     [

@@ -49,6 +49,7 @@ def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("method", "options"),
     [

@@ -97,6 +97,7 @@ def test_data_fragments_fit_any_method(capsys):
         assert yaml.safe_load(capsys.readouterr().out)["model"]["class_path"].endswith("FedAvg")
 
 
+@pytest.mark.slow
 def test_dirichlet_on_cifar100(real_data):
     main([
         "fit", "--model", "FedAvg", "--data", "CIFAR100", "--data.num_clients", "20", "--data.partition", "Dirichlet",

@@ -39,6 +39,7 @@ def test_guide(name, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", ROOT / "docs", tmp_path]

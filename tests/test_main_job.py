@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_simfed_on_digits_reaches_what_the_readme_says():
     main(["fit", "--config", str(ROOT / "configs/simfed.yaml")])
     with Path("runs/SimFed-Digits/version_0/metrics.csv").open(newline="") as file:

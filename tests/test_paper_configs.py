@@ -108,6 +108,7 @@ def leaves(part: Any, at: str = "") -> Iterator[str]:
         yield from leaves(value, whole) if isinstance(value, dict) else [whole]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("paper", "name"), TABLES)
 def test_every_row_and_every_column_makes_a_method_and_data(tables, make, paper, name):
     """Every row with some column and every column with some row; that they go together in any way is the next test."""
@@ -181,6 +182,7 @@ def test_a_scale_makes_any_cell_small(cell, table, scale, channels):
     assert (type(config.model), type(config.data.partition)) == (type(paper.model), type(paper.data.partition))
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize(("table", "place", "expected"), CELLS)
 def test_cells_are_what_the_papers_say(cell, make, table, place, expected):
     row, _, column = place.partition("|")
@@ -270,6 +272,7 @@ def test_reduced_rows_of_psi_net_train_alike(make):
         assert normed == (name not in ("fedma", "fedavg_without_norm", "psi_without_norm"))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("data", ["CIFAR-10", "CIFAR-100"])
 @pytest.mark.parametrize(
     ("row", "of_paper"),

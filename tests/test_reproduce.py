@@ -573,6 +573,7 @@ def kill(process: subprocess.Popen, with_children: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_killed_ten_times_gives_the_same_file(tiny):
     draw = random.Random(5)

@@ -71,7 +71,7 @@ def phases(times: str) -> list[str]:
         pytest.param("SimFed", (4, 1), id="mid-round"),
         pytest.param("FedAvg", (2, 2), id="early", marks=pytest.mark.slow),
         pytest.param("StandAlone", (5, 0), id="at the start of a round", marks=pytest.mark.slow),
-        pytest.param("SimFed", (ROUNDS, None), id="after the last round"),
+        pytest.param("SimFed", (ROUNDS, None), id="after the last round", marks=pytest.mark.slow),
     ],
 )
 def test_killed_and_resumed_equals_never_killed(tmp_path, method, kill):

@@ -17,6 +17,7 @@ def test_both_ends_of_what_is_allowed_are_asked_for():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["lowest", "newest"])
 def test_a_release(which):
     assert run(allowed()[which])

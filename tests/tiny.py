@@ -121,8 +121,8 @@ def loader(indices: range, data: Digits) -> BatchLoader:
     return BatchLoader(data.data, torch.tensor(list(indices)), batch_size=32)
 
 
-#: methods that are tried in every way by default: those of the four papers, and some of other kinds
-ALWAYS = ("Ditto", "FactorizedFL", "FedAvg", "FedSLR", "PsiNet", "Scaffold", "SimFed")
+#: methods that are tried in every way by default: those of the four papers, and what all are compared with
+ALWAYS = ("FactorizedFL", "FedAvg", "FedSLR", "PsiNet", "SimFed")
 #: the methods of the four papers and their baselines, tried in every way by `pytest -m slow`; others by `-m full`
 OF_THE_PAPERS = (
     "APFL", "AgnosticFL", "ClusteredFL", "Ditto", "FactorizedFL", "FedAvg", "FedDyn", "FedFOMO", "FedMA", "FedPer",

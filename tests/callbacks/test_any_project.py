@@ -222,6 +222,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "method"), CASES)
 def test_it_trains_logs_saves_and_goes_on_with_the_same_bits(name, method, tmp_path):
     project = PROJECTS[name]

@@ -41,6 +41,7 @@ def begun() -> list[str]:
     return sorted(Path("log").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_run_and_what_is_there_is_not(fit, capsys):
     came = typed(capsys, "compare", "--methods", "SimFed", "FedAvg", "--seeds", "1", "2")
     assert came.code == 0
@@ -93,6 +94,7 @@ def test_what_cannot_be_compared_is_refused(methods, seeds, configs, said):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_real_comparison_of_four_methods_and_three_seeds_opens(capsys):
     methods = ["SimFed", "FedAvg", "FactorizedFL", "StandAlone"]
     smaller = "{data: {init_args: {num_clients: 4}}, trainer: {max_epochs: 3}}"

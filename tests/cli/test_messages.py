@@ -148,6 +148,7 @@ class Narrow(L.LightningModule):
 }
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize(("words", "said"), REFUSED)
 def test_a_mistake_is_named_in_one_line(words, said, capsys):
     for name, text in FILES.items():

@@ -75,6 +75,7 @@ def refused(capsys, folder: Path, words: list[str], named: str) -> None:
     assert contents(folder) == before
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     "words",
     [
@@ -122,6 +123,7 @@ def test_a_resume_as_another_run_is_refused_by_the_option_that_differs(words, ru
     assert not (runs.one.parent / "version_1").exists()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "words",
     [
@@ -240,6 +242,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_checkpoint_is_refused_or_the_run_goes_on_rightly(damage, runs, run, capsys):
     path = run / "checkpoints/last.ckpt"
@@ -343,6 +346,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_between_its_first_row_and_its_checkpoint_is_begun_anew_by_the_same_command(run, capsys):
     words = ["fit", *TINY, "--folder", "cut", "--trainer.max_epochs", "1"]
     killed = subprocess.run([sys.executable, "-c", KILLS, *words], capture_output=True, timeout=120)
@@ -423,6 +427,7 @@ def test_a_logger_that_cannot_go_on_is_told_of(capsys):
     assert f"CSVLogger cannot continue a run: this one gets another folder than {last.parent.parent}." in came.out
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -438,6 +443,7 @@ def test_a_damaged_table_is_refused_before_a_round_is_computed(command, name, co
     refused(capsys, run, [command, *resume(run)[1:]], f"run/{name}: {said}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["communication", "times", "sparsity", "similarity", "matching", "embeddings"])
 def test_a_damaged_table_of_a_callback_is_refused_before_a_round_is_computed(name, run, capsys):
     path = run / f"{name}.csv"

@@ -42,6 +42,7 @@ def test_a_test_of_a_checkpoint_writes_into_its_run(capsys):
     assert not Path("runs").exists()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "folder"),
     [

@@ -204,6 +204,7 @@ def test_a_signal_stops_every_run(fit, signum):
     assert sorted(begun()) == ["a 0", "a 1", "b 0", "b 1"]
 
 
+@pytest.mark.slow
 def test_runs_whose_runner_was_killed_are_waited_for(fit):
     process = other_runner()
     process.kill()

@@ -56,6 +56,7 @@ def whole(tmp_path_factory) -> Path:
     return folder / "SimFed-Digits/version_0"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("hook", "signum", "rounds"),
     [
@@ -104,6 +105,7 @@ def test_a_stop_before_the_first_round_is_complete_keeps_nothing(capsys):
     assert sorted(file.name for file in FOLDER.iterdir()) == ["config.yaml", "partition.csv"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_terminated_exits_with_143_and_keeps_another_one_out(capsys):
     words = ["fit", *TINY, "--trainer.max_epochs", "10000"]
     start = f"from lit_pfl.cli import main; main({words!r})"
@@ -235,6 +237,7 @@ class Disk:
 SHARES = [0.0, 0.3, 0.7, *(pytest.param(i / 40, marks=pytest.mark.slow) for i in range(1, 40))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", SHARES)
 def test_a_disk_that_fills_up_at_any_write_damages_nothing_and_the_run_is_gone_on_with(share, monkeypatch, capsys):
     keeps = ["--trainer.callbacks", "lit_pfl.lightning_internals.LastCheckpoint", "--trainer.callbacks.keep", "2"]

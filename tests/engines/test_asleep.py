@@ -99,6 +99,7 @@ def referred(path):
     return {Path(name).name for name in torch.load(path)["federation"][state_files.ASLEEP].splitlines()}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -133,6 +134,7 @@ class StopsInRound3(L.Callback):
             raise Stopped
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("before", "after"), [(2, 2), (None, 2), (2, None), pytest.param(2, 3, marks=pytest.mark.slow)]
 )

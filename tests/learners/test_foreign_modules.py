@@ -75,6 +75,7 @@ def fit(
     return federation
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("method", "project"), trained(cell for cell in CELLS if cell not in REFUSED | NAMED))
 def test_a_method_and_somebody_s_module(method, project, tmp_path):
     """It trains; interrupted, resumed and in another order of clients it comes to the same."""

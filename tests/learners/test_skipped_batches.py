@@ -89,6 +89,7 @@ def run(method, spoilt, **options):
     return federation
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_skipped_batches_leave_no_trace(method, lean):

@@ -95,6 +95,7 @@ def test_all_processes_resume_from_their_checkpoints(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_example_before_and_after():
     def scores(script: str) -> dict[str, float]:
         found = re.findall(r"site (\d): R2 (-?\d+\.\d+)", torchrun(4, EXAMPLES / script).stdout)

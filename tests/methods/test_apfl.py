@@ -76,6 +76,7 @@ def test_two_rounds_equal_the_formulas(alpha, adaptive, mixing):
     assert (alphas != [alpha] * 3) is adaptive
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mixing", MIXINGS)
 @pytest.mark.parametrize(
     "client_trainer", [{}, {"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}]
@@ -116,6 +117,7 @@ def test_a_common_model_that_is_stepped_twice_would_be_seen(wrong):
     assert float(difference.abs().max()) > 0.01
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mixing", MIXINGS)
 @pytest.mark.parametrize("evaluate", ["before", "after"])
 @pytest.mark.parametrize("permuted", [False, True])

@@ -75,6 +75,7 @@ def test_separate_personal_epochs_equal_the_formulas(personal_epochs):
         assert_close(member.personal.backbone, v[k])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("client_trainer", TRAINERS)
 @pytest.mark.parametrize("permuted", [False, True])
 def test_the_common_model_is_fedavg_s_bit_for_bit(client_trainer, permuted):
@@ -87,6 +88,7 @@ def test_the_common_model_is_fedavg_s_bit_for_bit(client_trainer, permuted):
     assert ditto.traffic.state_dict() == fedavg.traffic.state_dict()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("client_trainer", TRAINERS)
 @pytest.mark.parametrize("batch_size", [2000, 64], ids=["full batches", "batches"])
 def test_without_the_pull_it_is_stand_alone_bit_for_bit(client_trainer, batch_size):

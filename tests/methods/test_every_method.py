@@ -25,15 +25,18 @@ METHODS = sorted(
 MADE_BY = {"backbone": "make_backbone", "scheduler": "make_scheduler"}
 
 
-#: the rule that every method is held to by default, and those that `pytest -m slow` adds, also for further methods
-FIRST = "resumed_equals_uninterrupted"
-SECOND = ("the_order_of_clients_does_not_matter", "other_networks_work_or_are_refused")
+#: what every method is tried in by default, what those of the papers are too, and what `pytest -m slow` adds for all
+FIRST = "two_rounds_are_logged"
+SECOND = "resumed_equals_uninterrupted"
+THIRD = (SECOND, "the_order_of_clients_does_not_matter", "other_networks_work_or_are_refused")
 
 
 def told(name: str, *values: Any, check: str = "") -> Any:
     """Return a method, with whatever else a test is given, as a parameter."""
-    always, slow = name in ALWAYS or check == FIRST, name in OF_THE_PAPERS or check in SECOND
-    return pytest.param(name, *values, marks=() if always else pytest.mark.slow if slow else pytest.mark.full)
+    of_the_papers = name in OF_THE_PAPERS
+    default = name in ALWAYS or check == FIRST or (of_the_papers and check == SECOND)
+    slow = of_the_papers or check in THIRD
+    return pytest.param(name, *values, marks=() if default else pytest.mark.slow if slow else pytest.mark.full)
 
 
 def configured(name: str, **options: Any) -> Client:
@@ -58,6 +61,7 @@ def test_every_method(name, check):
     check(MethodTester(partial(configured, name)))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("check", METHOD_CHECKS[1:2], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", [told(name) for name in METHODS if name not in ("FedMA", "StandAlone")])
 def test_every_method_without_what_is_to_stay_at_home(name, check):
@@ -74,6 +78,7 @@ def test_every_method_without_what_is_to_stay_at_home(name, check):
     check(tester)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [told(name) for name in METHODS])
 def test_two_rounds_from_its_own_configuration(name, tmp_path):
     config = CONFIGS / f"{name.lower()}.yaml"

@@ -88,6 +88,7 @@ def by_the_algorithms(
 OPTIONS = {"lam": 3e-3, "mu": 3e-3, "eta_g": 5.0}
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     "options",
     [
@@ -430,6 +431,7 @@ def test_between_rounds_a_client_is_where_the_round_began_and_keeps_no_copies():
             assert torch.equal(weight, before[name])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"solver": "LPGD", "lam": 0.1}, {"server_memory": "each"}, {"common": "sparse", "lam": 1e-3}],

@@ -274,6 +274,7 @@ def test_heads_stay_at_home_under_permuted_labels():
     assert not torch.equal(*[member.backbone.head.weight for member in federation.clients.values()])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("order", ["first", "hessian_free", "exact"])
 def test_absent_clients_and_resuming(tmp_path, order):
     assert_absent_clients_stay(lambda: client(PerFedAvg, order=order))

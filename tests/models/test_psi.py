@@ -74,6 +74,7 @@ def test_no_gradient_crosses_from_group_to_group(name, boundary):
     assert all(reached.any() for reached in touched.values())
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("boundary", ["split", "full"])
 @pytest.mark.parametrize("kept", [[1], [0, 2]])

@@ -40,6 +40,7 @@ def sizes_of_factors(layer, form, rank):
     return rows * rank, columns * rank
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("form", "rank"), [("IFxOF", 1), ("FFxIO", 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layer_is_replaced_in_place_and_learns(name, form, rank):

@@ -84,6 +84,7 @@ def test_the_slider_shows_another_round(comparison):
         assert all("round: 1;" in label for label in shown)
 
 
+@pytest.mark.slow
 def test_the_colours_follow_the_reader(comparison):
     ink = "getComputedStyle(document.querySelector('#chart-over_rounds .role-title-text text')).fill"
     with opened(comparison, color_scheme="dark") as page:
@@ -132,6 +133,7 @@ def test_a_run_of_one_round_and_one_client(tmp_path):
         check_charts(page)
 
 
+@pytest.mark.slow
 def test_the_lead_names_only_what_all_runs_have(tmp_path):
     make_run(tmp_path / "a", "FedAvg", 1, clients=3, rounds=2)
     make_run(tmp_path / "b", "FedAvg", 1, clients=4, rounds=2)
@@ -171,6 +173,7 @@ def test_a_thousand_clients_open(tmp_path):
         assert "200 of 1000 clients" in shown.text_content("#data")
 
 
+@pytest.mark.slow
 def test_pictures_are_files_in_the_colours_for_paper(tmp_path):
     make_run(tmp_path / "run", "SimFed", 1, clients=3, rounds=2, every=1)
     report_of(tmp_path / "run", pictures=True)
@@ -196,6 +199,7 @@ def test_a_full_disk_leaves_the_former_pictures(tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_former_page(tmp_path, monkeypatch):
     make_run(tmp_path / "a", "FedAvg", 1)
     page = report_of(tmp_path)

@@ -21,6 +21,7 @@ def batches():
     return itertools.islice(Loaders(diabetes()[0]).train_dataloader(), 3)
 
 
+@pytest.mark.slow
 def test_every_method_is_tried_and_the_module_stays_as_it_is():
     module = Regression()
     before = {name: tensor.clone() for name, tensor in tensors_of(module).items()}
