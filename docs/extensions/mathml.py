@@ -1,4 +1,7 @@
-"""Formulas as MathML, which browsers draw themselves, without a script, a font or the network; docutils makes it."""
+"""Formulas as MathML, which browsers draw themselves, without a script, a font or the network; docutils makes it.
+
+An index after an accent needs an empty base, ``\\bar{z}{}_i``; docutils would put it below the letter otherwise.
+"""
 
 from typing import Any
 
