@@ -1,5 +1,8 @@
 """The ways in which something from outside can be wrong."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ConfigError(ValueError):
     """An option is wrong. The message is one line: it names the option and says what would be right."""
@@ -42,3 +45,21 @@ class PayloadError(ValueError):
 
 class SaveError(OSError):
     """A file cannot be written. The message names it, and says what is left."""
+
+
+@contextmanager
+def within_memory(option: str) -> Iterator[None]:
+    """Make tensors whose size an option decides.
+
+    Args:
+        option: the option, with its value.
+
+    Raises:
+        ConfigError: when there is not enough memory for them.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, TypeError) as error:  # what PyTorch raises, depending on how large it is
+        if not isinstance(error, MemoryError) and not any(word in str(error) for word in ("allocate", "verflow")):
+            raise
+        raise ConfigError(f"{option}: there is not enough memory for so much; set a smaller number.") from None

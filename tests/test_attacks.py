@@ -8,7 +8,8 @@ from scipy import stats
 
 from cli.typed import TINY, typed
 from lit_pfl import Federation
-from lit_pfl.core.robust import CoordinateMedian, update_of
+from lit_pfl.core.robust import CoordinateMedian
+from lit_pfl.core.updates import update_of
 from lit_pfl.engines import Stacked
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import ALIE, InnerProduct, LabelFlip, ScaledUpdate, SignFlip

@@ -1,7 +1,8 @@
 """A fault campaign: clients drop out, lag and send bad uploads, processes are killed, disks fill up.
 
-``pytest -m slow tests/test_campaign.py --campaign 100`` plays 100 seeds. Every run ends. One that was struck and then
-resumed is the run that never was struck, in which nothing came from the clients that send bad uploads.
+``pytest -m slow tests/test_campaign.py --campaign 100`` plays 100 seeds, from ``--first-seed`` on. Every run ends. One
+that was struck and then resumed is the run that never was struck, in which nothing came from the clients that send bad
+uploads.
 """
 
 import csv
@@ -18,7 +19,8 @@ TABLES = ("metrics.csv", "clients.csv")
 
 
 def pytest_generate_tests(metafunc):
-    metafunc.parametrize("seed", range(metafunc.config.getoption("--campaign")))
+    first = metafunc.config.getoption("--first-seed")
+    metafunc.parametrize("seed", range(first, first + metafunc.config.getoption("--campaign")))
 
 
 def refused(folder: Path) -> list[tuple[int, int]]:
@@ -54,9 +56,10 @@ def test_a_struck_run_that_is_resumed_is_the_run_that_never_was(seed, tmp_path):
 
     log = tmp_path / "spoiled.csv"
     first = [*words, "--trainer.callbacks.notes", str(log), "--folder", str(struck)]
-    typed, came = first, None
+    typed, came, codes = first, None, []
     for strike in strikes:
         came = run(typed, struck, strike, plain.whole)
+        codes.append(came.code)
         assert "Traceback" not in came.out, (strike, came.out)
         # SIGTERM ends a fit in good order with 143, and a process that has not come to its fit at once with -15
         assert came.code in (0, 2, 143, -9, -15), (strike, came.out)
@@ -73,4 +76,5 @@ def test_a_struck_run_that_is_resumed_is_the_run_that_never_was(seed, tmp_path):
     assert_equal(*states)
     assert refused(struck) == refused(whole)
     assert spoiled(log) <= set(refused(struck))
-    print(seed, words[2], [tuple(strike) for strike in strikes], came.code, len(spoiled(log)), "bad uploads")
+    ended = [f"{strike.kind}: {code}" for strike, code in zip(strikes, codes, strict=False)]
+    print(f"{seed} {words[2]} {ended}, {len(spoiled(log))} bad uploads, {len(refused(struck))} refused")

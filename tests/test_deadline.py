@@ -140,8 +140,9 @@ def test_what_cannot_be(options, said):
 
 def late_in(federation: Federation, rounds: int) -> list[list[int]]:
     """Return who is late in each round."""
+    batches = federation.timetable.batches
     plans = [
-        federation.deadline.plan(r + 1, {k: federation._batches[k] for k in federation.participants(r)}, DRAWS_OF_RUN)
+        federation.deadline.plan(r + 1, {k: batches[k] for k in federation.participants(r)}, DRAWS_OF_RUN)
         for r in range(rounds)
     ]
     return [list(one.late) for one in plans]
@@ -242,7 +243,7 @@ def test_a_slow_client_trains_the_batches_that_fit(tmp_path, kind):
     deadline = Deadline(13, late="partial", speeds=made)
     data = digits(4, batch_size=72)
     federation = run(client(kind), data, rounds=2, local_epochs=2, deadline=deadline)
-    every = federation._batches[0] // 2
+    every = federation.timetable.batches[0] // 2
     for k, fits in enumerate([2 * every, 6, 3]):
         epochs = [min(fits, every), max(0, fits - every)]
         assert federation.clients[k].seen == [epochs, epochs]
@@ -260,7 +261,7 @@ def test_part_of_the_work_weighs_as_much_and_is_made_good_by_fednova(tmp_path):
     plain = {"optimizer": plain_sgd, "scheduler": None}
     data = {"num_clients": 2, "batch_size": 64}
     average = run(client(FedAvg, **plain), digits(**data), **options)
-    assert min(average._batches.values()) > 5
+    assert min(average.timetable.batches.values()) > 5
     uploads, model = weights(average), average.coordinator.server.model
     sizes = [average.data.client(k).num_samples for k in range(2)]
     full = next(name for name in model if name.endswith("head.weight"))
@@ -331,7 +332,7 @@ def test_privacy_does_not_go_with_who_comes_first():
 
 
 def test_a_loader_without_a_length_needs_a_limit():
-    from lit_pfl.federation.simulated_time import batches_of_round
+    from lit_pfl.federation.timetable import batches_of_round
 
     class Data:
         train = iter(())

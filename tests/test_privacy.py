@@ -10,8 +10,9 @@ from cli.typed import TINY, rows, typed
 from lit_pfl import Federation, Payload, Server
 from lit_pfl.core.participation import Bernoulli, Sampling
 from lit_pfl.core.privacy import ClientPrivacy, epsilon
-from lit_pfl.core.robust import CoordinateMedian, update_norm
+from lit_pfl.core.robust import CoordinateMedian
 from lit_pfl.core.server import ClientInfo, UniformServer
+from lit_pfl.core.updates import update_norm
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import (
     AgnosticFL,

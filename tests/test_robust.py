@@ -17,9 +17,8 @@ from lit_pfl.core.robust import (
     NormClipping,
     RobustMean,
     TrimmedMean,
-    declares,
-    update_norm,
 )
+from lit_pfl.core.updates import update_norm
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.methods import ClusteredFL, Ditto, FedAvg, FedIT, FedMA, PFedMe, PsiNet, Scaffold
 from lit_pfl.methods.factorized.fedslr import FedSLRServer
@@ -249,7 +248,7 @@ def test_a_server_of_ones_own_says_that_it_averages():
     with pytest.raises(ConfigError, match=r"model.mean=CoordinateMedian: OwnAverage does not .*sets averages = True"):
         run(client(Own, mean=CoordinateMedian()), rounds=1)
     kind = SaysSo
-    assert declares(SaysSo(), "averages")
+    assert SaysSo().declares("averages")
     run(client(Own, mean=CoordinateMedian()), rounds=1)
     with pytest.raises(ConfigError, match="model.mean='median': give a robust mean"):
         run(client(FedAvg, mean="median"), rounds=1)
@@ -257,7 +256,7 @@ def test_a_server_of_ones_own_says_that_it_averages():
 
 def test_fedslr_whose_gammas_are_single_clients_takes_none():
     for each in (True, False):
-        assert declares(FedSLRServer(frozenset(), 0.0, 1.0, None, each), "averages") is not each
+        assert FedSLRServer(frozenset(), 0.0, 1.0, None, each).declares("averages") is not each
 
 
 def test_robust_means_by_name_on_the_command_line(capsys, tmp_path):

@@ -71,21 +71,23 @@ class Loopback:
         certificates.node_keys(self.keys, node)
         self.flwr("supernode", "register", str(self.keys / f"{node}.pub"), "loopback")
 
-    def start_supernode(self, node: str, clients: Iterable[int], port: int | None = None) -> None:
+    def start_supernode(self, node: str, clients: Iterable[int], port: int | None = None, **config: Any) -> None:
         """Start a SuperNode, for some clients.
 
         Args:
             node: its name, under which it has been registered.
             clients: ids of the clients whose data it has.
             port: of the SuperLink, or of what stands before it.
+            config: more that its ClientApp finds in its configuration.
         """
-        config = f"clients='{','.join(map(str, clients))}' folder='{self.folder / node}'"
+        config = {"clients": ",".join(map(str, clients)), "folder": str(self.folder / node), **config}
+        options = " ".join(f"{name}={quoted(value)}" for name, value in config.items())
         self.start(
             node,
             [
                 *("flower-supernode", "--superlink", f"127.0.0.1:{port or self.port}", "--port", str(free_port())),
                 *("--root-certificates", str(self.keys / "ca.crt")),
-                *("--auth-supernode-private-key", str(self.keys / node), "--node-config", config),
+                *("--auth-supernode-private-key", str(self.keys / node), "--node-config", options),
             ],
         )
 

@@ -1,7 +1,7 @@
 """What a method is made of: a client is a learner under a method, a server takes what clients upload."""
 
 from lit_pfl.core.averaging import mean_of_rows, weighted_mean
-from lit_pfl.core.client import Client, ClientSpec
+from lit_pfl.core.client import Client
 from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.server import ClientInfo, MixingServer, Server, UniformServer, Weighting, averaging
 from lit_pfl.core.server_optimizer import (
@@ -13,6 +13,7 @@ from lit_pfl.core.server_optimizer import (
     ServerYogi,
 )
 from lit_pfl.core.sharing import BODY, EVERYTHING, Role, needs_head
+from lit_pfl.core.spec import ClientSpec
 
 __all__ = [
     "BODY",

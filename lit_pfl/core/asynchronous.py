@@ -12,8 +12,8 @@ from torch import Tensor
 from lit_pfl.core.deadline import Speeds
 from lit_pfl.core.participation import named
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.robust import declares
-from lit_pfl.core.server import Server, payload_from, payload_state
+from lit_pfl.core.payload_state import payload_from, payload_state
+from lit_pfl.core.server import Server
 from lit_pfl.errors import ConfigError
 from lit_pfl.randomness import Draws, number_of
 
@@ -56,7 +56,7 @@ class Asynchronous(ABC):
         Raises:
             ConfigError: when they do not.
         """
-        if not declares(server, "means_only"):
+        if not server.declares("means_only"):
             raise ConfigError(
                 f"federation.asynchronous: {type(server).__name__} uses single uploads, not their mean alone; use a "
                 "method that averages, such as FedAvg or Ditto."

@@ -2,87 +2,46 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property, wraps
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lit_pfl.core.learner_module import LearnerModule
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.robust import RobustMean, with_mean
+from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server import Server
 from lit_pfl.core.server_optimizer import ServerOptimizer
-from lit_pfl.core.sharing import Role, SharedTensors, check_sharing, encoder_of, names_of_head, roles_of
-from lit_pfl.data import ClientData
+from lit_pfl.core.shared_tensors import SharedTensors, extra_tensors, load_shared
+from lit_pfl.core.sharing import Role, check_sharing, encoder_of, names_of_head, roles_of
+from lit_pfl.core.spec import ClientSpec
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import (
     BackboneCallable,
     ImageClassifier,
-    LossTally,
     OptimizerCallable,
     SchedulerCallable,
-    SkipBatch,
     add_parameters,
-    call_step,
     check_learner,
     check_shapes,
-    hand_on,
-    hand_on_evaluation,
     network_of,
-    place_checkpoints,
     quick_backbone,
     set_schedules_to,
     single_optimizer,
-    size_of,
-    training_outputs,
 )
 from lit_pfl.lightning_internals import (
-    QuickModule,
-    hand_down_trainer,
-    hand_up_hparams,
-    lend_data,
-    name_metrics,
     optimizers_in,
     own_copy,
 )
 from lit_pfl.nn import factorized_parts
 from lit_pfl.nn.factorization import Factorization
-from lit_pfl_callbacks.frozen import FROZEN, hold_apart, table_of
+from lit_pfl_callbacks.frozen import FROZEN, table_of
 from lit_pfl_callbacks.protocols import WeightParts
 from lit_pfl_callbacks.sparsity import dense_parts
-from lit_pfl_callbacks.tensors import load_tensors
-
-#: what names of tensors begin with that are of further modules, not of the learner
-EXTRA = "extra."
-
-
-@dataclass(frozen=True)
-class ClientSpec:
-    """What a client is to learn.
-
-    Args:
-        client_id: the client's id.
-        example: a batch of its data, with the shapes and types of all others; None where it is not known.
-        num_classes: number of classes it distinguishes; None where that is not its task, or not known.
-        labels_agree: whether label c means the same at every client.
-        local_epochs: epochs that the client trains in a round; None where it is not known yet.
-    """
-
-    client_id: int = 0
-    example: Any = None
-    num_classes: int | None = None
-    labels_agree: bool = True
-    local_epochs: int | None = None
-
-    @classmethod
-    def of(cls, client_id: int, data: ClientData, local_epochs: int) -> "ClientSpec":
-        """Return what a client with some data is to learn."""
-        return cls(client_id, data.example, data.num_classes, data.labels_agree, local_epochs)
 
 
 def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Server]:
@@ -95,14 +54,16 @@ def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Serv
         if self.server_optimizer is not None:
             weights = [name for name, _ in self.learner.named_parameters(remove_duplicate=False)]
             server.step_by(copy.deepcopy(self.server_optimizer), weights)
-        return with_mean(server, self.mean)
+        if self.mean is not None:
+            server.average_by(self.mean)
+        return server
 
     return configure_server
 
 
 # Abstract also because the command line takes a base class that can be made itself for the default, and then does not
 # see what a method puts in place of a default of None.
-class Client(QuickModule, ABC):
+class Client(LearnerModule, ABC):
     """Base class of all methods: a LightningModule, the learner, as one client of a federation.
 
     A method is a subclass that defines what is shared, what is minimized and which server it needs.
@@ -163,10 +124,8 @@ class Client(QuickModule, ABC):
     #: names of those of the modules in :attr:`extra` that are sent and averaged; the others never are
     shared_extras: frozenset[str] = frozenset()
 
-    learner: L.LightningModule
     #: further modules that train with the learner, by name; a method makes them in :meth:`configure_state`
     extra: nn.ModuleDict
-    data: ClientData | None
     spec: ClientSpec
     #: copies of the shared weights as they were when this round began, by name; for as long as it is trained
     received: dict[str, Tensor]
@@ -197,16 +156,12 @@ class Client(QuickModule, ABC):
         self.norm_stats, self.share_head, self.local, self.only = norm_stats, share_head, local, shares
         self.learner = learner  # type: ignore[assignment]  # configure() makes one where there is none
         self.head, self.encoder, self.server_optimizer, self.mean = head, encoder, server_optimizer, mean
-        self.data = None
-        self.checkpoint_folder: Callable[[], Path] | None = None
         self.completed_rounds = 0  # of the federation, which keeps it up to date
         self.epoch_ended = False
-        self.alone = False  # whether a Trainer is given this client by itself
         self.received = {}
-        self._losses = LossTally()
-        self._outputs: Mapping[str, Any] = {}  # of the training_step of the batch, if it is a dict
 
     # --------------------------------------------------- what a method may override, in the order in which it is asked
+    # (and in LearnerModule: learners, training_data, objective, scored, personalized)
 
     @property
     @abstractmethod
@@ -234,11 +189,6 @@ class Client(QuickModule, ABC):
     def configure_state(self) -> None:
         """Make what the client keeps from round to round next to its learner; what is sent is known."""
 
-    @property
-    def learners(self) -> dict[str, L.LightningModule]:
-        """The client's learners by name: ``learner``, whose tensors may be sent, and others that a method adds."""
-        return {"learner": self.learner}
-
     @_made_ready
     def configure_server(self) -> Server:
         """Return the server that goes with this kind of client."""
@@ -253,19 +203,11 @@ class Client(QuickModule, ABC):
     def download(self, reply: Mapping[str, Tensor]) -> None:
         """Load a reply of the server, and add to it what this client has of every mu in it and did not send."""
         f = self.factorization
-        self.thaw([name for name in self.frozen if name in reply])  # somebody has unfrozen it elsewhere
+        self._shared.thaw([name for name in self.frozen if name in reply], self.learners)  # unfrozen elsewhere
         unsent = {} if f is None else f.unsent(self.learner, reply)
         self._load(reply)
         for name, rest in unsent.items():
             self.learner.get_parameter(name).add_(rest)
-
-    def training_data(self) -> Any:
-        """Return the batches to train on; a method may hold some of its training data back."""
-        if self.data is not None:
-            return self.data.train
-        if self.trainer.sanity_checking:  # before a Trainer of one's own has made its loader
-            self.trainer.fit_loop.setup_data()
-        return self.trainer.train_dataloader
 
     def begin_round(self) -> None:
         """Prepare for a round's training; the reply is loaded."""
@@ -273,23 +215,8 @@ class Client(QuickModule, ABC):
     def begin_epoch(self, epoch: int, local_epochs: int) -> None:
         """Prepare for a local epoch, counted from 0 in every round of ``local_epochs``."""
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return what is minimized on a batch; a method adds to it."""
-        return self.loss(self.learner, batch, batch_idx)
-
-    def loss(self, learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
-        """Return what a learner minimizes on its own: its own training loss, and ``l1 * sum |mu|`` if it is factorized.
-
-        Raises:
-            SkipBatch: when its ``training_step`` returns None.
-        """
-        loss, outputs = training_outputs(learner, batch, batch_idx)
-        if outputs and (learner is self.learner or not self._outputs):
-            self._outputs = outputs
-        return self.penalized(loss, learner)
-
     def penalized(self, loss: Tensor, learner: nn.Module) -> Tensor:
-        """Return a loss with the L1 norm of a learner's masks, if it is factorized."""
+        """Return a loss with the L1 norm of a learner's masks, ``l1 * sum |mu|``, if it is factorized."""
         f = self.factorization
         return loss + f.penalty(learner) if f is not None and f.penalizes else loss
 
@@ -300,8 +227,7 @@ class Client(QuickModule, ABC):
         """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
         shared, f = self.shared_parameters(), self.factorization
         sent = Payload(shared) if f is None else Payload(f.sent(self.learner, shared), f.masks(self.learner, shared))
-        extra = self.shared_extra_tensors()
-        return sent.with_(extra) if extra else sent
+        return sent.with_(extra_tensors(self.extra, self.shared_extras)) if self.shared_extras else sent
 
     def release_round_state(self) -> tuple[float, int]:
         """Drop what the next round does not need; the upload is handed over.
@@ -312,17 +238,7 @@ class Client(QuickModule, ABC):
         self.received = {}
         for parameter in self.parameters():
             parameter.grad = None
-        return self._losses.total()
-
-    @property
-    def scored(self) -> L.LightningModule:
-        """The learner that is the personalized model, inside of :meth:`personalized`."""
-        return self.learner
-
-    @contextmanager
-    def personalized(self) -> Iterator[L.LightningModule]:
-        """Make ``scored`` the personalized model; put it back afterwards. By default it is at any time."""
-        yield self.scored
+        return self.loss_tally.total()
 
     def as_evaluated(self, model: str) -> AbstractContextManager[L.LightningModule]:
         """Make a learner one of the models in ``evaluated``; put it back afterwards."""
@@ -370,22 +286,17 @@ class Client(QuickModule, ABC):
             spec: what it is to learn.
             alone: whether a Trainer is given this client on its own, and asks it for loaders and evaluation.
         """
-        if self.needs_common_labels and not spec.labels_agree:
-            raise ConfigError(
-                f"model={type(self).__name__} {self.needs_common_labels}, and labels differ from client to client; use "
-                "data whose labels agree (data.permute_labels=false), or another method."
-            )
         if self.server_optimizer is not None and self.factorization is not None:
             raise ConfigError(
                 "model.server_optimizer needs dense weights, whose zeros are sent too; leave out model.factorization."
             )
-        check_sharing(self.shares, self.share_head, spec.labels_agree, type(self).__name__)
+        check_sharing(self.shares, self.share_head, spec.labels_agree, type(self).__name__, self.needs_common_labels)
         self.spec, self.alone = spec, alone
         self._make_learner()
         self.configure_learner()
         self._settle_shared_tensors()
         self.configure_state()
-        self._wire_hooks()
+        self.wire_hooks()
 
     def _make_learner(self) -> None:
         if self.learner is None:
@@ -421,16 +332,8 @@ class Client(QuickModule, ABC):
                 f"model.head: labels differ from client to client, so heads are kept local; say which parameters of "
                 f"{type(self.learner).__name__} are its head by a regular expression, such as --model.head '^out'."
             )
-        self._shared = SharedTensors(self.learner, self.roles(), self.is_shared, self.local, self.only)
-
-    def _wire_hooks(self) -> None:
-        hand_down_trainer(self)
-        for name, learner in self.learners.items():
-            name_metrics(learner, f"{name}.")
-        hand_on(self, self.learners, self.scored, Client, self.alone)
-        if self.alone:
-            hand_up_hparams(self.learner, self)
-            hand_on_evaluation(self, self.scored, self.personalized)
+        kept_by = None if self.may_unfreeze else type(self).__name__
+        self._shared = SharedTensors(self.learner, self.roles(), self.is_shared, self.local, self.only, kept_by)
 
     # -------------------------------------------------------------------------------------------------- what is shared
 
@@ -461,10 +364,6 @@ class Client(QuickModule, ABC):
         """Return the trained parameters among what is sent, by name."""
         return self._shared.weights()
 
-    def shared_tensors(self) -> list[Tensor]:
-        """Return what is sent as the learner itself holds it: parameters and buffers."""
-        return self._shared.held()
-
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
         """The weights that never train, and so are not sent, by name in the learner."""
@@ -480,44 +379,8 @@ class Client(QuickModule, ABC):
         """Names, types, shapes and fingerprints of the weights that never train, as bytes."""
         return table_of(self.frozen)
 
-    def thaw(self, names: Iterable[str]) -> None:
-        """Let frozen weights train and be sent from now on.
-
-        Raises:
-            ConfigError: for a method that has something for every weight that is sent.
-        """
-        for name in names:
-            if not self.may_unfreeze:
-                raise ConfigError(
-                    f"model.learner: {name!r} is unfrozen in training, and {type(self).__name__} keeps something for "
-                    "every weight that it sends; unfreeze it before the fit."
-                )
-            hold_apart(learner.get_parameter(name) for learner in self.learners.values())
-            self._shared.thaw(name)
-
-    def constant(self) -> frozenset[str]:
-        """Return the names in ``state_dict()`` of tensors that stay as they are: frozen in all learners."""
-        return frozenset(f"{part}.{name}" for part in self.learners for name in self.frozen)
-
-    def overwritten(self, reply: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what :meth:`download` makes equal to the reply whatever it was, by name in ``state_dict()``."""
-        if type(self).download is not Client.download or self.factorization is not None:
-            return {}
-        return {name if name.startswith(EXTRA) else f"learner.{name}": tensor for name, tensor in reply.items()}
-
-    def shared_extra_tensors(self) -> dict[str, Tensor]:
-        """Return what is sent of further modules, by name in this client: its own memory."""
-        return {
-            f"{EXTRA}{name}.{leaf}": tensor.detach()
-            for name in sorted(self.shared_extras)
-            for leaf, tensor in self.extra[name].state_dict().items()
-        }
-
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load tensors of the learner and of further modules."""
-        load_tensors(self.learner, {name: tensor for name, tensor in tensors.items() if not name.startswith(EXTRA)})
-        if self.shared_extras:
-            load_tensors(self.extra, {k.removeprefix(EXTRA): x for k, x in tensors.items() if k.startswith(EXTRA)})
+        load_shared(self.learner, self.extra if self.shared_extras else None, tensors)
 
     # --------------------------------------------------------------------------------------------------------- training
 
@@ -540,29 +403,10 @@ class Client(QuickModule, ABC):
         self.begin_epoch(epoch, local_epochs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the objective of a batch, next to what else the learner returns, or None where it skips the batch.
-
-        A learner that steps its optimizers itself does that here, and returns what it returns.
-        """
+        """Let what has just been unfrozen travel, and train on a batch."""
         if unfrozen := self._shared.unfrozen():
-            self.thaw(unfrozen)
-        if not self.automatic_optimization:
-            outputs = call_step(self.learner, "training_step", batch, batch_idx)
-            self.note_loss(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, size_of(batch))
-            return outputs
-        try:
-            loss = self.objective(batch, batch_idx)
-        except SkipBatch:
-            self._outputs = {}
-            return None
-        self.note_loss(loss, size_of(batch))
-        outputs, self._outputs = self._outputs, {}
-        return {**outputs, "loss": loss} if outputs else loss
-
-    def note_loss(self, loss: Any, size: int) -> None:
-        """Take note of the loss of a batch of this many samples, if it is one."""
-        if not self.alone:  # a federation collects them, nobody else does
-            self._losses.note(loss, size)
+            self._shared.thaw(unfrozen, self.learners)
+        return super().training_step(batch, batch_idx)
 
     def end_epoch(self, epoch: int, local_epochs: int) -> None:
         """Call the learner's ``on_train_epoch_end``, and :meth:`end_round` at the last of a round's local epochs.
@@ -576,14 +420,6 @@ class Client(QuickModule, ABC):
             self.end_round()
 
     # ------------------------------------------------------------------------------------------------- under a Trainer
-
-    def configure_callbacks(self) -> Any:
-        """Get ready for a Trainer, of all hooks in the one before Lightning looks which steps there are."""
-        self.configure_model()
-        callbacks = self.learner.configure_callbacks()
-        if self.checkpoint_folder is not None:
-            place_checkpoints(callbacks if isinstance(callbacks, Sequence) else [callbacks], self.checkpoint_folder)
-        return callbacks
 
     def configure_model(self) -> None:
         """Get ready for a Trainer that is given this client on its own, unless :meth:`configure` has been called."""
@@ -600,34 +436,3 @@ class Client(QuickModule, ABC):
         if hasattr(self, "extra"):
             add_parameters(single_optimizer(configured), self.extra.parameters())
         return configured
-
-    def setup(self, stage: str) -> None:
-        """Let the learner find the client's own data module where it has one: ``self.trainer.datamodule``."""
-        # Not before: a Trainer that is given one prepares it and sets it up, as has been done.
-        if self.data is not None and self.data.module is not None:
-            lend_data(self.trainer, self.data.module)
-
-    def on_fit_end(self) -> None:
-        """Take the data module away from the Trainer, which would tear it down."""
-        if self.data is not None and self.data.module is not None:
-            lend_data(self.trainer, None)
-
-    def teardown(self, stage: str) -> None:
-        """Let the learner find the client's own data module again: it may be scored further."""
-        self.setup(stage)
-
-    @L.LightningModule.strict_loading.getter  # type: ignore[attr-defined]
-    def strict_loading(self) -> bool:
-        """Whether a checkpoint has to hold every tensor, and no other; the learner may say that it need not."""
-        return super().strict_loading and (self.learner is None or self.learner.strict_loading)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the learner."""
-        return self.scored(*args, **kwargs)
-
-    def place_on(self, device: torch.device) -> None:
-        """Move to a device, and take the memory layout that suits it."""
-        self.to(device)
-        for learner in self.learners.values():
-            if isinstance(learner, ImageClassifier):
-                learner.lay_out()

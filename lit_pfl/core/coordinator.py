@@ -1,4 +1,4 @@
-"""What happens between clients and server whatever the link: uploads are checked, and a round keeps its order."""
+"""What happens between clients and server whatever the link: bytes are counted, and a round keeps its order."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -7,23 +7,18 @@ from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core.asynchronous import InTraining
-from lit_pfl.core.encoding import Expected, Layout, misfit
+from lit_pfl.core.checks import Checks, without_frozen
+from lit_pfl.core.encoding import Expected
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.participation import Sampling
-from lit_pfl.core.payload import TYPES, Payload, Upload, as_payload
+from lit_pfl.core.payload import Payload, Upload, as_payload
 from lit_pfl.core.privacy import ClientPrivacy
-from lit_pfl.core.robust import update_norm
-from lit_pfl.core.server import ClientInfo, Server, check_samples
+from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.errors import ConfigError, LateUpload, UploadError
-from lit_pfl_callbacks.frozen import FROZEN, read_table, refuse_other_weights, table_of
 from lit_pfl_callbacks.protocols import Refusal
-
-#: how often a client may count each of its training samples in a round: an upload with larger counts is refused
-MOST_COUNTED = 1000
 
 
 class Trains(Protocol):
@@ -75,8 +70,6 @@ class Coordinator:
         self.refused: list[UploadError] = []
         self.seconds = {"aggregate": 0.0, "link": 0.0}
         self._uploads: dict[int, Upload] = {}
-        self._frozen: Layout = {}  # what may begin to travel if it is unfrozen
-        self._layout: dict[int, Layout] = {}
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
         """Take in the clients, before the first round.
@@ -88,51 +81,11 @@ class Coordinator:
             ConfigError: when there is no client, or one without samples, or with a tensor that cannot be sent, or
                 that is not finite.
         """
-        if not clients:
-            raise ConfigError("A federation needs at least one client.")
-        clients = self._without_frozen(clients)
-        known: dict[int, Layout] = {}  # of payloads, which clients that are alike have in common
-        for client, info in clients.items():
-            check_samples(client, info.num_samples)
-            if id(info.initial) in known:
-                continue
-            known[id(info.initial)] = info.initial.layout
-            for name, tensor in info.initial.items():
-                if tensor.dtype not in TYPES:
-                    raise ConfigError(
-                        f"Client {client}: tensor {name!r} is {tensor.dtype}, which a payload does not hold; real and "
-                        "whole numbers can be sent, and a complex tensor as its two real parts (torch.view_as_real)."
-                    )
-            # in a payload of its own, which remembers what it finds; what is not averaged need not be there yet
-            if bad := Payload({k: v for k, v in info.initial.items() if self.server.is_averaged(k)}).not_finite:
-                raise ConfigError(
-                    f"Client {client}: tensor {bad!r} holds NaN or infinity before any training, and no upload may; "
-                    "keep a mask local by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."
-                )
-        self._layout = {client: known[id(info.initial)] for client, info in clients.items()}
-        self._samples = {client: int(info.num_samples) for client, info in clients.items()}
+        clients, frozen = without_frozen(clients)
+        self._checks = Checks(clients, frozen, self.server, self.max_update_norm)
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
-
-    def _without_frozen(self, clients: Mapping[int, ClientInfo]) -> dict[int, ClientInfo]:
-        """Compare what clients say of weights that never train; return what they share of the others.
-
-        Raises:
-            ConfigError: when frozen weights differ between clients.
-        """
-        if not any(FROZEN in info.initial for info in clients.values()):
-            return dict(clients)
-        tables = {client: info.initial.get(FROZEN, table_of({})) for client, info in clients.items()}
-        first = next(iter(tables.values()))
-        try:
-            for client, table in tables.items():
-                refuse_other_weights(table, first, f"Client {client}")
-            self._frozen = {name: (torch.Size(shape), dtype) for name, (dtype, shape, _) in read_table(first).items()}
-        except (MisconfigurationException, ValueError) as error:
-            raise ConfigError(str(error)) from None
-        distinct = {id(info.initial): info.initial.without(FROZEN) for info in clients.values()}
-        return {k: ClientInfo(info.num_samples, distinct[id(info.initial)]) for k, info in clients.items()}
 
     def protect(self, privacy: ClientPrivacy | None, sampling: Sampling, seed: int) -> None:
         """Protect uploads from now on. :meth:`start` comes first.
@@ -146,7 +99,7 @@ class Coordinator:
             ConfigError: when the method, or the clients' tensors, cannot be protected so.
         """
         if privacy is not None:
-            privacy.start(self.server, self._layout, sampling, seed)
+            privacy.start(self.server, self._checks.layouts, sampling, seed)
         self.privacy = privacy
 
     def begin_round(self, seconds: float = 0.0) -> None:
@@ -268,7 +221,8 @@ class Coordinator:
             return upload
         try:
             payload = as_payload(upload)
-            self._check(client, payload)
+            begun = None if self.in_training is None else self.in_training.models.get(client)
+            self._checks.check(client, payload, begun)
         except UploadError as error:
             return error
         return payload
@@ -280,34 +234,7 @@ class Coordinator:
 
     def expected(self, client: int) -> Expected:
         """Return names, shapes and types of the tensors that a client is to upload; none for one that never joined."""
-        layout = self.server.layout(client) if client in self._layout else {}
-        return Expected(self._layout[client] if layout is None else layout, self._frozen)
-
-    def _check(self, client: int, upload: Payload) -> None:
-        if client not in self._layout:
-            raise UploadError(f"Client {client} has never joined.")
-        if wrong := misfit(upload.layout, self.expected(client)):
-            raise UploadError(f"Client {client}: {wrong[0]}", wrong[1])
-        if upload.not_finite is not None:
-            raise UploadError(
-                f"Client {client}: tensor {upload.not_finite!r} holds NaN or infinity.", upload.not_finite
-            )
-        most = MOST_COUNTED * self._samples[client]
-        for name in self.server.count_tensors:
-            if name in upload and bool(((upload[name] < 0) | (upload[name] > most)).any()):
-                raise UploadError(
-                    f"Client {client}: tensor {name!r} counts samples or steps; with its {self._samples[client]} "
-                    f"training samples it must be from 0 to {most}.",
-                    name,
-                )
-        if self.max_update_norm is not None:
-            begun = None if self.in_training is None else self.in_training.models.get(client)
-            norm = update_norm(upload, self.server.center(client, upload) if begun is None else begun)
-            if norm > self.max_update_norm:
-                raise UploadError(
-                    f"Client {client}: its update has a norm of {norm:.6g}, above "
-                    f"federation.max_update_norm={self.max_update_norm:g}."
-                )
+        return self._checks.expected(client)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed federation needs of the server's side."""

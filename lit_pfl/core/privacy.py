@@ -13,8 +13,8 @@ from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.encoding import Layout
 from lit_pfl.core.participation import Sampling
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.robust import declares, update_norm, update_of
 from lit_pfl.core.server import Server
+from lit_pfl.core.updates import update_norm, update_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.ops.robust import clipping_factors
 from lit_pfl.randomness import Draws
@@ -111,7 +111,7 @@ class ClientPrivacy:
                         "(model.norm_stats=local, model.local), or use another method."
                     )
         if self.where == "central" and not (
-            declares(server, "means_only") and server.robust is None and type(server).mean is weighted_mean
+            server.declares("means_only") and server.robust is None and type(server).mean is weighted_mean
         ):
             raise ConfigError(
                 f"federation.privacy.where=central: {type(server).__name__} uses single uploads, not their mean "

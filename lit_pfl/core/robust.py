@@ -3,10 +3,8 @@
 A new one is a subclass of :class:`RobustMean` with one method, and then works by name on the command line.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from lit_pfl.core.averaging import weighted_mean, wide_type
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import Server
+from lit_pfl.core.updates import norm_of, update_norm, update_of
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.ops.robust import (
     clipping_factors,
@@ -253,95 +251,17 @@ class FLTrust(Rescaled):
             )
             return [0.0] * len(uploads)
         reference = update_of(uploads[self.trusted], center, names)
-        norm = _norm(reference)
+        norm = norm_of(reference)
         products, norms = [], []
         for client, upload in uploads.items():
             update = {} if client == self.trusted else update_of(upload, center, names)
             products.append(sum(inner_product(reference[name], t) for name, t in update.items() if name in reference))
-            norms.append(_norm(update))
+            norms.append(norm_of(update))
         scores, factors = trust_scores(
             torch.tensor(products, dtype=torch.float64), torch.tensor(norms, dtype=torch.float64), norm
         )
         trust = float(scores.sum())
         return (sum(weights) * scores * factors / trust).tolist() if trust else [0.0] * len(uploads)
-
-
-def with_mean(server: Server, mean: RobustMean | None) -> Server:
-    """Return a server that averages by a robust mean, if one is given.
-
-    Raises:
-        ConfigError: when the server does not average, or has an ``aggregate`` or ``averaged`` that does not say so, or
-            steps by an optimizer that looks at single uploads.
-    """
-    if mean is None:
-        return server
-    if not isinstance(mean, RobustMean):
-        raise ConfigError(f"model.mean={mean!r}: give a robust mean, such as lit_pfl.core.robust.TrimmedMean(0.2).")
-    if not declares(server, "averages"):
-        raise ConfigError(
-            f"model.mean={type(mean).__name__}: {type(server).__name__} does not average uploads by Server.average, "
-            "whose place a robust mean takes; leave it out, or use a method that averages, such as FedAvg or Ditto. "
-            "(A server of your own that calls self.average in aggregate sets averages = True.)"
-        )
-    optimizer = server.server_optimizer
-    if optimizer is not None and not optimizer.means_only:
-        raise ConfigError(
-            f"model.mean={type(mean).__name__}: {type(optimizer).__name__} steps by single uploads as well, from which "
-            "a robust mean does not protect; leave one of the two out."
-        )
-    server.robust = mean
-    return server
-
-
-def declares(server: Server, what: Literal["averages", "means_only"]) -> bool:
-    """Say whether a server declares one of these.
-
-    A class with an ``aggregate`` or ``averaged`` of its own has to do so again, and so has an optimizer of the server.
-    """
-    optimizer = server.server_optimizer
-    if what == "means_only" and optimizer is not None and not optimizer.means_only:
-        return False
-    if what in vars(server):
-        return bool(vars(server)[what])
-    for cls in type(server).__mro__:
-        if what in vars(cls):
-            return bool(vars(cls)[what])
-        if {"aggregate", "averaged"} & vars(cls).keys():
-            break
-    return False
-
-
-# ------------------------------------------------------------------------------------------------------------- updates
-
-
-def update_of(upload: Tensors, center: Tensors, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Return by how much an upload's floating-point tensors differ from what its client trained from.
-
-    Args:
-        upload: the upload.
-        center: see :meth:`lit_pfl.Server.center`; a tensor that it lacks, or has in another shape, is an update itself.
-        names: tensors to look at; by default all.
-
-    Returns:
-        Tensors of double precision.
-    """
-    update = {}
-    for name in upload if names is None else names:
-        if name in upload and upload[name].is_floating_point():
-            tensor = upload[name].double()
-            before = center.get(name)
-            moved = before is not None and before.shape == tensor.shape
-            update[name] = tensor - before.to(tensor) if moved and before is not None else tensor
-    return update
-
-
-def update_norm(upload: Tensors, center: Tensors, names: Sequence[str] | None = None) -> float:
-    """Return the Euclidean norm of an update, see :func:`update_of`."""
-    return _norm(update_of(upload, center, names))
-
-
-def _norm(tensors: Tensors) -> float:
-    return math.sqrt(sum(inner_product(tensor, tensor) for tensor in tensors.values()))
 
 
 def _used(uploads: Uploads, weights: Sequence[float]) -> tuple[Uploads, float]:

@@ -2,25 +2,20 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload, as_payload
+from lit_pfl.core.payload_state import FACTORS, factors_of, low_rank_of, payloads_from, plain
+from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.errors import ConfigError
-from lit_pfl.ops.low_rank import LowRank
-
-if TYPE_CHECKING:
-    from lit_pfl.core.robust import RobustMean
 
 #: how much an upload counts in a mean: as any other, or by its client's number of samples
 Weighting = Literal["uniform", "samples"]
-#: above it weights of means, which are of double precision, would not be exact
-MOST_SAMPLES = 2**53
 
 
 @dataclass(frozen=True)
@@ -34,22 +29,6 @@ class ClientInfo:
 
     num_samples: int
     initial: Payload
-
-
-def check_samples(client: int, number: object) -> None:
-    """See that a client's number of training samples is one.
-
-    Raises:
-        ConfigError: when it is not.
-    """
-    if isinstance(number, bool) or not isinstance(number, int | np.integer) or number > MOST_SAMPLES:
-        raise ConfigError(f"Client {client}: its number of training samples is {number!r}; it must be a whole number.")
-    if number < 1:
-        raise ConfigError(f"Client {client} has no training sample.")
-
-
-#: under which a checkpoint has a payload's tensors that are in factors
-FACTORS = "factors"
 
 
 class Server:
@@ -73,7 +52,7 @@ class Server:
     server_optimizer: ServerOptimizer | None = None
     optimized: frozenset[str] = frozenset()
     #: takes the place of :attr:`mean` in :meth:`average`, if one is given to the method
-    robust: "RobustMean | None" = None
+    robust: RobustMean | None = None
     #: whether models are made by :meth:`average`; a class with its own ``aggregate`` or ``averaged`` says so again
     averages: bool = True
     #: whether uploads are used in that average and nowhere else; said again likewise
@@ -176,6 +155,44 @@ class Server:
             )
         self.server_optimizer, self.optimized = optimizer, frozenset(weights)
 
+    def average_by(self, mean: RobustMean) -> None:
+        """Average by a robust mean instead of the weighted one.
+
+        Raises:
+            ConfigError: when this server does not average, or has an ``aggregate`` or ``averaged`` that does not say
+                so, or steps by an optimizer that looks at single uploads.
+        """
+        if not isinstance(mean, RobustMean):
+            raise ConfigError(f"model.mean={mean!r}: give a robust mean, such as lit_pfl.core.robust.TrimmedMean(0.2).")
+        if not self.declares("averages"):
+            raise ConfigError(
+                f"model.mean={type(mean).__name__}: {type(self).__name__} does not average uploads by Server.average, "
+                "whose place a robust mean takes; leave it out, or use a method that averages, such as FedAvg or "
+                "Ditto. (A server of your own that calls self.average in aggregate sets averages = True.)"
+            )
+        if self.server_optimizer is not None and not self.server_optimizer.means_only:
+            raise ConfigError(
+                f"model.mean={type(mean).__name__}: {type(self.server_optimizer).__name__} steps by single uploads as "
+                "well, from which a robust mean does not protect; leave one of the two out."
+            )
+        self.robust = mean
+
+    def declares(self, what: Literal["averages", "means_only"]) -> bool:
+        """Say whether this server declares one of these.
+
+        A class with an ``aggregate`` or ``averaged`` of its own has to do so again, and so has a server's optimizer.
+        """
+        if what == "means_only" and self.server_optimizer is not None and not self.server_optimizer.means_only:
+            return False
+        if what in vars(self):
+            return bool(vars(self)[what])
+        for cls in type(self).__mro__:
+            if what in vars(cls):
+                return bool(vars(cls)[what])
+            if {"aggregate", "averaged"} & vars(cls).keys():
+                break
+        return False
+
     def _averaged(self, uploads: Mapping[int, Payload]) -> list[str]:
         """Return the names of what is averaged: what clients are sent, and what some of them have just unfrozen."""
         more = (name for upload in uploads.values() for name in upload if name not in self._model)
@@ -204,62 +221,26 @@ class Server:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed server needs, as tensors and plain values."""
-        state = {"model": _plain(self.model), "sparse": sorted(self.model.sparse), "seed": self.seed}
+        state = {"model": plain(self.model), "sparse": sorted(self.model.sparse), "seed": self.seed}
         if self.server_optimizer is not None:
             state["server_optimizer"] = self.server_optimizer.state_dict()
-        state |= {name: _plain(getattr(self, name)) for name in (*self.kept, *self.kept_payloads)}
+        state |= {name: plain(getattr(self, name)) for name in (*self.kept, *self.kept_payloads)}
         in_factors = {FACTORS: self.model, **{f"{name}.{FACTORS}": getattr(self, name) for name in self.kept_payloads}}
-        return state | {key: found for key, payload in in_factors.items() if (found := _factors(payload))}
+        return state | {key: found for key, payload in in_factors.items() if (found := factors_of(payload))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
-        self.model, self.seed = Payload(state["model"], state["sparse"], _made(state.get(FACTORS, {}))), state["seed"]
+        self.model, self.seed = (
+            Payload(state["model"], state["sparse"], low_rank_of(state.get(FACTORS, {}))),
+            state["seed"],
+        )
         if self.server_optimizer is not None:
             self.server_optimizer.load_state_dict(state["server_optimizer"])
         for name in state.keys() & self.kept:
-            setattr(self, name, _plain(state[name]))
+            setattr(self, name, plain(state[name]))
         for name in state.keys() & self.kept_payloads:
-            factors = _made(state.get(f"{name}.{FACTORS}", {}))
-            setattr(self, name, _payloads(state[name], state["sparse"], factors, like=getattr(self, name)))
-
-
-def _plain(value: Any) -> Any:
-    """Return what a checkpoint holds of a value: a mapping as a dict, a payload as one of what is not in factors."""
-    if isinstance(value, Payload):
-        return {name: tensor for name, tensor in value.items() if name not in value.low_rank}
-    return {key: _dense(one) for key, one in value.items()} if isinstance(value, Mapping) else value
-
-
-def _dense(value: Any) -> Any:
-    """Return what a checkpoint holds of a part of a value, which has no factors next to it."""
-    return dict(value) if isinstance(value, Payload) else _plain(value)
-
-
-def _factors(value: Any) -> dict[str, tuple[Tensor, Tensor, tuple[int, ...]]]:
-    """Return what a checkpoint holds of those tensors of a payload that are in factors; of other values nothing."""
-    own = value.low_rank if isinstance(value, Payload) else {}
-    return {name: (f.left, f.right, f.shape) for name, f in own.items()}
-
-
-def payload_state(payload: Payload) -> dict[str, Any]:
-    """Return what a checkpoint holds of a payload, as tensors and plain values."""
-    return {"tensors": _plain(payload), "sparse": sorted(payload.sparse), FACTORS: _factors(payload)}
-
-
-def payload_from(state: Mapping[str, Any]) -> Payload:
-    """Return the payload that a state of :func:`payload_state` is of."""
-    return Payload(state["tensors"], state["sparse"], _made(state[FACTORS]))
-
-
-def _made(factors: Mapping[str, Any]) -> dict[str, LowRank]:
-    return {name: LowRank(*parts) for name, parts in factors.items()}
-
-
-def _payloads(value: Mapping[Any, Any], sparse: Iterable[str], factors: Mapping[str, LowRank], like: Any) -> Any:
-    """Return the payload, or the dict of payloads, that a checkpoint's value is of."""
-    if isinstance(like, Payload):
-        return Payload(value, sparse, factors)
-    return {key: Payload(tensors, sparse) for key, tensors in value.items()}
+            factors = low_rank_of(state.get(f"{name}.{FACTORS}", {}))
+            setattr(self, name, payloads_from(state[name], state["sparse"], factors, like=getattr(self, name)))
 
 
 class UniformServer(Server):
@@ -282,7 +263,7 @@ def averaging(weighting: Weighting) -> Server:
 class MixingServer(Server):
     """A server that sends every client its own mixture of all clients' latest uploads.
 
-    A method defines how by one K x K row-stochastic matrix, see :meth:`mixing_matrix`. A client that has never uploaded
+    A method says how by one K x K row-stochastic matrix, see :meth:`mixing_matrix`. A client that has never uploaded
     takes no part in anybody's mixture, and gets the initial tensors.
     """
 

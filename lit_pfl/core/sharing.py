@@ -1,18 +1,17 @@
 """What is sent: the role of every tensor of a learner, and how parts of a learner are found."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from types import MappingProxyType
 from typing import Literal, get_args
 
 import lightning as L
-from torch import Tensor, nn
+from torch import nn
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import factorized_layers
 from lit_pfl.nn.adapters import adapter_prefixes, is_of_adapter
-from lit_pfl_callbacks.frozen import frozen_weights
 
 Role = Literal["body", "head", "u", "v", "mu", "norm", "norm_stats", "adapter"]
 EVERYTHING: frozenset[Role] = frozenset({"body", "u", "v", "mu", "norm", "head", "adapter"})
@@ -167,12 +166,26 @@ def last_layers(roles: Mapping[str, Role], count: int, option: str) -> frozenset
     return frozenset(name for layer in layers[len(layers) - count :] for name in layer)
 
 
-def check_sharing(shares: frozenset[str], share_head: bool | None, labels_agree: bool, method: str) -> None:
-    """See that what a method shares are roles, and that a head is not to be shared where labels differ.
+def check_sharing(
+    shares: frozenset[str], share_head: bool | None, labels_agree: bool, method: str, needs_common_labels: str
+) -> None:
+    """See that what a method shares are roles, and that nothing of labels is to be shared where these differ.
+
+    Args:
+        shares: what it shares.
+        share_head: whether the head is to be shared.
+        labels_agree: whether labels mean the same at every client.
+        method: its name.
+        needs_common_labels: why it needs that; empty: it does not.
 
     Raises:
         ConfigError: when it is otherwise.
     """
+    if needs_common_labels and not labels_agree:
+        raise ConfigError(
+            f"model={method} {needs_common_labels}, and labels differ from client to client; use data whose labels "
+            "agree (data.permute_labels=false), or another method."
+        )
     if share_head and not labels_agree:
         raise ConfigError(
             "model.share_head=true: heads cannot be shared where labels differ from client to client; "
@@ -182,89 +195,3 @@ def check_sharing(shares: frozenset[str], share_head: bool | None, labels_agree:
         raise ConfigError(
             f"{method}.shares: {unknown[0]!r} is not a role; it must be a set of some of {', '.join(get_args(Role))}."
         )
-
-
-class SharedTensors:
-    """The tensors of a learner that are sent and received, and those that never train and so are not.
-
-    Args:
-        learner: the learner.
-        roles: the role of every entry of its ``state_dict()``.
-        is_shared: says of a name and its role whether the method shares it.
-        local: which are never shared, see :class:`~lit_pfl.Client`.
-        only: which are shared at most, like its ``shares``.
-
-    Attributes:
-        frozen: the weights that never train, by name.
-
-    Raises:
-        ConfigError: when nothing is left of what the method shares.
-    """
-
-    def __init__(
-        self,
-        learner: L.LightningModule,
-        roles: Mapping[str, Role],
-        is_shared: Callable[[str, Role], bool],
-        local: str | None = None,
-        only: str | None = None,
-    ) -> None:
-        self._learner = learner
-        self._known: frozenset[str] | None = frozenset(learner.state_dict())
-        self.frozen = {name: weight for name, weight in frozen_weights(learner).items() if name in roles}
-        shared = [name for name, role in roles.items() if is_shared(name, role)]
-        kept = frozenset() if local is None else names_found(learner, local, "local", roles)
-        if only is not None:
-            kept = kept | (roles.keys() - names_found(learner, only, "shares", roles))
-        self._may_travel = frozenset(shared) - kept
-        #: by name, the module that each tensor belongs to and what it is called there: it may be put in another's place
-        self._owners = [self._owner(n) for n in shared if n in self._may_travel and n not in self.frozen]
-        if shared and not self._owners:
-            if self._may_travel:
-                raise ConfigError(
-                    "model.learner: no tensor is left to share, since all weights that would be sent are frozen "
-                    "(requires_grad=False); unfreeze some."
-                )
-            option = f"model.local={local!r}" if only is None else f"model.shares={only!r}"
-            raise ConfigError(f"{option}: no tensor is left to share.")
-
-    def _owner(self, name: str) -> tuple[str, nn.Module, str]:
-        path, _, leaf = name.rpartition(".")
-        return name, self._learner.get_submodule(path), leaf
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return what is sent by name: the learner's own memory, without gradients."""
-        return {name: getattr(owner, leaf).detach() for name, owner, leaf in self._owners}
-
-    def weights(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters among what is sent, by name."""
-        found = ((name, getattr(owner, leaf)) for name, owner, leaf in self._owners)
-        return {name: weight for name, weight in found if isinstance(weight, nn.Parameter)}
-
-    def held(self) -> list[Tensor]:
-        """Return what is sent as the learner itself holds it: parameters and buffers."""
-        return [getattr(owner, leaf) for _, owner, leaf in self._owners]
-
-    def unfrozen(self) -> list[str]:
-        """Return the names of those frozen weights that somebody has unfrozen."""
-        return [name for name, weight in self.frozen.items() if weight.requires_grad]
-
-    def thaw(self, name: str) -> None:
-        """Let a frozen weight be sent from now on, if the method shares it."""
-        del self.frozen[name]
-        if name in self._may_travel:
-            self._owners.append(self._owner(name))
-
-    def refuse_new(self) -> None:
-        """Refuse what the learner has made in its ``setup``, once: it would be kept local without a word.
-
-        Raises:
-            ConfigError: when there is something.
-        """
-        made = self._learner.state_dict().keys() - self._known if self._known else ()
-        if made:
-            raise ConfigError(
-                f"model.learner: {type(self._learner).__name__} makes {min(made)!r} in setup(), after the shared "
-                "tensors are chosen; make its layers in __init__ or configure_model."
-            )
-        self._known = None

@@ -12,7 +12,7 @@ import torch
 from jsonargparse.typing import PositiveInt
 
 from lit_pfl.data.images import ImageDataModule, ImageSet
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, within_memory
 
 
 class Digits(ImageDataModule):
@@ -33,7 +33,8 @@ class Digits(ImageDataModule):
 
         digits = load_digits()
         images = torch.from_numpy(digits.images / 16 * 255).float().unsqueeze(1)
-        images = torch.nn.functional.interpolate(images, size=self.image_size, mode="bilinear").round().byte()
+        with within_memory(f"data.image_size={self.image_size}"):
+            images = torch.nn.functional.interpolate(images, size=self.image_size, mode="bilinear").round().byte()
         return ImageSet(images, torch.from_numpy(digits.target).long(), 10, *_statistics([0.305], [0.376]), channels=1)
 
 
@@ -306,7 +307,8 @@ def _resized(images: torch.Tensor, size: int) -> torch.Tensor:
         part = torch.nn.functional.interpolate(part.float(), size=size, mode="bilinear", antialias=shrinks)
         return part.round().byte()
 
-    return torch.cat([resized(part) for part in images.split(10_000)])
+    with within_memory(f"data.image_size={size}"):
+        return torch.cat([resized(part) for part in images.split(10_000)])
 
 
 def _md5(file: Path) -> str:

@@ -16,6 +16,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import ClientData
 from lit_pfl.data.batches import tensors_in
+from lit_pfl.engines.frozen import constant
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import ASLEEP, FOLDER, SavedStates, StateFiles, lent_trainer
 from lit_pfl.randomness import random_state_kept
@@ -102,14 +103,14 @@ class Asleep:
 
     def _write(self, client: int) -> None:
         state = self.engine.states([client])
-        constant = self.engine.clients[client].constant()
-        self._put(client, state["clients"][client], state["streams"].get(client), constant)
+        own, stream = state["clients"][client], state["streams"].get(client)
+        self._put(client, own, stream, constant(self.engine.clients[client]))
         self._changed.discard(client)
 
-    def _put(self, client: int, own: Mapping[str, Any], stream: Any, constant: Collection[str]) -> None:
+    def _put(self, client: int, own: Mapping[str, Any], stream: Any, fixed: Collection[str]) -> None:
         """Write a state without what stays as it is in a client's module."""
-        left_out = [name for name in own["state_dict"] if name in constant]
-        rest = {name: value for name, value in own["state_dict"].items() if name not in constant}
+        left_out = [name for name in own["state_dict"] if name in fixed]
+        rest = {name: value for name, value in own["state_dict"].items() if name not in fixed}
         state = {"clients": {**own, "state_dict": rest}, "streams": stream, "constant": left_out}
         self.files.put(client, state, len(own) > 1)
 
@@ -179,18 +180,18 @@ class Asleep:
         self.engine.make([first])
         module = self.engine.clients[first]
         self.engine.work.joined(module)
-        begun, constant = {name: copy.deepcopy(x) for name, x in module.state_dict().items()}, module.constant()
+        begun, fixed = {name: copy.deepcopy(x) for name, x in module.state_dict().items()}, constant(module)
         self.engine.take_up(state, [first])
         self._forget(first)
-        return begun, constant
+        return begun, fixed
 
     def _write_all(self, state: Mapping[str, Any]) -> None:
-        begun, constant = self._try(state)
+        begun, fixed = self._try(state)
         self.files.forget()
         for client in self.engine.work.data.clients:
             own = state["clients"][client]
             there = own["state_dict"]
-            same = {name for name in constant & there.keys() if _equal(there[name], begun[name])}
+            same = {name for name in fixed & there.keys() if _equal(there[name], begun[name])}
             if len(own) > 1 or not _same(there, begun):
                 self._put(client, own, state["streams"].get(client), same)
 

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core import Client
-from lit_pfl.lightning_internals import forget_scores, lend_data
 
 
 class ClientLogger(Logger):
@@ -127,13 +125,3 @@ def client_loggers(loggers: Sequence[Logger], client: Client) -> list[ClientLogg
     """Return a federation's loggers as a client's module sees them, those that take more than numbers first."""
     ordered = sorted(loggers, key=lambda logger: isinstance(logger, CSVLogger))
     return [ClientLogger(logger, client) for logger in ordered]
-
-
-def visit(trainer: L.Trainer, client: Client, data: L.LightningDataModule | None, epoch: int) -> None:
-    """Make a client's Trainer that of another client for a while, which has come to an epoch, counted from 0."""
-    trainer.fit_loop.epoch_progress.current.completed = epoch
-    trainer.strategy.connect(client)
-    lend_data(trainer, data)
-    forget_scores(trainer)
-    for logger in trainer.loggers:
-        logger.__dict__["client"] = client

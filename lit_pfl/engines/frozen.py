@@ -46,6 +46,11 @@ def keep_apart(client: Client, saved: Mapping[str, Any]) -> None:
         )
 
 
+def constant(client: Client) -> frozenset[str]:
+    """Return the names in a client's ``state_dict()`` of tensors that stay as they are: frozen in all learners."""
+    return frozenset(f"{part}.{name}" for part in client.learners for name in client.frozen)
+
+
 class FrozenWeights:
     """Sees whether weights that have no gradient stay as they are all the same.
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload, all_finite
+from lit_pfl.core.shared_tensors import EXTRA
 from lit_pfl.errors import UploadError
 from lit_pfl_callbacks.tensors import copied, load_tensors, tensors_of
 
@@ -87,6 +89,13 @@ class LastGoodState:
         for optimizer, states in zip(self.optimizers, self._optimizers, strict=True):
             optimizer.state.clear()
             optimizer.state.update(states)
+
+
+def overwritten(client: Client, reply: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a client's ``download`` makes equal to a reply whatever it was, by name in ``state_dict()``."""
+    if type(client).download is not Client.download or client.factorization is not None:
+        return {}
+    return {name if name.startswith(EXTRA) else f"learner.{name}": tensor for name, tensor in reply.items()}
 
 
 def _most_entries(module: nn.Module) -> float:

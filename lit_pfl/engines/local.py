@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import lightning as L
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_pfl.core import Client
@@ -14,16 +13,16 @@ from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import LateLoader
 from lit_pfl.engines.asleep import Asleep
-from lit_pfl.engines.client_logger import visit
 from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
-from lit_pfl.engines.frozen import FrozenWeights, keep_apart, share_frozen
+from lit_pfl.engines.frozen import FrozenWeights, constant, keep_apart, share_frozen
 from lit_pfl.engines.greenlets import LocalHub
-from lit_pfl.engines.last_good import LastGoodState
+from lit_pfl.engines.last_good import LastGoodState, overwritten
 from lit_pfl.engines.resuming import refuse_another_network
 from lit_pfl.engines.validation import check_monitored
+from lit_pfl.engines.visitors import Visitors
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, lent_trainer, limit_batches, make_lean
+from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, limit_batches, make_lean
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.federated_loop import next_epoch
@@ -54,6 +53,7 @@ class Local(Engine):
     """
 
     work: Work
+    _visitors: Visitors
 
     def __init__(self, awake: PositiveInt | None = None) -> None:
         super().__init__()
@@ -63,7 +63,6 @@ class Local(Engine):
         self._asleep: Asleep | None = None
         self.hub = LocalHub()
         self._frozen: FrozenWeights | None = None
-        self._for_visitors: L.Trainer | None = None  # a Trainer for those that have none yet, one after another
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
 
     def setup(self, work: Work, own: Sequence[int] | None = None) -> None:
@@ -81,7 +80,7 @@ class Local(Engine):
         elif not self.clients:
             self.hub.seed = work.seed
             self.make(work.data.clients if own is None else own)
-        self._for_visitors = None  # it is of the former Trainer
+        self._visitors = Visitors(lambda module: self._trainer(module, MemoryCheckpointIO())[0])
         self._place()
 
     def make(self, clients: Iterable[int]) -> None:
@@ -137,14 +136,14 @@ class Local(Engine):
             self._asleep.wake(client, trains=True)
         module = self.clients[client]
         if client not in self.hub:
-            self._for_visitors = None  # it may say that it checks sanity
+            self._visitors.forget()  # their Trainer may say that it checks sanity
             self._add_fit(client)
             self.hub.start(client)
             check_monitored(module)
         module.completed_rounds = completed
         limit_batches(module.trainer, batches)
         self.frozen_weights.begin(client)
-        return LastGoodState(module, module.trainer.optimizers, module.overwritten(reply), module.constant())
+        return LastGoodState(module, module.trainer.optimizers, overwritten(module, reply), constant(module))
 
     @property
     def frozen_weights(self) -> FrozenWeights:
@@ -219,12 +218,12 @@ class Local(Engine):
     def _holding(self, client: int, reply: Payload | None) -> Iterator[Client]:
         """Let a client hold a reply, if there is one; put it back afterwards."""
         module = self.clients[client]
-        with self._with_trainer(client, module):
+        with self._visitors.lent(module, self._restored.get(client, {}).get("epoch", 0)):
             if reply is None:
                 yield module
                 return
-            constant = module.constant()
-            before = copied({name: value for name, value in module.state_dict().items() if name not in constant})
+            fixed = constant(module)
+            before = copied({name: value for name, value in module.state_dict().items() if name not in fixed})
             has_trained = client in self.hub or client in self._restored
             with next_epoch(module.trainer) if has_trained else nullcontext():
                 module.download(reply)
@@ -232,21 +231,6 @@ class Local(Engine):
                 yield module
             finally:
                 module.load_state_dict(before, strict=False)
-
-    @contextmanager
-    def _with_trainer(self, client: int, module: Client) -> Iterator[None]:
-        """Lend a Trainer like its own to a client that has not trained: its learner may ask how things are."""
-        if module._trainer is not None:
-            yield
-            return
-        if self._for_visitors is None:
-            with random_state_kept():
-                self._for_visitors, _ = self._trainer(module, MemoryCheckpointIO())
-            self._for_visitors.state.fn = TrainerFn.VALIDATING
-        assert module.data is not None
-        visit(self._for_visitors, module, module.data.module, self._restored.get(client, {}).get("epoch", 0))
-        with lent_trainer(module, self._for_visitors):
-            yield
 
     # ----------------------------------------------------------------------------------------------------------- state
 

@@ -22,6 +22,7 @@ from lit_pfl.engines.parcels import Parcel, alike, packed, unpacked
 from lit_pfl.engines.threads import keep_freed_memory
 from lit_pfl.engines.work import Work
 from lit_pfl.lightning_internals import undisturbed
+from lit_pfl.randomness import random_state_kept
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,15 @@ class Worker:
         vars(self.data).update(unpacked(samples, copy=False))
         self.engine = Local()
 
-    def ready(self) -> str:
-        """Return the name of the machine, once the process is at work."""
-        return platform.node()
+    def ready(self) -> tuple[str, str]:
+        """Return the names of the machine and of its node of Ray, once the process is at work."""
+        import ray
+
+        return platform.node(), ray.get_runtime_context().get_node_id()
 
     @carefully
-    def setup(self, outer: Outer, own: Sequence[int]) -> None:
-        """Make clients the first time; take note of the Trainer."""
+    def setup(self, outer: Outer) -> None:
+        """Take note of the Trainer."""
         torch.set_num_threads(outer.threads)
         torch.use_deterministic_algorithms(outer.deterministic)
         trainer = outer.trainer()
@@ -151,7 +154,7 @@ class Worker:
                 self.prototype, self.data, outer.seed, self.epochs, self.options, trainer, outer.rounds, outer.threads
             )
         self.work.trainer, self.work.rounds = trainer, outer.rounds
-        self.engine.setup(self.work, own)
+        self.engine.setup(self.work, [])
 
     @carefully
     def joined(self) -> dict[int, ClientInfo]:
@@ -172,6 +175,9 @@ class Worker:
         for client in go:
             self.engine.drop(client)
         self.engine.make(come)
+        with random_state_kept():
+            for client in come:
+                self.work.joined(self.engine.clients[client])  # which may give its tensors their shapes
         for number, state in enumerate(states):
             self.engine.take_up(unpacked(state), [client for client, place in come.items() if place == number])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_pfl.core.client import Client
 from lit_pfl.core.payload import Payload, Upload
-from lit_pfl.core.robust import update_of
+from lit_pfl.core.updates import update_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.federation import Federation
 from lit_pfl.ops.robust import alie_deviation

@@ -3,25 +3,50 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+import lightning as L
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.data import ClientData, identity_of
 from lit_pfl.engines import Engine
+from lit_pfl.engines.work import HasData
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import SavedStates
+from lit_pfl.lightning_internals import AtomicCheckpointIO, SavedStates, StateFiles
 
 #: what only the checkpoints of some runs hold
 OPTIONAL = ("deadline", "asynchronous")
+
+
+def save_whole(trainer: L.Trainer, if_not_saved: Literal["stop", "continue"], states: StateFiles | None) -> None:
+    """Let a Trainer write a checkpoint whole or not at all, unless it was given a way of its own.
+
+    Args:
+        trainer: the federation's.
+        if_not_saved: what to do when one cannot be written.
+        states: files that checkpoints refer to.
+
+    Raises:
+        ConfigError: when there are such files, and the Trainer's own way does not know of them.
+    """
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO(if_not_saved)
+    if isinstance(own := trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+        own.states = states
+    elif states is not None:
+        raise ConfigError(
+            f"federation.engine.awake: {type(own).__name__} does not handle the files that checkpoints refer to; "
+            "leave that plugin out of trainer.plugins."
+        )
 
 
 def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine) -> dict[str, Any]:
     """Return the whole federation: clients with optimizers, schedulers and random streams, server, byte counts.
 
     Args:
-        identity: what a checkpoint must agree in, see :func:`resume`; ``data`` may be :func:`as_text`.
+        identity: what a checkpoint must agree in, see :func:`resume`.
         coordinator: the server's side.
         engine: where the clients live.
     """
@@ -33,14 +58,10 @@ def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine)
         "coordinator": coordinator.state_dict(),
         **engine.state_dict(),
     }
-    if engine.files is not None:
-        state["coordinator"]["ledger"]["clients"] = as_text(state["coordinator"]["ledger"]["clients"])
+    if engine.files is not None:  # of many thousand clients, tables take longer to save than all the rest
+        state["data"] = json.dumps(state["data"])
+        state["coordinator"]["ledger"]["clients"] = json.dumps(state["coordinator"]["ledger"]["clients"])
     return state
-
-
-def as_text(table: Mapping[int, Any]) -> str:
-    """Return a table by client id as text: of many thousand clients, tables take longer to save than all the rest."""
-    return json.dumps(table)
 
 
 def _table(value: str | dict[int, Any]) -> dict[int, Any]:
@@ -98,6 +119,28 @@ def fingerprint(data: ClientData) -> str:
     for batches in (data.train, data.val, data.test):
         digest.update(identity_of(batches))
     return digest.hexdigest()
+
+
+def fingerprints(data: HasData) -> dict[int, str]:
+    """Return the :func:`fingerprint` of every client's data, by id."""
+    return {client: fingerprint(data.client(client)) for client in data.clients}
+
+
+def refuse_other_data(data: HasData, known: Mapping[int, str]) -> None:
+    """See that data are what clients were made with, which they continue to train and to be scored on.
+
+    Args:
+        data: the data.
+        known: the fingerprints of those that they were made with.
+
+    Raises:
+        ConfigError: when they are other samples, or assigned otherwise.
+    """
+    if fingerprints(data) != known:
+        raise ConfigError(
+            "datamodule: the clients of this federation were made with other data, or other labels; give the "
+            "data module that they were made with, or a new Federation."
+        )
 
 
 def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: list[str]) -> None:

@@ -2,41 +2,47 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lit_pfl.core import Client
-from lit_pfl.core.asynchronous import Asynchronous, InTraining, Schedule
+from lit_pfl.core.asynchronous import Asynchronous, InTraining
 from lit_pfl.core.coordinator import Coordinator
-from lit_pfl.core.deadline import Deadline, Plan
+from lit_pfl.core.deadline import Deadline
 from lit_pfl.core.ledger import Ledger
-from lit_pfl.core.participation import Participation, check_participation, participants, sampling_of
+from lit_pfl.core.participation import Participation, check_participation, sampling_of
 from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.scores import Row, mean_over_samples
-from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
+from lit_pfl.data import FederatedDataModule, labels_of, samples_of
 from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted, standalone
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.errors import ConfigError
-from lit_pfl.federation.checkpoint import OPTIONAL, as_text, fingerprint, resume, saved, trained_in
+from lit_pfl.federation.checkpoint import (
+    OPTIONAL,
+    fingerprints,
+    refuse_other_data,
+    resume,
+    save_whole,
+    saved,
+    trained_in,
+)
 from lit_pfl.federation.monitors import monitors, refuse_misspelt
+from lit_pfl.federation.options import check_options, check_together
 from lit_pfl.federation.privacy import end_of_privacy
-from lit_pfl.federation.scoring import GlobalModel, Scores, State
+from lit_pfl.federation.scoring import Scores
 from lit_pfl.federation.server_step import ServerStep
-from lit_pfl.federation.simulated_time import batches_of_round
 from lit_pfl.federation.summary import described, summarize
-from lit_pfl.learners.scoring import Split
-from lit_pfl.lightning_internals import AtomicCheckpointIO, QuickModule
-from lit_pfl.randomness import Draws, check_share, scoring_draws
+from lit_pfl.federation.timetable import Timetable
+from lit_pfl.lightning_internals import QuickModule
+from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.dashboard import RoundLog
 from lit_pfl_callbacks.protocols import Refusal
 
@@ -133,29 +139,9 @@ class Federation(QuickModule):
         if not isinstance(client, Client):
             name = getattr(client, "__name__", type(client).__name__)
             raise ConfigError(f"{name} is not a method; pass one around it: Federation(FedAvg(learner={name}())).")
-        check_participation(participation)
-        check_share("federation.evaluate_clients", evaluate_clients)
         check_client_options(client_trainer or {})
-        if not 0 <= quorum <= 1:
-            raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
-        if not isinstance(engine, Engine | None):
-            raise ConfigError(f"federation.engine={engine!r}: give an engine, such as Local() or Stacked(size=32).")
-        if max_update_norm is not None and not max_update_norm > 0:
-            raise ConfigError(f"federation.max_update_norm={max_update_norm}: give a number above 0.")
-        if deadline is not None and deadline.wanted and privacy is not None and privacy.where == "central":
-            raise ConfigError(
-                "federation.deadline.wanted: who is slower than one client decides whether another one counts, which "
-                "federation.privacy does not account for; leave wanted out, or set federation.privacy.where=local."
-            )
-        if asynchronous is not None and (deadline is not None or privacy is not None):
-            other = "privacy" if deadline is None else "deadline"
-            raise ConfigError(f"federation.asynchronous does not go with federation.{other}; leave one of them out.")
-        for name, given, choices in (
-            ("evaluate", evaluate, ("before", "after", "global")),
-            ("if_not_saved", if_not_saved, ("stop", "continue")),
-        ):
-            if given not in choices:
-                raise ConfigError(f"federation.{name}={given}: choose {', '.join(choices)}.")
+        check_options(participation, evaluate_clients, evaluate, quorum, engine, max_update_norm, if_not_saved)
+        check_together(privacy, deadline, asynchronous)
         self.automatic_optimization = False
         # Not a submodule: a LightningModule hands its own Trainer down to those.
         self.__dict__["prototype"] = client
@@ -166,13 +152,12 @@ class Federation(QuickModule):
         self.evaluate = evaluate
         self.quorum, self.max_update_norm, self.privacy = quorum, max_update_norm, privacy
         self.deadline, self.asynchronous = deadline, asynchronous
-        self._plan = Plan()
         self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.client_trainer = client_trainer or {}
         self.if_not_saved = if_not_saved
         self.engine = Local() if engine is None else copy.deepcopy(engine)  # what was given is as good for another run
-        self.scores = Scores(evaluate, higher_is_better or {})
+        self._directions = higher_is_better or {}
         self.round_log = RoundLog()
         self._work: Work | None = None
         self._losses: list[tuple[float, int]] = []
@@ -209,11 +194,9 @@ class Federation(QuickModule):
 
     def setup(self, stage: str) -> None:
         """Let the engine make the clients, and make the server, once."""
-        if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            self.trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.if_not_saved)
         data = self.data
         if self._work is not None and data is not self._work.data:
-            self._refuse_other_data(data)
+            refuse_other_data(data, self._fingerprints)
         data.participants, data.validated = self.participants, self.validated
         data.as_many_each_round = not isinstance(self.participation, Participation)
         data.all_at_once = self.engine.all_at_once
@@ -223,15 +206,7 @@ class Federation(QuickModule):
         else:
             self._work.trainer = self.trainer
             self.engine.setup(self._work)
-        if isinstance(own := self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-            own.states = self.engine.files
-        elif self.engine.files is not None:
-            raise ConfigError(
-                f"federation.engine.awake: {type(own).__name__} does not handle the files that checkpoints refer to; "
-                "leave that plugin out of trainer.plugins."
-            )
-        if self.scores.global_model is not None:
-            self.scores.global_model.client.place_on(self.trainer.strategy.root_device)
+        save_whole(self.trainer, self.if_not_saved, self.engine.files)
         summarize(self.trainer, self._described)
 
     def _begin(self, data: FederatedDataModule) -> None:
@@ -241,9 +216,8 @@ class Federation(QuickModule):
             self.seed = torch.initial_seed()
         keep_freed_memory()
         self.draws = Draws(self.seed)
-        if self.deadline is not None:
-            self.deadline.speeds.check(data.clients)
         work = Work(self.prototype, data, self.seed, self.local_epochs, self.client_trainer, self.trainer)
+        self.timetable = Timetable(work, self.draws, self.participation, self.deadline, self.asynchronous)
         # a client that never trains: it makes the server, and stands for all where something is asked of any
         example = work.fresh(data.clients[0], data.client(data.clients[0]))
         with self.draws.torch("server"):
@@ -260,8 +234,7 @@ class Federation(QuickModule):
             self.asynchronous.check(server, data.clients, self.participation)
             self.coordinator.in_training = InTraining(self.asynchronous)
         self.coordinator.protect(self.privacy, sampling_of(self.participation, len(data.clients)), self.seed)
-        if self.evaluate == "global":
-            self.scores.global_model = GlobalModel(work.fresh(data.clients[0]), self.coordinator)
+        self.scores = Scores(self.evaluate, self._directions, work, self.engine, self.coordinator, self.draws)
         self._described = described(example, len(data.clients))
         self._work = work
 
@@ -295,8 +268,9 @@ class Federation(QuickModule):
         there = self.client_ids
         clients = there if clients is None else list(clients)
         if unknown := set(clients).difference(there):
-            raise ConfigError(f"There is no client {min(unknown)}; there are {_some(there)}.")
-        replies = self.scores.replies(clients, self.coordinator) if as_scored else dict.fromkeys(clients)
+            some = ", ".join(map(str, there[:10])) + (", ..." if len(there) > 10 else "")
+            raise ConfigError(f"There is no client {min(unknown)}; there are {some}.")
+        replies = self.scores.replies(clients) if as_scored else dict.fromkeys(clients)
         return self.engine.ask(question, replies)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -307,26 +281,7 @@ class Federation(QuickModule):
 
     def participants(self, completed: int) -> list[int]:
         """Return the ids of the clients that train in the round after ``completed`` rounds."""
-        if self.asynchronous is not None:
-            return sorted(self._schedule.step(completed).staleness)
-        return participants(self.participation, completed, self._samples, self.draws)
-
-    @cached_property
-    def _samples(self) -> dict[int, int]:
-        """Numbers of training samples of all clients, by id."""
-        return {client: self.data.client(client).num_samples for client in self.data.clients}
-
-    @cached_property
-    def _batches(self) -> dict[int, int]:
-        """Numbers of batches that clients train in a whole round, by id."""
-        options = self.client_trainer
-        return {k: batches_of_round(k, self.data.client(k), self.local_epochs, options) for k in self.data.clients}
-
-    @cached_property
-    def _schedule(self) -> Schedule:
-        assert self.asynchronous is not None
-        assert not isinstance(self.participation, Participation)
-        return Schedule(self.asynchronous, self._batches, self.participation, self.draws)
+        return self.timetable.participants(completed)
 
     def validated(self) -> list[int]:
         """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
@@ -338,27 +293,15 @@ class Federation(QuickModule):
         known = {"round", "train/loss", *self.traffic.of_round()}
         if monitors(self.trainer).keys() <= known or not self.trainer.limit_val_batches:
             return
-        kept, self.scores = self.scores, copy.copy(self.scores)
-        self.scores.begin()
         with torch.no_grad(), self.trainer.precision_plugin.val_step_context():
-            self._evaluate(self.client_ids[:1], self._validated_on, [self.evaluate])
-        scored, self.scores = self.scores.summary(self._validated_on), kept
-        refuse_misspelt(self.trainer, {*known, *scored})
+            known |= self.scores.names(self.data, self.client_ids[0])
+        refuse_misspelt(self.trainer, known)
 
     def on_train_epoch_start(self) -> None:
         """Begin a round."""
         end_of_privacy(self.trainer, self.coordinator, begins=True)
         self._losses, self._validated = [], {}
-        if self.deadline is not None:
-            clients = set(self.participants(self.coordinator.round)) - self.engine.left
-            work = {client: self._batches[client] for client in clients}
-            self._plan = self.deadline.plan(self.coordinator.round + 1, work, self.draws)
-        if self.asynchronous is not None:
-            step = self._schedule.step(self.coordinator.round)
-            self.coordinator.begin_round(step.clock - self.coordinator.clock)
-            self.coordinator.send_out(step.starts, step.staleness)
-        else:
-            self.coordinator.begin_round(self._plan.seconds)
+        self._plan = self.timetable.begin_round(self.coordinator, self.engine.left)
 
     def training_step(self, batch: list[int], batch_idx: int) -> None:
         """Train a set of clients; after the last one of the round, let the server do its step."""
@@ -451,21 +394,21 @@ class Federation(QuickModule):
     def on_test_epoch_start(self) -> None:
         """Begin a test, in every state that there is."""
         self.scores.begin()
-        self._tested = self._states()
+        self._tested = self.scores.states_of_a_test(self.data)
 
     def validation_step(self, batch: list[int], batch_idx: int) -> None:
         """Evaluate a set of clients on their validation data."""
-        self._evaluate(batch, self._validated_on, [self.evaluate])
+        self.scores.evaluate(self.data, batch, self.scores.validated_on, [self.evaluate])
 
     def on_validation_epoch_end(self) -> None:
         """Log means over clients; to the loggers they go with the rest of the round."""
         if not self.trainer.sanity_checking:
-            self._validated = self.scores.summary(self._validated_on)
+            self._validated = self.scores.summary(self.scores.validated_on)
             self._log(self._validated, write=self.trainer.state.fn != "fit")  # in a fit, with the rest of the round
 
     def test_step(self, batch: list[int], batch_idx: int) -> None:
         """Evaluate a set of clients on their test data."""
-        self._evaluate(batch, "test", self._tested)
+        self.scores.evaluate(self.data, batch, "test", self._tested)
 
     def on_test_epoch_end(self) -> None:
         """Log means over clients."""
@@ -492,47 +435,9 @@ class Federation(QuickModule):
         scored."""
         return self.ask(standalone, [client], as_scored=True)[client]
 
-    @cached_property
-    def _validated_on(self) -> Split:
-        assert self._work is not None
-        data = self._work.data
-        return "val" if any(has_batches(data.client(client).val) for client in data.clients) else "test"
-
-    def _states(self) -> list[State]:
-        """Return the states in which models are tested, the one of the run's own scores first; to be asked once a test.
-
-        In a state besides its own a run has a global model only if the method and the data have all that it takes.
-        """
-        assert self._work is not None
-        if not self.coordinator.round:  # there is one model, that of the start
-            return [self.evaluate]
-        if self.evaluate != "global":
-            self.scores.global_model = None
-            with suppress(ConfigError):
-                self.data.everything("test")
-                if self.coordinator.server.global_model():
-                    self.scores.global_model = GlobalModel(self._work.fresh(self.client_ids[0]), self.coordinator)
-                    self.scores.global_model.client.place_on(self.trainer.strategy.root_device)
-        return self.scores.states()
-
-    def _evaluate(self, clients: Sequence[int], split: Split, states: Sequence[State]) -> None:
-        own = [state for state in states if state != "global"]
-        with computing(self.threads):
-            if "global" in states:
-                with scoring_draws(self.draws.seed):
-                    self.scores.score_global(self.data.everything(split), split, self.trainer)
-            self.scores.score(self.engine, self.prototype.evaluated, clients, split, self.coordinator, own)
-
     def _test_last_round(self) -> None:
-        # there were no validation data, and nobody was left out
-        done, rows = self.scores.are_of(self.client_ids, self.coordinator.round, "test"), self.rows
-        self.scores.begin()
-        if done:
-            self.scores.rows = [*rows]  # another list, since there is more to write
         with torch.no_grad(), self.trainer.precision_plugin.test_step_context():  # as in a test by the Trainer
-            self._evaluate(self.client_ids, "test", self._states()[done:])
-        metrics = {} if done else self.scores.summary("test")
-        metrics |= self.scores.summary_of_others("test")
+            metrics = self.scores.complete_test(self.data, self.client_ids)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
@@ -548,10 +453,7 @@ class Federation(QuickModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the whole federation, see :func:`~lit_pfl.federation.checkpoint.saved`."""
-        identity = (
-            self._identity() if self.engine.files is None else {**self._identity(), "data": self._fingerprint_text}
-        )
-        checkpoint["federation"] = saved(identity, self.coordinator, self.engine)
+        checkpoint["federation"] = saved(self._identity(), self.coordinator, self.engine)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the whole federation.
@@ -563,8 +465,8 @@ class Federation(QuickModule):
         if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
             names += ["local_epochs", "participation", *OPTIONAL] + ([] if self._given_seed is None else ["seed"])
         state = resume(checkpoint, self._identity(), names, self.coordinator, self.engine)
-        self.seed = self.draws.seed = state["seed"]
-        self.__dict__.pop("_schedule", None)  # which is drawn by it
+        self.seed = state["seed"]
+        self.timetable.draw_again(self.seed)
         self.scores.trained = trained_in(state)
 
     def _identity(self) -> dict[str, Any]:
@@ -581,25 +483,4 @@ class Federation(QuickModule):
     @cached_property
     def _fingerprints(self) -> dict[int, str]:
         assert self._work is not None
-        data = self._work.data
-        return {client: fingerprint(data.client(client)) for client in data.clients}
-
-    @cached_property
-    def _fingerprint_text(self) -> str:
-        return as_text(self._fingerprints)
-
-    def _refuse_other_data(self, data: FederatedDataModule) -> None:
-        """See that a data module is what the clients were made with, which they continue to train and to be scored on.
-
-        Raises:
-            ConfigError: when it holds other samples, or deals them otherwise.
-        """
-        if {client: fingerprint(data.client(client)) for client in data.clients} != self._fingerprints:
-            raise ConfigError(
-                "datamodule: the clients of this federation were made with other data, or other labels; give the "
-                "data module that they were made with, or a new Federation."
-            )
-
-
-def _some(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
+        return fingerprints(self._work.data)

@@ -14,7 +14,9 @@ def described(client: Client, of: int) -> str:
         client: any of them.
         of: their number.
     """
-    each, sent = (sum(p.numel() for p in parameters) for parameters in (client.parameters(), client.shared_tensors()))
+    each, sent = (
+        sum(p.numel() for p in parameters) for parameters in (client.parameters(), client.shared_parameters().values())
+    )
     return (
         f"{of} clients of {type(client).__name__}; each has {each:,} parameters and shares {sent:,} numbers of its "
         f"{type(client.learner).__name__}."

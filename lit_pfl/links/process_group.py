@@ -14,6 +14,7 @@ from lit_pfl.core.payload import FROM_FACTORS, Payload, Upload, as_payload
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.links.processes import Processes
+from lit_pfl.links.unavailable import refuse_unavailable
 from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.federated_loop import JoinInfo
 
@@ -37,6 +38,7 @@ class ProcessGroupLink:
         quorum: the share of a round's uploads that must be usable.
         seed: seed of what is drawn.
         timeout: seconds to wait for another process, as for one whose client takes longer, before giving up.
+        others: refused; those of a :class:`~lit_pfl.Federation` with what is different here.
 
     Attributes:
         coordinator: the server's side, at rank 0: rounds completed, and bytes in ``coordinator.ledger``.
@@ -62,7 +64,14 @@ class ProcessGroupLink:
         quorum: float = 0.5,
         seed: int = 0,
         timeout: float = 1800.0,
+        **others: object,
     ) -> None:
+        waits = (
+            "Here, a round waits for all of its participants; a process that needs over timeout seconds ends the run."
+        )
+        refuse_unavailable(others, "ProcessGroupLink({}=...)", waits)
+        if others:
+            raise TypeError(f"ProcessGroupLink has no option {', '.join(others)}")
         check_share("participation", participation)
         if participation != 1 and rounds is None:
             raise ConfigError("rounds: clients that wait for their turn cannot count rounds; say how many there are.")

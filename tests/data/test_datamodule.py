@@ -30,6 +30,7 @@ from lit_pfl.data import (
     label_permutation,
 )
 from lit_pfl.data.federated import ClientSets
+from lit_pfl.data.sources import _resized
 from lit_pfl.errors import ConfigError
 from tiny import digits
 
@@ -159,6 +160,14 @@ def test_digits_have_no_official_split():
         ready(split="official")
     with pytest.raises(ConfigError, match=r"data.train_fraction=1.5"):
         digits(split="official", train_fraction=1.5)
+
+
+@pytest.mark.parametrize("size", [100_000, 10**9, 10**19])
+def test_images_that_do_not_fit_into_memory_are_refused(size):
+    with pytest.raises(ConfigError, match=f"data.image_size={size}: there is not enough memory"):
+        Digits(num_clients=2, image_size=size).setup()
+    with pytest.raises(ConfigError, match=f"data.image_size={size}0: there is not enough memory"):
+        _resized(torch.zeros(9, 3, 32, 32, dtype=torch.uint8), size * 10)
 
 
 def test_own_evaluation_data_is_divided_and_all_of_it_is_shared():

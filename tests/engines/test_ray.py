@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from ray_runs import fit_saved, same, same_files, workers_kept
 
 from lit_pfl import Client, Federation
 from lit_pfl import methods as M
@@ -18,11 +19,10 @@ from lit_pfl.core.deadline import Deadline, Speeds
 from lit_pfl.core.payload import Payload
 from lit_pfl.engines import Local, Ray
 from lit_pfl.engines.parcels import packed, unpacked
-from lit_pfl.engines.ray import assigned
+from lit_pfl.engines.placement import assigned
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.testing import MethodTester
 from lit_pfl_callbacks import FeatureMap, PersonalizedModels, RunLogger, Similarity, SparsityMonitor
-from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, client, digits, run, trainer
 
 if importlib.util.find_spec("ray") is None:
@@ -32,26 +32,13 @@ NAMES = [name for name in M.__all__ if issubclass(getattr(M, name), Client)]
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Ray on two cores, for all tests of this file."""
+    """Ray for three workers, which serve all tests of this file."""
     from lit_pfl.engines.cluster import connect
 
-    ray = connect(None, 2)
-    yield ray
+    ray = connect(None, 3)
+    with workers_kept(ray):
+        yield ray
     ray.shutdown()
-
-
-def tensors(module):
-    return {name: tensor.clone() for name, tensor in tensors_of(module).items()}
-
-
-def states(federation):
-    return federation.ask(tensors)
-
-
-def same(one, other):
-    assert_equal(states(one), states(other))
-    assert one.rows == other.rows
-    assert_equal(one.coordinator.state_dict(), other.coordinator.state_dict())
 
 
 def pid(module):
@@ -100,28 +87,23 @@ def test_what_cannot_be_is_refused(options, name):
 # ------------------------------------------------------------------------------------------------------- on two cores
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.slow
 @pytest.mark.parametrize("method", NAMES)
-def test_every_method_comes_to_the_same_bits(method, workers):
-    """In a process of its own: more workers than cores need another cluster."""
-    script = f"from test_ray import compare; compare({method!r}, {workers})"
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent), *sys.path])
-    came = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert came.returncode == 0, came.stderr
-
-
-def compare(method, workers):
-    torch.set_num_threads(1)
+def test_every_method_comes_to_the_same_bits(cluster, method, tmp_path):
+    """Weights, scores, ledgers, tables and checkpoints; a checkpoint of one engine resumes in the other."""
     make = MethodTester(getattr(M, method)).method
-    options = {"participation": 0.5, "rounds": 3}
-    same(*(run(make(), digits(6), engine=engine, **options) for engine in (Local(), Ray(workers))))
+    one = fit_saved(make(), Local(), tmp_path / "one", 3)
+    resumed = fit_saved(make(), Local(), tmp_path / "resumed", 4, tmp_path / "one" / "last.ckpt")
+    for workers in (1, 2, 3):
+        folder = tmp_path / str(workers)
+        other = fit_saved(make(), Ray(workers), folder, 3)
+        same(one, other)
+        same_files(tmp_path / "one", folder)
+        other.engine.abort()
+    again = fit_saved(make(), Ray(2), tmp_path / "again", 4, tmp_path / "one" / "last.ckpt")
+    same(resumed, again)
+    same_files(tmp_path / "resumed", tmp_path / "again")
+    again.engine.abort()
 
 
 @pytest.mark.parametrize("method", [M.FedAvg, M.SimFed])

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, Context, MetricRecord, RecordDict
+from flwr.app import Array, Context, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from foreign import Loaders, Regression, diabetes
@@ -400,6 +400,60 @@ def test_a_node_answers_for_its_own_clients_only():
     assert flower.metrics[0]["uploads"] == 4  # of its own there is nothing left; client 0 is as it was
 
 
+def node_20(here: DirectGrid, again: dict | None = None) -> dict[tuple[str, str], RecordDict]:
+    """Note what node 20 answers, by kind and round of the message; let it send something else ``again`` for some."""
+    honest: dict[tuple[str, str], RecordDict] = {}
+
+    def change(message, answer):
+        if message.metadata.dst_node_id != 20:
+            return answer
+        which = message.metadata.message_type, message.metadata.group_id
+        honest[which] = answer.content
+        return Message(again[which], reply_to=message) if which in (again or {}) else answer
+
+    here.change = change
+    return honest
+
+
+def test_an_old_round_that_a_node_sends_again_is_refused():
+    here, again = grid(participation=1.0), {}
+    honest = node_20(here, again)
+    flower = server(here)
+    flower._begin()
+    flower._round()
+    again["train", "3"] = honest["train", "1"]
+    with pytest.warns(UserWarning, match=r"Client 2: its node's answer is of round 1, not of round 3\."):
+        flower.run()
+    rows = [(row["round"], row["client"], row["reason"]) for row in read_rows(Path("server/refused.csv"))]
+    assert rows == [("3", str(c), f"Client {c}: its node's answer is of round 1, not of round 3.") for c in (2, 3)]
+    replayed = states(Path(), Path("server"))
+
+    # the same as if the node had been silent
+    here = grid(participation=1.0)
+    here.nodes = {node: {**config, "folder": f"again/{node}"} for node, config in here.nodes.items()}
+    here.down_in = {"3": {20}}
+    with pytest.warns(UserWarning, match="Client 2: its node has not answered"):
+        server(here, folder="other").run()
+    assert_equal(replayed, states(Path("again"), Path("other")))
+
+
+def test_what_belongs_to_another_run_is_refused():
+    here = grid(participation=1.0)
+    others = node_20(here)
+    server(here, folder="earlier", rounds=2).run()  # of the same method and round, so that all tensors would fit
+    again = {("train", "2"): others["train", "2"], ("evaluate", ""): others["evaluate", ""]}
+    node_20(here, again)
+    flower = server(here, rounds=2)
+    with pytest.warns(UserWarning, match="of another run") as said:
+        flower.run()
+    lines = "\n".join(str(warning.message) for warning in said)
+    assert "Round 2 continues without one upload. Client 2: its node's answer is of another run." in lines
+    assert "Node 20: its scores are not whole (ValueError('they are of another run'))" in lines
+    assert [row["uploads"] for row in flower.metrics] == [6, 4]
+    assert [row["client"] for row in read_rows(flower.folder / "refused.csv")] == ["2", "3"]
+    assert {row["client"] for row in read_rows(flower.folder / "clients.csv")} == {"0", "1", "4", "5"}
+
+
 def test_payloads_arrive_as_they_were():
     names = {
         "z": torch.randn(3),
@@ -430,11 +484,26 @@ def test_payloads_arrive_as_they_were():
         ({"clients": 2, "rounds": 3, "quorum": 1.5}, "run-config quorum=1.5"),
         ({"clients": 2, "rounds": 3, "timeout": 0}, "run-config timeout=0"),
         ({"clients": 2, "rounds": 3, "local-epochs": -1}, "run-config local-epochs=-1"),
+        (
+            {"clients": 2, "rounds": 3, "deadline.seconds": 5},
+            "run-config deadline: only a Federation has simulated time",
+        ),
+        ({"clients": 2, "rounds": 3, "asynchronous": "FedBuff"}, "run-config asynchronous: only a Federation has"),
+        ({"clients": 2, "rounds": 3, "privacy.clip": 1.0}, "run-config privacy: only a Federation protects uploads"),
     ],
 )
 def test_options_that_are_not_right(config, says):
     with pytest.raises(ConfigError, match=says):
         Plan.of(config)
+
+
+def test_a_deadline_is_refused_before_round_1():
+    here = grid()
+    with pytest.raises(
+        ConfigError, match="run-config deadline: .* a round waits .* run-config timeout seconds at most"
+    ):
+        server_app(METHODS["FedAvg"])(here, Context(1, 1, {}, RecordDict(), {**CONFIG, "deadline": 5}))
+    assert not here.asked
 
 
 def test_options_of_a_project_are_its_own():

@@ -1,5 +1,7 @@
 """Federations of Flower with its own processes on this machine: SuperLink, SuperNodes, TLS, keys. Minutes in all."""
 
+import os
+import shutil
 import socket
 import sys
 import threading
@@ -7,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -21,6 +24,7 @@ from sites import task
 from links.grids import DirectGrid, assert_same, states
 from links.warm import Warm
 from lit_pfl import Federation
+from lit_pfl.lightning_internals import read_whole
 from lit_pfl.links.flower import client_app
 from lit_pfl.links.flower.messages import pack
 from lit_pfl.links.flower.plan import Plan
@@ -69,10 +73,10 @@ def test_six_methods_are_the_same_run_as_in_one_process(federation):
         assert_same(federation.folder, federation.folder / method, whole)
 
 
-def in_one_process(folder: Path, method: str, **config) -> DirectGrid:
-    config = {**CONFIG, "method": method, "timeout": 20.0, "folder": str(folder / "server"), **config}
+def in_one_process(place: Path, method: str, **config) -> DirectGrid:
+    config = {**CONFIG, "method": method, **config, "folder": str(place / "server")}
     nodes = {
-        number: {"clients": ",".join(map(str, clients)), "folder": str(folder / node)}
+        number: {"clients": ",".join(map(str, clients)), "folder": str(place / node)}
         for number, (node, clients) in enumerate(NODES.items())
     }
     return DirectGrid(client_app(task.method, task.data), nodes, config)
@@ -113,15 +117,27 @@ def test_nodes_and_superlink_are_killed_and_started_again(federation, tmp_path, 
     assert len(uploads()) == 9 > done
     assert uploads()[-1] == 6
 
-    # the same without the network
+    assert_as_without_network(federation, folder, tmp_path, monkeypatch, **config)
+
+
+def refusals(folder: Path) -> list[tuple[str, int, str]]:
+    """Return round, client and reason of what was refused."""
+    path = folder / "refused.csv"
+    return [(row["round"], int(row["client"]), row["reason"]) for row in read_rows(path)] if path.exists() else []
+
+
+def assert_as_without_network(federation: Loopback, folder: Path, tmp_path: Path, monkeypatch, **config) -> None:
+    """Compare with a run in one process, in which nodes were silent where they were refused or missing, bit for bit."""
     for name in ("_run_id", "_node_id", "_task_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
-    numbers = list(NODES)
-    reference = in_one_process(tmp_path, "Ditto", participation=1.0, rounds=9)
-    reference.down_in = {str(round): {numbers.index("south")} for round, n in enumerate(uploads(), 1) if n == 4}
+    reference = in_one_process(tmp_path, **config)
+    for round, client, _ in refusals(folder):
+        reference.down_in.setdefault(round, set()).add(client // 2)
     plan = Plan.of(reference.config)
     FlowerServer(reference, task.method(reference.config), task.spec(reference.config), plan).run()
     assert_equal(states(federation.folder, folder), states(tmp_path, tmp_path / "server"))
+    coordinators = [read_whole(path / "checkpoint.ckpt")["coordinator"] for path in (folder, tmp_path / "server")]
+    assert_equal(*(coordinator["server"] for coordinator in coordinators))
 
 
 class Listener:
@@ -202,3 +218,53 @@ def test_a_wrong_certificate_is_refused(federation):
         assert "CERTIFICATE_VERIFY_FAILED" in refused(federation, "betrayed")
     finally:
         federation.keys = keys
+
+
+def test_old_rounds_and_other_runs_are_refused(federation, tmp_path, monkeypatch):
+    """A node that is registered answers round 2 with what it sent in another run, and round 4 with round 1."""
+    project = tmp_path / "project"
+    shutil.copytree(federation.project, project)
+    shutil.copy(Path(__file__).with_name("replaying.py"), project / "sites" / "client_app.py")
+    options = project / "pyproject.toml"
+    options.write_text(options.read_text().replace('method = "Ditto"', 'method = "Ditto"\nagain = ""'))
+    config = {"method": "Ditto", "participation": 1.0, "timeout": 60.0}
+    federation.stop("south")
+    monkeypatch.setattr(federation, "project", project)
+    federation.start_supernode("south", NODES["south"], replays=True)
+    try:
+        federation.run(**config, folder=str(federation.folder / "earlier"), rounds=2)
+        folder = federation.folder / "replayed"
+        printed = federation.run(**config, folder=str(folder), rounds=4, again="2=earlier/2,4=1").stdout
+        until((folder / "clients.csv").exists)  # what is printed may break off earlier
+    finally:
+        federation.stop("south")
+        federation.start_supernode("south", NODES["south"])
+    reasons = {"2": "of another run", "4": "of round 1, not of round 4"}
+    expected = [(n, c, f"Client {c}: its node's answer is {reasons[n]}.") for n in "24" for c in (2, 3)]
+    assert refusals(folder) == expected
+    assert "Client 2: its node's answer is of another run." in printed
+    assert_as_without_network(federation, folder, tmp_path, monkeypatch, **config)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("LIT_PFL_KILLED_NODES", "2"))))
+def test_a_node_that_is_killed_at_random(federation, tmp_path, monkeypatch, seed):
+    """The run ends, and is that in which nodes were silent in the rounds in which they were missing."""
+    random = Random(seed)
+    node, method = random.choice(list(NODES)), random.choice(METHODS)
+    signum, moment, rounds = random.choice([9, 15]), random.random(), random.choice([4, 6, 8])
+    folder = federation.folder / f"killed {seed}"
+    config = {"method": method, "participation": random.choice([0.5, 1.0]), "rounds": rounds, "timeout": 45.0}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(federation.run, **config, quorum=0.0, folder=str(folder))
+        until(lambda: (folder / "checkpoint.ckpt").exists())
+        time.sleep(moment * 6 * rounds)  # about what rounds take
+        done = len(read_rows(folder / "metrics.csv")) if (folder / "metrics.csv").exists() else 0
+        federation.stop(node, signum)
+        start_until_it_joins(federation, node)
+        running.result()
+    until((folder / "clients.csv").exists)
+    missing = (
+        {row["round"] for row in read_rows(folder / "refused.csv")} if (folder / "refused.csv").exists() else set()
+    )
+    print(f"{seed} {method}: {node} got signal {signum} after round {done} of {rounds}, missing in {sorted(missing)}")
+    assert_as_without_network(federation, folder, tmp_path, monkeypatch, missing, node, **config, quorum=0.0)

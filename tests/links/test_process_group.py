@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_pfl import Federation, Payload
+from lit_pfl.core.asynchronous import FedBuff
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import ProcessGroupLink
 from lit_pfl_callbacks import JoinInfo
@@ -123,11 +124,22 @@ def test_the_example_changes_no_more_than_the_callback():
         ({"participation": 0.5}, "rounds: clients that wait"),
         ({"participation": 0}, "participation=0"),
         ({"rounds": 0}, "rounds=0: give 1 or more"),
+        (
+            {"deadline": 5},
+            r"ProcessGroupLink\(deadline=...\): only a Federation has simulated time. Here, a round waits",
+        ),
+        ({"asynchronous": FedBuff()}, r"ProcessGroupLink\(asynchronous=...\): only a Federation has simulated time"),
+        ({"privacy": None}, "only a Federation protects uploads"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         ProcessGroupLink(**options)
+
+
+def test_an_option_that_there_is_not_is_refused_as_by_python():
+    with pytest.raises(TypeError, match="ProcessGroupLink has no option roundz"):
+        ProcessGroupLink(roundz=3)
 
 
 def test_without_torchrun_it_says_so(monkeypatch):

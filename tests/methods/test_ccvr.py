@@ -87,3 +87,8 @@ def test_the_head_is_calibrated_and_the_body_is_what_the_round_began_with():
 def test_what_cannot_be_is_said():
     with pytest.raises(ConfigError, match=r"^model\.share_head: CCVR calibrates the common head, and .* is not shared"):
         run(client(CCVR, share_head=False), skewed(), rounds=1)
+
+
+def test_more_virtual_features_than_fit_into_memory_are_refused_before_any_training():
+    with pytest.raises(ConfigError, match=r"model.samples_per_class=1000000000000: there is not enough memory"):
+        run(client(CCVR, samples_per_class=10**12), skewed(), rounds=1)

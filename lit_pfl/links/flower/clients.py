@@ -163,15 +163,15 @@ class Node:
             finally:
                 engine.abort()
         answer = pack(uploads)
-        answer["troubles"], answer["losses"] = troubles, losses
+        answer["troubles"], answer["losses"], answer["round"] = troubles, losses, order
         return answer
 
     def evaluate(self, records: RecordDict) -> RecordDict:
         """Score clients' models on their test data, as trained; of those that never were, as they would join now."""
-        answer, directions = RecordDict(), ConfigRecord()
+        answer, directions, order = RecordDict(), ConfigRecord(), records.config_records["round"]
         for client, round in records.config_records["answered"].items():
             engine = self._engine(int(client))
-            States(self.folder, str(records.config_records["round"]["run"]), int(client)).take_up(engine, int(round))
+            States(self.folder, str(order["run"]), int(client)).take_up(engine, int(round))
             reply = None if round else self._reply(records, int(client), engine)
             with self._computing(int(client), engine):
                 for model in engine.clients[int(client)].evaluated:
@@ -180,7 +180,7 @@ class Node:
                         {"n": score.n, **score.values, **{SIZE + name: value for name, value in score.sizes.items()}}
                     )
                     directions.update(score.higher_is_better)
-        answer["higher_is_better"] = directions
+        answer["higher_is_better"], answer["round"] = directions, order
         return answer
 
     def _reply(self, records: RecordDict, client: int, engine: Local) -> Payload:

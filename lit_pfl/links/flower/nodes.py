@@ -8,9 +8,10 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lit_pfl.core.checks import check_samples
 from lit_pfl.core.encoding import Layout
 from lit_pfl.core.payload import Payload, Upload
-from lit_pfl.core.server import ClientInfo, check_samples
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import UploadError
 from lit_pfl.links.flower.messages import clients_in, pack, unpack
 
@@ -83,14 +84,14 @@ class Nodes:
         messages = {}
         for node in self._nodes_of(replies):
             records = pack({client: reply for client, reply in replies.items() if self._homes.get(client) == node})
-            records["round"] = ConfigRecord({"run": self.run, "completed": completed})
+            records["round"] = self._order(completed)
             here = clients_in(records)
             records["refused"] = ConfigRecord({str(c): self.refused.pop(c) for c in here if c in self.refused})
             messages[node] = self._message(node, MessageType.TRAIN, records, here, str(completed + 1))
         answers = dict(self._ask(messages))
-        return {client: self._upload(client, answers, completed + 1) for client in replies}
+        return {client: self._upload(client, answers, completed) for client in replies}
 
-    def _upload(self, client: int, answers: Mapping[int, RecordDict | str], round: int) -> Upload:
+    def _upload(self, client: int, answers: Mapping[int, RecordDict | str], completed: int) -> Upload:
         if client not in self._homes:
             return UploadError(f"Client {client}: no node has it.")
         answer = answers.get(self._homes[client])
@@ -99,8 +100,10 @@ class Nodes:
         if isinstance(answer, str):
             return UploadError(f"Client {client}: its node could not train it. {answer}")
         try:
+            if wrong := self._misplaced(answer, completed):
+                return UploadError(f"Client {client}: its node's answer is {wrong}.")
             if trouble := answer.config_records["troubles"].get(str(client)):
-                self.answered[client] = round
+                self.answered[client] = completed + 1
                 words: Any = trouble
                 return UploadError(*map(str, words))
             upload = unpack(answer, client, self.expected(client))
@@ -111,15 +114,29 @@ class Nodes:
             return error
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             return UploadError(f"Client {client}: its node's answer is not whole ({error!r}).")
-        self.answered[client] = round
+        self.answered[client] = completed + 1
         self.losses[client] = of_samples
         return upload
 
-    def evaluate(self, fresh: Mapping[int, Payload]) -> tuple[list[Scored], dict[str, bool]]:
+    def _order(self, completed: int) -> ConfigRecord:
+        """Return what a message is about; its answer repeats it."""
+        return ConfigRecord({"run": self.run, "completed": completed})
+
+    def _misplaced(self, answer: RecordDict, completed: int) -> str:
+        """Return which other round or run an answer is of, if it is: a node may send again what it has sent before."""
+        said = answer.config_records["round"]
+        if said["run"] != self.run:
+            return "of another run"
+        if type(before := said["completed"]) is not int or before != completed:
+            return f"of round {before + 1 if type(before) is int else '?'}, not of round {completed + 1}"
+        return ""
+
+    def evaluate(self, fresh: Mapping[int, Payload], completed: int) -> tuple[list[Scored], dict[str, bool]]:
         """Let all clients score their models on their test data.
 
         Args:
             fresh: of clients that have never trained, what they load first.
+            completed: number of rounds before.
 
         Returns:
             The scores, by client; and of metrics that say so, whether higher is better.
@@ -129,7 +146,7 @@ class Nodes:
         for node in self._nodes_of(self.answered):
             here = [client for client in self.answered if self._homes.get(client) == node]
             records = pack({client: fresh[client] for client in here if client in fresh})
-            records["round"] = ConfigRecord({"run": self.run})
+            records["round"] = self._order(completed)
             messages[node] = self._message(node, MessageType.EVALUATE, records, here)
         scores: list[Scored] = []
         higher_is_better: dict[str, bool] = {}
@@ -138,6 +155,8 @@ class Nodes:
                 rank_zero_warn(f"Node {node} cannot score its clients: {answer}")
                 continue
             try:
+                if wrong := self._misplaced(answer, completed):
+                    raise ValueError(f"they are {wrong}")
                 directions = {name: bool(up) for name, up in answer.config_records["higher_is_better"].items()}
                 of_node = [_scored(name, record) for name, record in answer.metric_records.items()]
                 if others := [client for client, *_ in of_node if self._homes.get(client) != node]:

@@ -5,6 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
 from lit_pfl.errors import ConfigError
+from lit_pfl.links.unavailable import refuse_unavailable
 from lit_pfl.randomness import check_share
 
 
@@ -52,8 +53,11 @@ class Plan:
         """Return the plan in a run's configuration.
 
         Raises:
-            ConfigError: when an option is missing, or not of its type.
+            ConfigError: when an option is missing, not of its type, or one that only a Federation has.
         """
+        names = (name.partition(".")[0] for name in config)
+        waits = "Here, a round waits for its clients in real time, run-config timeout seconds at most."
+        refuse_unavailable(names, "run-config {}", waits)
         types = get_type_hints(cls)
         options: dict[str, Any] = {}
         for field in fields(cls):

@@ -172,7 +172,7 @@ class FlowerServer:
     def _score(self) -> None:
         server, answered = self.coordinator.server, self.nodes.answered
         fresh = {client: server.reply(client) for client, round in answered.items() if not round}
-        scores, higher_is_better = self.nodes.evaluate(fresh)
+        scores, higher_is_better = self.nodes.evaluate(fresh, self.coordinator.round)
         rows = []
         for client, model, n, values in scores:
             kind = f"{model}:{'before' if answered[client] else 'untrained'}"

@@ -13,7 +13,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.core.trained_server import TrainedServer
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, within_memory
 from lit_pfl.methods.knowledge.fedproto import COUNTS
 from lit_pfl.nn import Memory
 
@@ -45,7 +45,7 @@ class CCVR(Classifying):
 
     Raises:
         ConfigError: when labels differ from client to client, the learner has no head module, the head is not shared
-            or has batch norm, or the data has no class labels.
+            or has batch norm, the data has no class labels, or there is no memory for this many virtual features.
 
     Source:
         Luo et al. 2021, Equations 3 and 4 and Algorithm 1. There is no code by the authors.
@@ -112,6 +112,8 @@ class CCVRServer(TrainedServer):
         self.head = copy.deepcopy(method.head_module).requires_grad_(True)
         self.leaves = method.shared_head_leaves("calibrates the common head")
         self.samples, self.epochs = method.samples_per_class, method.epochs
+        with within_memory(f"model.samples_per_class={self.samples}"):  # now, not after the first round's training
+            torch.empty(self.samples, method.num_logits, method.num_features)
         self.lr, self.batch_size = method.lr, method.batch_size
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102

@@ -10,9 +10,9 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from lit_pfl.core.classifying import Classifying
-from lit_pfl.core.client import EXTRA
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, Server
+from lit_pfl.core.shared_tensors import EXTRA
 from lit_pfl.core.sharing import EVERYTHING, Role
 from lit_pfl.errors import ConfigError
 from lit_pfl.ops.simplex import rows_onto_simplex

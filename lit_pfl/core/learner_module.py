@@ -1,0 +1,167 @@
+"""A LightningModule around another one, the learner: a Trainer trains both as it would the learner alone."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lit_pfl.data import ClientData
+from lit_pfl.learners import (
+    ImageClassifier,
+    LossTally,
+    SkipBatch,
+    call_step,
+    hand_on,
+    hand_on_evaluation,
+    place_checkpoints,
+    size_of,
+    training_outputs,
+)
+from lit_pfl.lightning_internals import QuickModule, hand_down_trainer, hand_up_hparams, lend_data, name_metrics
+
+
+class LearnerModule(QuickModule):
+    """Trains a learner by an objective, on data of its own if it is given any.
+
+    Attributes:
+        learner: what is trained.
+        data: the data; None where the Trainer has the loaders.
+        alone: whether a Trainer is given this module on its own, and nobody collects its losses.
+        loss_tally: the losses of the batches so far.
+        checkpoint_folder: where the learner's own callbacks write checkpoints; None: where they say.
+    """
+
+    learner: L.LightningModule
+    data: ClientData | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = None
+        self.alone = False
+        self.loss_tally = LossTally()
+        self.checkpoint_folder: Callable[[], Path] | None = None
+        self._outputs: Mapping[str, Any] = {}  # of the training_step of the batch, if it is a dict
+
+    # ------------------------------------------------------------------------------------- what a method may override
+
+    @property
+    def learners(self) -> dict[str, L.LightningModule]:
+        """The learners by name: ``learner``, whose tensors may be sent, and others that a method adds."""
+        return {"learner": self.learner}
+
+    def training_data(self) -> Any:
+        """Return the batches to train on; a method may hold some of them back."""
+        if self.data is not None:
+            return self.data.train
+        if self.trainer.sanity_checking:  # before a Trainer of one's own has made its loader
+            self.trainer.fit_loop.setup_data()
+        return self.trainer.train_dataloader
+
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return what is minimized on a batch; by default the learner's loss."""
+        return self.loss(self.learner, batch, batch_idx)
+
+    def loss(self, learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
+        """Return what a learner minimizes on its own: its own training loss, :meth:`penalized`.
+
+        Raises:
+            SkipBatch: when its ``training_step`` returns None.
+        """
+        loss, outputs = training_outputs(learner, batch, batch_idx)
+        if outputs and (learner is self.learner or not self._outputs):
+            self._outputs = outputs
+        return self.penalized(loss, learner)
+
+    def penalized(self, loss: Tensor, learner: nn.Module) -> Tensor:
+        """Return a learner's loss with what is added for its weights; by default nothing is."""
+        return loss
+
+    @property
+    def scored(self) -> L.LightningModule:
+        """The learner that is the personalized model, inside of :meth:`personalized`."""
+        return self.learner
+
+    @contextmanager
+    def personalized(self) -> Iterator[L.LightningModule]:
+        """Make ``scored`` the personalized model; put it back afterwards. By default it is at any time."""
+        yield self.scored
+
+    # --------------------------------------------------------------------------------------------------------- training
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the objective of a batch, next to what else the learner returns, or None where it skips the batch.
+
+        A learner that steps its optimizers itself does that here, and returns what it returns.
+        """
+        if not self.automatic_optimization:
+            outputs = call_step(self.learner, "training_step", batch, batch_idx)
+            self.note_loss(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, size_of(batch))
+            return outputs
+        try:
+            loss = self.objective(batch, batch_idx)
+        except SkipBatch:
+            self._outputs = {}
+            return None
+        self.note_loss(loss, size_of(batch))
+        outputs, self._outputs = self._outputs, {}
+        return {**outputs, "loss": loss} if outputs else loss
+
+    def note_loss(self, loss: Any, size: int) -> None:
+        """Take note of the loss of a batch of this many samples, if it is one."""
+        if not self.alone:  # a federation collects them, nobody else does
+            self.loss_tally.note(loss, size)
+
+    # ------------------------------------------------------------------------------------------------- under a Trainer
+
+    def wire_hooks(self) -> None:
+        """Hand what a Trainer asks of this module on to the learners. All of them are there."""
+        hand_down_trainer(self)
+        for name, learner in self.learners.items():
+            name_metrics(learner, f"{name}.")
+        hand_on(self, self.learners, self.scored, LearnerModule, self.alone)
+        if self.alone:
+            hand_up_hparams(self.learner, self)
+            hand_on_evaluation(self, self.scored, self.personalized)
+
+    def configure_callbacks(self) -> Any:
+        """Get ready for a Trainer, of all hooks in the one before Lightning looks which steps there are."""
+        self.configure_model()
+        callbacks = self.learner.configure_callbacks()
+        if self.checkpoint_folder is not None:
+            place_checkpoints(callbacks if isinstance(callbacks, Sequence) else [callbacks], self.checkpoint_folder)
+        return callbacks
+
+    def setup(self, stage: str) -> None:
+        """Let the learner find the client's own data module where it has one: ``self.trainer.datamodule``."""
+        # Not before: a Trainer that is given one prepares it and sets it up, as has been done.
+        if self.data is not None and self.data.module is not None:
+            lend_data(self.trainer, self.data.module)
+
+    def on_fit_end(self) -> None:
+        """Take the data module away from the Trainer, which would tear it down."""
+        if self.data is not None and self.data.module is not None:
+            lend_data(self.trainer, None)
+
+    def teardown(self, stage: str) -> None:
+        """Let the learner find the client's own data module again: it may be scored further."""
+        self.setup(stage)
+
+    @L.LightningModule.strict_loading.getter  # type: ignore[attr-defined]
+    def strict_loading(self) -> bool:
+        """Whether a checkpoint has to hold every tensor, and no other; the learner may say that it need not."""
+        return super().strict_loading and (self.learner is None or self.learner.strict_loading)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the learner."""
+        return self.scored(*args, **kwargs)
+
+    def place_on(self, device: torch.device) -> None:
+        """Move to a device, and take the memory layout that suits it."""
+        self.to(device)
+        for learner in self.learners.values():
+            if isinstance(learner, ImageClassifier):
+                learner.lay_out()

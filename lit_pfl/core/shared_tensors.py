@@ -1,0 +1,125 @@
+"""The tensors that are sent and received, of a learner and of what a method trains next to it."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import lightning as L
+from torch import Tensor, nn
+
+from lit_pfl.core.sharing import Role, names_found
+from lit_pfl.errors import ConfigError
+from lit_pfl_callbacks.frozen import frozen_weights, hold_apart
+from lit_pfl_callbacks.tensors import load_tensors
+
+#: what names of tensors begin with that are of further modules, not of the learner
+EXTRA = "extra."
+
+
+class SharedTensors:
+    """The tensors of a learner that are sent and received, and those that never train and so are not.
+
+    Args:
+        learner: the learner.
+        roles: the role of every entry of its ``state_dict()``.
+        is_shared: says of a name and its role whether the method shares it.
+        local: which are never shared, see :class:`~lit_pfl.Client`.
+        only: which are shared at most, like its ``shares``.
+        kept_by: name of a method that keeps something for every weight that is sent, so that none may be added.
+
+    Attributes:
+        frozen: the weights that never train, by name.
+
+    Raises:
+        ConfigError: when nothing is left of what the method shares.
+    """
+
+    def __init__(
+        self,
+        learner: L.LightningModule,
+        roles: Mapping[str, Role],
+        is_shared: Callable[[str, Role], bool],
+        local: str | None = None,
+        only: str | None = None,
+        kept_by: str | None = None,
+    ) -> None:
+        self._learner, self._kept_by = learner, kept_by
+        self._known: frozenset[str] | None = frozenset(learner.state_dict())
+        self.frozen = {name: weight for name, weight in frozen_weights(learner).items() if name in roles}
+        shared = [name for name, role in roles.items() if is_shared(name, role)]
+        kept = frozenset() if local is None else names_found(learner, local, "local", roles)
+        if only is not None:
+            kept = kept | (roles.keys() - names_found(learner, only, "shares", roles))
+        self._may_travel = frozenset(shared) - kept
+        #: by name, the module that each tensor belongs to and what it is called there: it may be put in another's place
+        self._owners = [self._owner(n) for n in shared if n in self._may_travel and n not in self.frozen]
+        if shared and not self._owners:
+            if self._may_travel:
+                raise ConfigError(
+                    "model.learner: no tensor is left to share, since all weights that would be sent are frozen "
+                    "(requires_grad=False); unfreeze some."
+                )
+            option = f"model.local={local!r}" if only is None else f"model.shares={only!r}"
+            raise ConfigError(f"{option}: no tensor is left to share.")
+
+    def _owner(self, name: str) -> tuple[str, nn.Module, str]:
+        path, _, leaf = name.rpartition(".")
+        return name, self._learner.get_submodule(path), leaf
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is sent by name: the learner's own memory, without gradients."""
+        return {name: getattr(owner, leaf).detach() for name, owner, leaf in self._owners}
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters among what is sent, by name."""
+        found = ((name, getattr(owner, leaf)) for name, owner, leaf in self._owners)
+        return {name: weight for name, weight in found if isinstance(weight, nn.Parameter)}
+
+    def unfrozen(self) -> list[str]:
+        """Return the names of those frozen weights that somebody has unfrozen."""
+        return [name for name, weight in self.frozen.items() if weight.requires_grad]
+
+    def thaw(self, names: Iterable[str], learners: Mapping[str, L.LightningModule]) -> None:
+        """Let frozen weights of some learners train from now on, and be sent if the method shares them.
+
+        Raises:
+            ConfigError: for a method that has something for every weight that is sent.
+        """
+        for name in names:
+            if self._kept_by is not None:
+                raise ConfigError(
+                    f"model.learner: {name!r} is unfrozen in training, and {self._kept_by} keeps something for "
+                    "every weight that it sends; unfreeze it before the fit."
+                )
+            hold_apart(learner.get_parameter(name) for learner in learners.values())
+            del self.frozen[name]
+            if name in self._may_travel:
+                self._owners.append(self._owner(name))
+
+    def refuse_new(self) -> None:
+        """Refuse what the learner has made in its ``setup``, once: it would be kept local without a word.
+
+        Raises:
+            ConfigError: when there is something.
+        """
+        made = self._learner.state_dict().keys() - self._known if self._known else ()
+        if made:
+            raise ConfigError(
+                f"model.learner: {type(self._learner).__name__} makes {min(made)!r} in setup(), after the shared "
+                "tensors are chosen; make its layers in __init__ or configure_model."
+            )
+        self._known = None
+
+
+def extra_tensors(extra: nn.ModuleDict, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the tensors of some of a client's further modules, by name in the client: their own memory."""
+    return {
+        f"{EXTRA}{name}.{leaf}": tensor.detach()
+        for name in sorted(names)
+        for leaf, tensor in extra[name].state_dict().items()
+    }
+
+
+def load_shared(learner: L.LightningModule, extra: nn.ModuleDict | None, tensors: Mapping[str, Tensor]) -> None:
+    """Load what is sent into a learner, and into a client's further modules if it shares any."""
+    load_tensors(learner, {name: tensor for name, tensor in tensors.items() if not name.startswith(EXTRA)})
+    if extra is not None:
+        load_tensors(extra, {k.removeprefix(EXTRA): x for k, x in tensors.items() if k.startswith(EXTRA)})

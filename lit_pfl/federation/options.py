@@ -1,0 +1,55 @@
+"""Which options of a federation are right, and which go together."""
+
+from lit_pfl.core.asynchronous import Asynchronous
+from lit_pfl.core.deadline import Deadline
+from lit_pfl.core.participation import Participation, check_participation
+from lit_pfl.core.privacy import ClientPrivacy
+from lit_pfl.engines import Engine
+from lit_pfl.errors import ConfigError
+from lit_pfl.randomness import check_share
+
+
+def check_options(
+    participation: float | Participation,
+    evaluate_clients: float,
+    evaluate: str,
+    quorum: float,
+    engine: object,
+    max_update_norm: float | None,
+    if_not_saved: str,
+) -> None:
+    """See that options are in range; see :class:`~lit_pfl.Federation` for them.
+
+    Raises:
+        ConfigError: when one is not.
+    """
+    check_participation(participation)
+    check_share("federation.evaluate_clients", evaluate_clients)
+    if not 0 <= quorum <= 1:
+        raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
+    if not isinstance(engine, Engine | None):
+        raise ConfigError(f"federation.engine={engine!r}: give an engine, such as Local() or Stacked(size=32).")
+    if max_update_norm is not None and not max_update_norm > 0:
+        raise ConfigError(f"federation.max_update_norm={max_update_norm}: give a number above 0.")
+    for name, given, choices in (
+        ("evaluate", evaluate, ("before", "after", "global")),
+        ("if_not_saved", if_not_saved, ("stop", "continue")),
+    ):
+        if given not in choices:
+            raise ConfigError(f"federation.{name}={given}: choose {', '.join(choices)}.")
+
+
+def check_together(privacy: ClientPrivacy | None, deadline: Deadline | None, asynchronous: Asynchronous | None) -> None:
+    """See that options go together; see :class:`~lit_pfl.Federation` for them.
+
+    Raises:
+        ConfigError: when they do not.
+    """
+    if deadline is not None and deadline.wanted and privacy is not None and privacy.where == "central":
+        raise ConfigError(
+            "federation.deadline.wanted: who is slower than one client decides whether another one counts, which "
+            "federation.privacy does not account for; leave wanted out, or set federation.privacy.where=local."
+        )
+    if asynchronous is not None and (deadline is not None or privacy is not None):
+        other = "privacy" if deadline is None else "deadline"
+        raise ConfigError(f"federation.asynchronous does not go with federation.{other}; leave one of them out.")
