@@ -17,6 +17,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from lit_pfl import methods
 from lit_pfl.cli import main
 from lit_pfl.cli.config_files import with_fragments
 from lit_pfl.cli.federated_cli import FederatedCLI
@@ -43,7 +44,12 @@ PROTOCOLS = {
     "simfed": (128, ("all", "before"), (0.05, 0.0, 1e-4)),
     "fedslr": (20, ("alike", "after"), (0.1, 0.0, 1e-3)),
     "psi_net": (64, ("own", "global"), (0.01, 0.9, 1e-4)),
+    "pfllib": (10, ("own", "before"), (0.05, 0.0, 1e-4)),
 }
+#: the weight decay of methods whose default is another than the others' 1e-4
+OWN_DECAYS = {"FactorizedFL": 1e-6, "PFedHN": 5e-5, "PFedMe": 0.0}
+#: those that have scales; PFLlib's setting is there in one size alone
+SCALED = sorted({*PROTOCOLS} - {"pfllib"})
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +127,13 @@ def test_every_row_and_every_column_makes_a_method_and_data(tables, make, paper,
             continue
         config = make(run.text)
         assert (config.data.batch_size, config.data.evaluate_on, config.federation.evaluate) == (batch_size, *scored)
-        own_rate = (paper, row) == ("fedslr", "Per-FedAvg")
-        assert optimizer(config.model) == ((1e-3, *expected[1:]) if own_rate else expected)
+        own = {("fedslr", "Per-FedAvg"): (1e-3, *expected[1:])}
+        own |= {("pfllib", name): (*expected[:2], decay) for name, decay in OWN_DECAYS.items()}
+        assert optimizer(config.model) == own.get((paper, row), expected)
         if paper == "psi_net":
             assert config.data.split == "official"
         else:
-            assert (width(config.model), config.model.share_head) == (64, None)
+            assert (width(config.model), config.model.share_head) == (32 if paper == "pfllib" else 64, None)
 
 
 @pytest.mark.parametrize(("paper", "name"), TABLES)
@@ -147,6 +154,7 @@ def test_rows_and_columns_set_options_of_their_own(tables, paper, name):
         methods, protocols = protocols, methods
     any_method = {
         "backbone",
+        "channels_last",
         "factorization",
         "norm_stats",
         "optimizer",
@@ -167,13 +175,14 @@ def test_every_file_of_the_papers_is_used(tables):
     for paper in PROTOCOLS:
         reader = tables.Reader(PAPERS / paper)
         runs = [run for p, name in TABLES if p == paper for run, _ in tables.Table(PAPERS / paper, name).runs()]
-        names = {part for run in runs for part in run.parts if "=" not in part} | {"middle", "reduced"}
+        names = {part for run in runs for part in run.parts if "=" not in part}
+        names |= {"middle", "reduced"} if paper in SCALED else set()
         used |= {Path(file).resolve() for name in names for file in with_fragments(str(reader.path(name)))}
     assert set(PAPERS.rglob("*.yaml")) <= used
 
 
 @pytest.mark.parametrize(("scale", "channels"), [("middle", 16), ("reduced", 8)])
-@pytest.mark.parametrize("table", [f"{paper} table1" for paper in PROTOCOLS])
+@pytest.mark.parametrize("table", [f"{paper} table1" for paper in SCALED])
 def test_a_scale_makes_any_cell_small(cell, table, scale, channels):
     paper, config = cell(table), cell(table, scale=scale)
     assert (width(config.model), config.data.image_size, config.federation.threads) == (channels, 16, 1)
@@ -298,6 +307,13 @@ def test_fedslr_s_reduced_setting_is_the_papers_on_less(cell, make, row, of_pape
         assert config.model.rounds == config.trainer.max_epochs
     if isinstance(config.model, FedSLR):
         assert (config.model.eta_g, config.model.solver) == (full.model.eta_g, full.model.solver)
+
+
+def test_pfllib_s_setting_has_all_methods_but_few():
+    rows = yaml.safe_load((PAPERS / "pfllib" / "tables.yaml").read_text())["table1"]["rows"]
+    adapters = {"FedDPA", "FedIT", "FedSALoRA", "FFALoRA", "FlexLoRA"}
+    assert {*methods.__all__} - {*rows} == adapters | {"FedBN"}  # which refuses a network without batch norm
+    assert {*rows} < {*methods.__all__}
 
 
 def test_a_cell_runs_to_its_end(tables):

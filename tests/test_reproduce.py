@@ -313,6 +313,34 @@ def test_the_page_has_both_numbers_and_says_which_orderings_hold(reproduce, tiny
     assert "- First: " not in text  # nothing there to compare with
 
 
+def test_one_table_shows_both_states_and_counts_orders(reproduce, tiny):
+    path = tiny / "papers" / "tiny" / "tables.yaml"
+    path.write_text("""
+table3:
+  title: Tiny
+  about: Digits.
+  sections: one
+  columns: {All: digits, Few: [digits, data.train_fraction=0.1]}
+  rows: {FedAvg: rows/averaged, Stand-Alone: rows/alone, Never: [rows/alone, model.lr=1.0]}
+  printed: {FedAvg: [50, 40], Stand-Alone: [40, 50]}
+""")
+    table = reproduce.tables.Table(path.parent, "table3")
+    results = reproduce.results.Results(tiny / "tiny.jsonl")
+    both = {"test/acc": 0.9, "test/acc_worst10": 0.8, "test/aggregated/acc": 0.3}
+    for seed in (1, 2):
+        results.add(result(table.cell("FedAvg", "All").run, seed, [0.9], scores=both))
+    results.add(result(table.cell("Stand-Alone", "All").run, 1, [0.8], elements=0))
+    results.add(result(table.cell("Stand-Alone", "Few").run, 1, [0.5], elements=0))
+    text = reproduce.page.page(table, results)
+    assert "|  | All | Few | MB | seeds |" in text
+    assert "| FedAvg | 90.0 ± 0.0 / 30.0 ± 0.0 |  | 1000.0 | 2 |" in text
+    assert "| Stand-Alone | 80.0 / 80.0 | 50.0 / 50.0 | 0.0 | 1 |" in text
+    assert "| Never" not in text
+    assert "## What is printed\n\n|  | All | Few |\n| --- | --- | --- |\n| FedAvg | 50 | 40 |" in text
+    assert "**All: 1 orderings (too few seeds: 1)**\n\nAs trained, in the printed order" in text
+    assert "\nAs aggregated, in the printed order, if only by chance: 0.\n" in text
+
+
 def test_costs_parameters_and_other_models_are_shown(reproduce, tiny):
     path = tiny / "papers" / "tiny" / "tables.yaml"
     path.write_text("""

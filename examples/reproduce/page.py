@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from judge import LEVEL, READINGS, SEEDS, Judgement, Reading, counts, judge, path_of, verdict
+from judge import AS_AGGREGATED, AS_TRAINED, LEVEL, READINGS, SEEDS, Judgement, Reading, counts, judge, path_of, verdict
 from results import Results
 from tables import Cell, Run, Table
 
@@ -142,7 +142,7 @@ def scored(runs: Sequence[Run]) -> str:
     def either(values: Iterable[str | int]) -> str:
         return " or ".join(map(str, sorted(set(values))))
 
-    epochs = either(_option(run, "federation", "local_epochs", Federation) for run in runs)
+    epochs = either(_option(run, "federation", "local_epochs", Federation) or "the fewest" for run in runs)
     means = ("one score" if evaluate(run) == "global" else "mean over clients, each counting once" for run in runs)
     return (
         f"Scored: {either(STATES[evaluate(run)] for run in runs)}; {either(test_data(run) for run in runs)}; after the "
@@ -183,21 +183,18 @@ def page(table: Table, results: Results) -> str:
         f"{scored([run for place in found if (run := table.cell(*place).run) is not None])}"
         " [What a score is of](../what_a_score_is_of.md) describes what else it could be.",
         "",
-        "- **ours**: mean and standard deviation (of n - 1) over the seeds, after the last round",
-        "- **worst 10 %**: mean accuracy of the worst 10 % of clients",
-        "- **cost**: of all clients and rounds, both ways, 4 bytes an element, as the papers count",
-        f"- **seconds**: of training, mean over the seeds, of cells that ran {', '.join(places)}",
+        *_legend(table, ", ".join(places)),
         *([f"- **{BEST}**: chosen by these data, so it is too high"] if best else []),
         "",
     ]
-    sections = (
-        columns if table.sections == "columns" else [row for row in table.rows if any(row == r for r, _ in found)]
-    )
-    for section in sections:
-        pairs = (
-            [(row, section) for row in table.rows] if table.sections == "columns" else [(section, c) for c in columns]
-        )
-        lines += [f"## {section}", "", *_lines(table, pairs, found), ""]
+    if table.sections == "one":
+        lines += [*_in_one(table, columns, found), ""]
+    else:
+        for section in columns if table.sections == "columns" else table.rows:
+            by_column = table.sections == "columns"
+            pairs = [(row, section) for row in table.rows] if by_column else [(section, c) for c in columns]
+            if any(pair in found for pair in pairs):
+                lines += [f"## {section}", "", *_lines(table, pairs, found), ""]
     missing = [column for column in table.columns if column not in columns]
     if missing:
         lines += [f"Not measured: {'; '.join(missing)}.", ""]
@@ -216,6 +213,51 @@ def page(table: Table, results: Results) -> str:
             *(line for order in orders for line in (f"**{order.summary}**", "", *order.lines)),
         ]
     return "\n".join([*lines, *_similarities(table, results)]).rstrip() + "\n"
+
+
+def _legend(table: Table, places: str) -> list[str]:
+    """Return what the columns of the page's tables are."""
+    if table.sections == "one":
+        return [
+            f"- **every cell**: {AS_TRAINED.name} / {AS_AGGREGATED.name}, in percent: mean and, of several seeds, "
+            "standard deviation (of n - 1), after the last round",
+            "- **MB**: of all clients and rounds, both ways, 4 bytes an element, mean over the columns",
+            f"- Cells ran {places}.",
+        ]
+    return [
+        "- **ours**: mean and standard deviation (of n - 1) over the seeds, after the last round",
+        "- **worst 10 %**: mean accuracy of the worst 10 % of clients",
+        "- **cost**: of all clients and rounds, both ways, 4 bytes an element, as the papers count",
+        f"- **seconds**: of training, mean over the seeds, of cells that ran {places}",
+    ]
+
+
+def _in_one(table: Table, columns: Sequence[str], found: dict[tuple[str, str], Measured]) -> list[str]:
+    """Return one table of everything that was measured, and one of what is printed."""
+
+    def lines(titles: Iterable[str], rows: Iterable[Sequence[str]]) -> list[str]:
+        titles = ["", *titles]
+        return [f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(titles), *rows)]
+
+    def shown(got: Measured | None) -> str:
+        if got is None:
+            return ""
+        states = {AS_TRAINED.name: got.values, AS_AGGREGATED.name: got.values, **got.others}
+        return " / ".join(_over_seeds(states[reading.name], 1) for reading in READINGS)
+
+    rows = [(row, [found.get((row, column)) for column in columns]) for row in table.rows]
+    measured = [
+        (row, *map(shown, own), f"{1000 * fmean(got.cost for got in own if got):.1f}", _seeds(own))
+        for row, own in rows
+        if any(own)
+    ]
+    printed = [(row, *(table.cell(row, column).printed for column in columns)) for row in table.printed]
+    return [*lines([*columns, "MB", "seeds"], measured), "", "## What is printed", "", *lines(columns, printed)]
+
+
+def _seeds(own: Iterable[Measured | None]) -> str:
+    counts = sorted({len(got.values) for got in own if got})
+    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
 
 
 def _header(table: Table) -> list[str]:
@@ -311,17 +353,23 @@ def _judged(table: Table, column: str, results: Results, pairs: list[tuple[str, 
     }
     summary = counts([verdict(judgements) for judgements in found.values()])
     states = [reading.name for reading in readings]
+    in_one = table.sections == "one"  # with this many rows, pairs that nothing is known of would fill pages
+    shown = {"reversed"} if in_one else {"reversed", "level", "undecided", "too few seeds"}
     failing = {
         f"{above} above {below}": [judgements[state] for state in states]
         for (above, below), judgements in found.items()
-        if {one.outcome for one in judgements.values()} - {"holds", "not measured"}
+        if {one.outcome for one in judgements.values()} & shown
     }
     lines = [
         f"| the paper's order | {' | '.join(state or 'outcome' for state in states)} |",
         "|---" * (1 + len(states)) + "|",
     ]
     lines += [f"| {pair} | {' | '.join(map(_outcome, judgements))} |" for pair, judgements in failing.items()]
-    return [Orderings(f"{title}: {len(found)} orderings ({summary})", [*lines, ""] if failing else [])]
+    lines = [*lines, ""] if failing else []
+    for state in states if in_one else ():
+        same = sum((judgements[state].gap or 0.0) > 0 for judgements in found.values())
+        lines += [f"{state}, in the printed order, if only by chance: {same}.".capitalize(), ""]
+    return [Orderings(f"{title}: {len(found)} orderings ({summary})", lines)]
 
 
 def _outcome(judgement: Judgement) -> str:

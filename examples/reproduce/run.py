@@ -207,7 +207,7 @@ def at_once(gigabytes: float) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return what the command takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paper", nargs="?", help="simfed, factorized_fl, psi_net or fedslr")
+    parser.add_argument("paper", nargs="?", help="simfed, factorized_fl, psi_net, fedslr or pfllib")
     parser.add_argument("table", nargs="?", help="table1, ...: a name in configs/paper/PAPER/tables.yaml")
     parser.add_argument("--plan", type=Path, help="a file that lists parts of tables, in place of one table")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")

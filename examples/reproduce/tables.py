@@ -161,6 +161,7 @@ class Table:
     - ``as``: the printed row that a row of our own is beside.
     - any other word: fills ``{word}`` in files and options.
 
+    A page has a section a column (``sections: columns``, the default) or a row (``rows``), or is one table (``one``).
     ``printed`` are the paper's numbers, letter for letter; a figure may have none.
 
     Args:

@@ -1,7 +1,7 @@
 """The client's side of a method: a learner under a method."""
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, wraps
@@ -63,7 +63,7 @@ def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Serv
 
 # Abstract also because the command line takes a base class that can be made itself for the default, and then does not
 # see what a method puts in place of a default of None.
-class Client(LearnerModule, ABC):
+class Client(LearnerModule):
     """Base class of all methods: a LightningModule, the learner, as one client of a federation.
 
     A method is a subclass that defines what is shared, what is minimized and which server it needs.

@@ -1,5 +1,6 @@
 """A LightningModule around another one, the learner: a Trainer trains both as it would the learner alone."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from lit_pfl.learners import (
 from lit_pfl.lightning_internals import QuickModule, hand_down_trainer, hand_up_hparams, lend_data, name_metrics
 
 
-class LearnerModule(QuickModule):
+class LearnerModule(QuickModule, ABC):
     """Trains a learner by an objective, on data of its own if it is given any.
 
     Attributes:
@@ -116,6 +117,10 @@ class LearnerModule(QuickModule):
             self.loss_tally.note(loss, size)
 
     # ------------------------------------------------------------------------------------------------- under a Trainer
+
+    @abstractmethod
+    def configure_model(self) -> None:
+        """Get ready for a Trainer: see that there is a learner, and call :meth:`wire_hooks`."""
 
     def wire_hooks(self) -> None:
         """Hand what a Trainer asks of this module on to the learners. All of them are there."""

@@ -227,7 +227,7 @@ class Ray(Engine):
         """
         self._check_not_ended()
         while True:
-            while not self._crew.at_work:
+            if not self._crew.at_work:
                 self._crew.wait_for_one(*self._wanted)
             moving = self._placement.moves(self._crew.at_work, training, self.recover)
             if not moving or self._moved(moving):

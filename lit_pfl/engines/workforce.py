@@ -66,11 +66,12 @@ class Workforce:
             ConfigError: when none can be started.
         """
         self.call_up(number, most)
-        self.ray.wait([worker.ready for worker in self.coming])
-        self.ray.wait([worker.ready for worker in self.coming], num_returns=len(self.coming), timeout=GATHERING)
-        self.welcome()
+        self._wait()
         if not self.at_work:
             raise ConfigError("federation.engine=Ray: no worker could be started; its logs say why.")
+        if self.coming:
+            self.ray.wait([worker.ready for worker in self.coming], num_returns=len(self.coming), timeout=GATHERING)
+            self.welcome()
 
     def call_up(self, number: int | None, most: int) -> None:
         """Start workers that are missing.
@@ -113,10 +114,15 @@ class Workforce:
             RuntimeError: when none can be started.
         """
         self.call_up(number, most)
-        self.ray.wait([worker.ready for worker in self.coming])
-        self.welcome()
-        if not self.at_work and not self.coming:
+        self._wait()
+        if not self.at_work:
             raise RuntimeError("federation.engine=Ray: all workers are lost, and no other can be started.")
+
+    def _wait(self) -> None:
+        """Wait for the first worker, unless none is coming."""
+        while self.coming and not self.at_work:
+            self.ray.wait([worker.ready for worker in self.coming])
+            self.welcome()
 
     def end(self) -> None:
         """End all workers at once."""

@@ -127,9 +127,9 @@ if __name__ == "__main__":
     costs = measure()
     print(
         f"An upload: {costs.payload / 1e6:.2f} MB, a client's state {costs.state / 1e6:.2f} MB; to put both into "
-        f"shared memory: {1e3 * costs.share:.2f} ms. A client's round: {1e3 * costs.train:.1f} ms. An upload in the "
-        f"server's mean: {1e3 * costs.mean:.2f} ms. A client: {costs.client / 1e6:.2f} MB of memory, a process without "
-        f"any: {costs.process / 1e6:.0f} MB.\n"
+        f"shared memory: {1e3 * costs.share:.2f} ms. A client's round: {1e3 * costs.train:.1f} ms. An upload in "
+        f"the server's mean: {1e3 * costs.mean:.2f} ms. A client: {costs.client / 1e6:.2f} MB of memory, a process "
+        f"without any: {costs.process / 1e6:.0f} MB.\n"
     )
     print(
         "| clients | in a round | processes on machines | GB between machines | GB of memory where the server is | "

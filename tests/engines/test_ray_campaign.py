@@ -56,6 +56,10 @@ def workers_of(folder: str) -> list[int]:
     return sorted(process for process in own if names[process].startswith(("ray::Worker", "ray::IDLE")))
 
 
+def pid(module):
+    return os.getpid()
+
+
 class Clock(L.Callback):
     """Takes the time of a fit."""
 
@@ -67,7 +71,7 @@ class Clock(L.Callback):
 
 
 class KillAtRandom(L.Callback):
-    """Kills a worker, whichever, once or twice, at any moment of a fit.
+    """Kills a worker at any moment of a fit, and sometimes another process of Ray's, which may only be starting.
 
     Args:
         folder: of Ray.
@@ -77,19 +81,19 @@ class KillAtRandom(L.Callback):
 
     def __init__(self, folder: str, seed: int, seconds: float) -> None:
         draw = random.Random(seed)
-        self.waits = [draw.uniform(0, seconds) for _ in range(draw.randint(1, 2))]
+        self.waits = [draw.uniform(0, seconds) for _ in range(1 + (draw.random() < 0.3))]
         self.draw, self.folder, self.killed = draw, folder, 0
         self.over = threading.Event()
 
     def on_train_start(self, trainer, pl_module):
-        self.thread = threading.Thread(target=self._kill)
+        self.thread = threading.Thread(target=self._kill, args=[sorted(set(pl_module.ask(pid).values()))])
         self.thread.start()
 
-    def _kill(self):
+    def _kill(self, at_work):
         for seconds in self.waits:
             if self.over.wait(seconds):
                 return
-            if there := workers_of(self.folder):
+            if there := workers_of(self.folder) if self.killed else at_work:
                 os.kill(self.draw.choice(there), signal.SIGKILL)
                 self.killed += 1
 

@@ -53,7 +53,7 @@ def federation(tmp_path_factory) -> Iterator[Loopback]:
             yield federation
 
 
-def until(happened, seconds=300) -> None:
+def until(happened, seconds=600) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end
@@ -263,8 +263,6 @@ def test_a_node_that_is_killed_at_random(federation, tmp_path, monkeypatch, seed
         start_until_it_joins(federation, node)
         running.result()
     until((folder / "clients.csv").exists)
-    missing = (
-        {row["round"] for row in read_rows(folder / "refused.csv")} if (folder / "refused.csv").exists() else set()
-    )
-    print(f"{seed} {method}: {node} got signal {signum} after round {done} of {rounds}, missing in {sorted(missing)}")
-    assert_as_without_network(federation, folder, tmp_path, monkeypatch, missing, node, **config, quorum=0.0)
+    missing = len(refusals(folder))
+    print(f"{seed} {method}: {node} got signal {signum} after round {done} of {rounds}, {missing} uploads missing")
+    assert_as_without_network(federation, folder, tmp_path, monkeypatch, **config, quorum=0.0)
