@@ -62,4 +62,6 @@ def within_memory(option: str) -> Iterator[None]:
     except (MemoryError, RuntimeError, TypeError) as error:  # what PyTorch raises, depending on how large it is
         if not isinstance(error, MemoryError) and not any(word in str(error) for word in ("allocate", "verflow")):
             raise
-        raise ConfigError(f"{option}: there is not enough memory for so much; set a smaller number.") from None
+        raise ConfigError(
+            f"{option}: there is not enough memory for tensors of that size; set a smaller number."
+        ) from None

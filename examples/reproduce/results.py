@@ -40,7 +40,7 @@ class Results:
     def add(self, result: dict[str, Any]) -> None:
         """Add a result, in its place by scale, name and seed, so that the order of runs leaves no trace."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(self.path.parent):
+        with alone_in(self.path.parent):
             everything = {**self._all(), (result["configuration"], result["seed"]): result}
             lines = sorted(everything.values(), key=lambda r: (r["scale"], r["run"], r["configuration"], r["seed"]))
             with replacing(self.path) as file:
@@ -52,7 +52,7 @@ class Results:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Iterator[None]:
     """Wait for other runners that add a result."""
     handle = os.open(folder, os.O_RDONLY)
     try:

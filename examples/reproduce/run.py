@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import yaml
 from page import orderings, page
-from results import Results, collect
+from results import Results, alone_in, collect
 from tables import PAPERS, ROOT, Run, Table
 
 from lit_pfl.cli.runner import Job, Outcome, run_jobs
@@ -167,7 +167,8 @@ class Reproduction:
         if not results.path.exists():
             return
         at = "" if table.scale == "paper" else f"_{table.scale}"
-        with replacing(self.options.results / f"{table.paper.name}_{table.name}{at}.md") as file:
+        path = self.options.results / f"{table.paper.name}_{table.name}{at}.md"
+        with alone_in(self.options.results), replacing(path) as file:  # other runners may write it too
             file.write(page(table, results).encode())
 
     def _print_orderings(self, table: Table) -> None:

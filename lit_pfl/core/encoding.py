@@ -31,7 +31,7 @@ DTYPES = {
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Dense:
     """A tensor is sent as it is."""
 
@@ -55,7 +55,7 @@ class Dense:
         return tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sparse:
     """A tensor is sent as a bit mask, and its values wherever one of their own bits is set."""
 
@@ -106,7 +106,7 @@ class Sparse:
         return zeros.masked_scatter_(torch.from_numpy(places[: self._numel]), values).view(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Factors:
     """A tensor is sent as two factors."""
 

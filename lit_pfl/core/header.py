@@ -21,6 +21,8 @@ _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 #: more entries than any memory has, and few enough for 64 bits
 _TOO_MANY = 2**60
 
+_quoted = json.JSONEncoder(ensure_ascii=False).encode
+
 _TEXT = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _NUMBER = r"[0-9]{1,18}+"
 _METADATA = re.compile(rf'{{"{METADATA}":{{"([a-z_]++)":({_TEXT})(?:,"([a-z_]++)":({_TEXT}))?}},')
@@ -42,15 +44,17 @@ def write_header(encodings: Mapping[str, Encoding], marks: Sequence[str] = tuple
         mark: {name: encoding.shape for name, encoding in encodings.items() if isinstance(encoding, _MARKS[mark])}
         for mark in marks
     }
-    metadata = {mark: json.dumps(by_name) for mark, by_name in shapes.items() if by_name}
-    header: dict[str, object] = {METADATA: metadata} if metadata else {}
+    metadata = [f"{_quoted(mark)}:{_quoted(json.dumps(by_name))}" for mark, by_name in shapes.items() if by_name]
+    # entry by entry: of all at once, json makes objects that take twenty times the header's bytes
+    entries = [f'"{METADATA}":{{{",".join(metadata)}}}'] if metadata else []
     parts = [part for name, encoding in encodings.items() for part in encoding.parts(name).items()]
     parts.sort(key=lambda part: (_ORDER[part[1][1]], part[0]))  # as safetensors does
     end = 0
     for name, (shape, dtype) in parts:
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        place = f'"shape":[{",".join(map(str, shape))}],"data_offsets":[{start},{end}]'
+        entries.append(f'{_quoted(name)}:{{"dtype":"{DTYPES[dtype]}",{place}}}')
+    text = f"{{{','.join(entries)}}}".encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, dict(parts)
 

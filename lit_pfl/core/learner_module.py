@@ -31,7 +31,7 @@ class LearnerModule(QuickModule, ABC):
     Attributes:
         learner: what is trained.
         data: the data; None where the Trainer has the loaders.
-        alone: whether a Trainer is given this module on its own, and nobody collects its losses.
+        alone: whether a Trainer is given this module without a federation around it: nobody collects its losses.
         loss_tally: the losses of the batches so far.
         checkpoint_folder: where the learner's own callbacks write checkpoints; None: where they say.
     """

@@ -45,7 +45,7 @@ class CCVR(Classifying):
 
     Raises:
         ConfigError: when labels differ from client to client, the learner has no head module, the head is not shared
-            or has batch norm, the data has no class labels, or there is no memory for this many virtual features.
+            or has batch norm, the data has no class labels, or the virtual features do not fit into memory.
 
     Source:
         Luo et al. 2021, Equations 3 and 4 and Algorithm 1. There is no code by the authors.
