@@ -17,6 +17,7 @@ extensions = [
     "myst_parser",
     "sphinx_copybutton",
     "sphinxcontrib.bibtex",
+    "mathml",
     "method_pages",
 ]
 exclude_patterns = ["_build", "extensions"]
@@ -29,10 +30,13 @@ autodoc_default_options = {"show-inheritance": True}
 napoleon_custom_sections = ["Source"]
 napoleon_use_ivar = True
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_missing"]  # links to files of the repository, such as configurations
 
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["formulas.css"]
 html_theme = "furo"
 html_title = "lit-pfl"
 html_copy_source = False

@@ -37,7 +37,7 @@ class Draws:
             yield
 
     def choose(self, ids: Sequence[int], share: float, *purpose: str | int) -> list[int]:
-        """Return a share of some ids, at least one, or if it is above 1 so many of them; in their order."""
+        """Return a share of some ids, at least one, or if it is above 1 this many of them; in their order."""
         count = number_of(share, len(ids))
         if count == len(ids):
             return list(ids)
@@ -86,7 +86,7 @@ class RandomStream:
 
     Args:
         seed: the federation's seed.
-        purpose: the client's id, and what else tells streams apart. Different ones are independent.
+        purpose: the client's id, and what else distinguishes streams. Different ones are independent.
     """
 
     def __init__(self, seed: int, *purpose: int) -> None:
@@ -224,7 +224,7 @@ class FixedDraws(Dataset):
 class FixedIteration:
     """A loader whose batches are the same at every iteration, whatever is drawn at random to choose and to make them.
 
-    It draws from generators that are seeded anew for every iteration, and leaves those of the process as they are.
+    It draws from generators that are seeded again for every iteration, and leaves those of the process as they are.
 
     Args:
         loader: the loader.

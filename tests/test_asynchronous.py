@@ -211,7 +211,7 @@ def test_a_bad_upload_is_refused_and_its_client_begins_anew():
                 payload = payload.with_({next(iter(payload)): torch.full_like(next(iter(payload.values())), torch.nan)})
             return payload
 
-    with pytest.warns(UserWarning, match="goes on without one upload. Client 1"):
+    with pytest.warns(UserWarning, match="continues without one upload. Client 1"):
         federation = run(client(Spoils), digits(4), rounds=6, quorum=0.0, asynchronous=FedBuff(2, speeds=SLOW))
     assert all(tensor.isfinite().all() for tensor in federation.coordinator.server.model.values())
     assert federation.coordinator.round == 6

@@ -93,7 +93,7 @@ def test_a_broken_upload_is_refused_by_name_and_the_others_count(case, as_payloa
     coordinator, sent = started(), uploads()
     sent[3] = breaks(sent[3])
     coordinator.begin_round()
-    with pytest.warns(UserWarning, match=r"Round 1 goes on without one upload\. Client 3: "):
+    with pytest.warns(UserWarning, match=r"Round 1 continues without one upload\. Client 3: "):
         coordinator.collect({k: Payload(upload) for k, upload in sent.items()} if as_payload else sent)
     [refused] = coordinator.refused
     assert isinstance(refused, UploadError)
@@ -120,7 +120,7 @@ def test_a_refusal_says_client_and_tensor(case):
     coordinator, sent = started(), uploads()
     sent[3] = breaks(sent[3])
     coordinator.begin_round()
-    with pytest.warns(UserWarning, match="goes on without one upload"):
+    with pytest.warns(UserWarning, match="continues without one upload"):
         coordinator.collect(sent)
     [refusal] = coordinator.refusals
     assert refusal == (1, 3, name, str(coordinator.refused[0]))
@@ -150,7 +150,7 @@ def test_huge_finite_values_whose_sum_overflows_are_accepted(dtype):
         (0.0, 4, True),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Round 1 goes on")
+@pytest.mark.filterwarnings("ignore:Round 1 continues")
 def test_a_round_needs_a_quorum(quorum, broken, goes_on):
     coordinator = started(quorum=quorum)
     before = coordinator.reply(0)

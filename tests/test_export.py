@@ -246,7 +246,7 @@ def test_an_entry_that_is_no_tensor():
         def set_extra_state(self, state):
             pass
 
-    with pytest.raises(ConfigError, match="Cannot save '_extra_state': it is no tensor but dict"):
+    with pytest.raises(ConfigError, match="Cannot save '_extra_state': it is not a tensor but dict"):
         save_model(Odd(2, 2), "model")
 
 

@@ -486,8 +486,8 @@ def test_what_is_to_stay_at_home_does():
     ("local", "message"),
     [
         ("nothing", r"model\.local='nothing' is found in no name of ImageClassifier, which has backbone\.body\.0\."),
-        ("[", r"model\.local='\[' is no regular expression"),
-        ("backbone", r"model\.local='backbone': nothing is left that travels"),
+        ("[", r"model\.local='\[' is not a regular expression"),
+        ("backbone", r"model\.local='backbone': no tensor is left to share"),
     ],
 )
 def test_what_cannot_stay_at_home(local, message):
@@ -607,5 +607,5 @@ def test_a_client_without_a_batch_is_named():
 
 @pytest.mark.parametrize("given", [L.LightningModule(), L.LightningModule])
 def test_a_module_without_a_method_is_told_how(given):
-    with pytest.raises(ConfigError, match=r"^LightningModule is no method; .*Federation\(FedAvg\(learner=Light"):
+    with pytest.raises(ConfigError, match=r"^LightningModule is not a method; .*Federation\(FedAvg\(learner=Light"):
         Federation(given)

@@ -78,7 +78,9 @@ class OneWord(FedAvg):
 
 @pytest.mark.parametrize(("method", "name"), [(Misspelt, "heads"), (OneWord, "b")])
 def test_roles_that_there_are_not_are_named(method, name):
-    with pytest.raises(ConfigError, match=f"{method.__name__}.shares: '{name}' is no role; .* body, head, u,") as error:
+    with pytest.raises(
+        ConfigError, match=f"{method.__name__}.shares: '{name}' is not a role; .* body, head, u,"
+    ) as error:
         client(method).build(spec())
     assert "\n" not in str(error.value)
 

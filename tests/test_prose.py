@@ -1,5 +1,6 @@
-"""README, documentation and help texts: plain words, short paragraphs, no dead links."""
+"""README, documentation, help texts and messages: plain words, short paragraphs, no dead links."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ PAGES = [
     ROOT / "examples/reproduce/README.md",
     *sorted(DOCS.glob("*.md")),
     *sorted(DOCS.glob("api/*.md")),
-    DOCS / "reproduction/index.md",
+    *sorted(DOCS.glob("reproduction/*.md")),
 ]
 LONGEST_PARAGRAPH = 80  # words
 LONGEST_README = 165  # lines
@@ -72,6 +73,23 @@ def described() -> dict[str, str]:
     }
 
 
+def literals(source: str) -> list[str]:
+    """Return the strings of a program that have several words: its messages, but not its docstrings.
+
+    A string with values in it (an f-string) is one text; the names of options in it are code.
+    """
+    nodes = list(ast.walk(ast.parse(source)))
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    texts = [
+        "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        if isinstance(node, ast.JoinedStr)
+        else node.value
+        for node in nodes
+        if isinstance(node, ast.JoinedStr | ast.Constant) and node not in docstrings
+    ]
+    return [re.sub(r"\b\w+(?:\.\w+)+", "", text) for text in texts if isinstance(text, str) and " " in text]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 class TestPage:
     def test_has_no_private_word(self, page):
@@ -91,6 +109,13 @@ class TestPage:
 def test_help_has_no_private_word():
     words = {name: found(text) for name, text in described().items()}
     assert not {name: hits for name, hits in words.items() if hits}
+
+
+def test_messages_have_no_private_word():
+    files = [file for part in ("lit_pfl", "callbacks") for file in sorted((ROOT / part).rglob("*.py"))]
+    hits = {str(file.relative_to(ROOT)): found(" | ".join(literals(file.read_text()))) for file in files}
+    assert files
+    assert not {file: words for file, words in hits.items() if words}
 
 
 def test_overviews_have_no_private_word():
@@ -116,3 +141,17 @@ def test_readme_is_short_and_names_every_method():
 def test_every_method_has_a_row_in_the_guide_to_choose_one():
     rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "choose_a_method.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(lit_pfl.methods.__all__)
+
+
+def test_every_method_has_a_formula():
+    assert sorted(re.findall(r"^## (\w+)$", (DOCS / "formulas.md").read_text(), re.MULTILINE)) == sorted(
+        ["Symbols", *lit_pfl.methods.__all__]
+    )
+
+
+def test_the_index_of_reproductions_has_the_numbers_of_its_pages():
+    index = (DOCS / "reproduction/index.md").read_text()
+    for page in DOCS.glob("reproduction/*_table*.md"):
+        summaries = re.findall(r"^- .*?: (\d+ orderings \(.*\))$", page.read_text(), re.MULTILINE)
+        assert f"]({page.name})" in index
+        assert summaries[0] in index, page.name

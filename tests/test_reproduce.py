@@ -289,13 +289,13 @@ def test_the_page_has_both_numbers_and_says_which_orderings_hold(reproduce, tiny
         for seed, mean in enumerate(means, 1):
             results.add(result(table.cell(row, column).run, seed, [mean - 0.1, mean + 0.1]))
     text = reproduce.page.page(table, results)
-    assert "- All, 1 printed orderings of two rows: too few seeds: 1.\n" in text
-    assert "  - As trained, too few seeds: FedAvg above Stand-Alone, -10.50.\n" in text
+    assert "\n- All: 1 orderings (too few seeds: 1)\n" in text
+    assert "| FedAvg above Stand-Alone | too few seeds, -10.50 | not measured |\n" in text
     for (row, column), means in measured.items():
         results.add(result(table.cell(row, column).run, 3, [sum(means) / 2 - 0.1, sum(means) / 2 + 0.1]))
     text = reproduce.page.page(table, results)
     assert "```\npython examples/reproduce/run.py tiny table1 --seeds 1 2 3 --root FOLDER\n```" in text
-    assert "of cells that ran 2 at a time on cpu." in text
+    assert "of cells that ran 2 at a time on cpu\n" in text
     assert "| Stand-Alone | 90.00 ± 0.10 | 91.00 ± 1.00 | +1.00 | 81.0 |  | 1 | 20 | 3 |" in text
     assert "| FedAvg | 91.5 ± 1.4 | 80.50 ± 0.50 | -11.00 | 70.5 | 20.39 | 1 | 20 | 3 |" in text
     assert "| Stand-Alone | ~50 | 50.50 ± 0.50 | " in text  # client 0 alone
@@ -303,11 +303,14 @@ def test_the_page_has_both_numbers_and_says_which_orderings_hold(reproduce, tiny
         "Scored: personalized models as trained, before aggregation; on all test data for every client, under its own "
         "labels; after the last of 25 rounds x 1 local epochs; mean over clients, each counting once. "
     ) in text
-    assert "- All, 1 printed orderings of two rows: open: 1.\n  - As trained, reversed: FedAvg above Stand" in text
-    assert "-10.50, p < 0.001.\n  - As aggregated, not measured.\n" in text
-    assert "- Few, 1 printed orderings of two rows: holds as trained: 1.\n  - As aggregated, not measured.\n" in text
-    assert "- All, 1 printed orderings of two rows of FedAvg, again: open: 1.\n" in text
-    assert "- First, " not in text  # nothing there to compare with
+    assert "\n- All: 1 orderings (open: 1)\n" in text
+    assert (
+        "**All: 1 orderings (open: 1)**\n\n| the paper's order | as trained | as aggregated |\n|---|---|---|\n" in text
+    )
+    assert "| FedAvg above Stand-Alone | reversed, -10.50, p < 0.001 | not measured |\n" in text
+    assert "\n**Few: 1 orderings (holds as trained: 1)**\n\n**" in text  # without a table
+    assert "\n- All, of FedAvg, again: 1 orderings (open: 1)\n" in text
+    assert "- First: " not in text  # nothing there to compare with
 
 
 def test_one_table_shows_both_states_and_counts_orders(reproduce, tiny):
@@ -334,8 +337,8 @@ table3:
     assert "| Stand-Alone | 80.0 / 80.0 | 50.0 / 50.0 | 0.0 | 1 |" in text
     assert "| Never" not in text
     assert "## What is printed\n\n|  | All | Few |\n| --- | --- | --- |\n| FedAvg | 50 | 40 |" in text
-    assert "- All, 1 printed orderings of two rows: too few seeds: 1.\n  - As trained, in the printed order" in text
-    assert "  - As aggregated, in the printed order, if only by chance: 0." in text
+    assert "**All: 1 orderings (too few seeds: 1)**\n\nAs trained, in the printed order" in text
+    assert "\nAs aggregated, in the printed order, if only by chance: 0.\n" in text
 
 
 def test_costs_parameters_and_other_models_are_shown(reproduce, tiny):
@@ -361,8 +364,10 @@ table2:
     assert "| Acc | 3 | 50.00 | +47.00 |" in text
     assert "## None" not in text
     assert "| 4 | 0.8000 / 0.4000 |" in text
-    assert "- Acc, 1 printed orderings of two rows: too few seeds: 1.\n" in text
-    assert "rows: too few seeds: 1.\n  - Too few seeds: FedAvg above GKR, +0.00" in text  # of the costs
+    assert "\n- Acc: 1 orderings (too few seeds: 1)\n" in text
+    assert (
+        "| the paper's order | outcome |\n|---|---|\n| FedAvg above GKR | too few seeds, +0.00 |" in text
+    )  # of the costs
 
 
 BEFORE, AFTER = "as trained", "as aggregated"
@@ -437,7 +442,8 @@ def test_results_of_both_states_are_judged_under_both(reproduce, tiny, evaluate,
         results.add(both)
         results.add(result(alone, seed, [0.8 - seed / 1000], elements=0))
     text = reproduce.page.page(table, results)
-    assert "- All, 1 printed orderings of two rows: holds as trained: 1.\n  - As aggregated, reversed: FedAvg" in text
+    assert "\n- All: 1 orderings (holds as trained: 1)\n" in text
+    assert "| FedAvg above Stand-Alone | holds, +10.40, p < 0.001 | reversed, -9.40, p < 0.001 |" in text
     assert "not measured" not in text
     of_client_0 = reproduce.tables.Cell("", "", "", averaged, clients=(0,))
     assert reproduce.page._value(of_client_0, results.of(averaged, 3), f"{state}/") == pytest.approx(100 * acc[other])
@@ -456,7 +462,7 @@ def test_the_best_round_on_test_data_stands_beside_the_last_and_is_marked(reprod
     text = reproduce.page.page(table, results)
     assert "| | printed | ours | best round on test data | difference |" in text
     assert "| FedAvg | 91.5 ± 1.4 | 70.00 ± 0.00 | 85.00 ± 7.07 (5, 20) | -21.50 |" in text
-    assert "The best round on test data is chosen by these data, so it is too high." in text
+    assert "\n- **best round on test data**: chosen by these data, so it is too high\n" in text
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def deviation(values: Collection[float], of_sample: bool = False) -> float:
 
 
 def worst_tenth(values: Collection[float], higher_is_better: bool) -> list[float]:
-    """Return the worst tenth of some values, at least one, the worst first; NaN is worse than any number.
+    """Return the worst 10 % of some values, at least one, the worst first; NaN is worse than any number.
 
     Example:
         >>> worst_tenth([0.7, 0.9, 0.5], higher_is_better=True)

@@ -24,7 +24,7 @@ NEEDED = ["client", "round", "split", "model"]  # those that a file has whatever
 class ClientsTable(L.Callback):
     """Writes ``clients.csv`` into the run folder, and prints a table of all clients when a run ends.
 
-    The module tells the scores of its latest evaluation (:class:`~lit_pfl_callbacks.protocols.HasScores`). Of any other
+    The module has the scores of its latest evaluation (:class:`~lit_pfl_callbacks.protocols.HasScores`). Of any other
     module, such as one site's, the file has what its validation and its test log, with no client and the model ``own``;
     Lightning shows these itself, so no table is printed. ``state`` is the state in which the model was scored:
     ``trained``, ``aggregated`` or ``global``. A module that has scored further states
@@ -40,7 +40,7 @@ class ClientsTable(L.Callback):
         most: the largest number of clients to print one by one; of more, the worst and the best are shown.
 
     Raises:
-        MisconfigurationException: as a run begins, when the ``clients.csv`` of its folder is not one to go on with.
+        MisconfigurationException: as a run begins, when the ``clients.csv`` of its folder is not one to continue.
     """
 
     def __init__(self, show: bool = True, most: int = 40) -> None:
@@ -53,7 +53,7 @@ class ClientsTable(L.Callback):
         self._own = OwnScores()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Look whether the run can go on with its file, before anything is computed that would be lost."""
+        """Look whether the run can continue its file, before anything is computed that would be lost."""
         if writes(trainer) and stage != "predict":
             checked_rows(run_folder(trainer) / "clients.csv", NEEDED)
 
@@ -73,7 +73,7 @@ class ClientsTable(L.Callback):
     on_test_start = on_validation_start
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write and show the scores of an evaluation by itself; those of a round wait until the round is complete."""
+        """Write and show the scores of an evaluation on its own; those of a round wait until the round is complete."""
         if trainer.sanity_checking:
             return
         self._validated = True
@@ -138,7 +138,7 @@ class ClientsTable(L.Callback):
         append_rows(path, records, self._file[1])
 
     def _add(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put scores of one round among those of all rounds, in place of the same clients' same ones."""
+        """Put scores of one round among those of all rounds, instead of the same clients' same ones."""
         rows = self._rows(pl_module)
         if not rows or not writes(trainer):
             return

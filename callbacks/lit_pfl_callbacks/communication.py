@@ -21,7 +21,7 @@ Key = tuple[int, int | str, str, str]
 class CommunicationLedger(Listening):
     """Writes the bytes of every round, client, direction and group of tensors into ``communication.csv``.
 
-    It works with every module that tells its ``traffic`` (:class:`~lit_pfl_callbacks.protocols.HasTraffic`), and with
+    It works with every module that has ``traffic`` (:class:`~lit_pfl_callbacks.protocols.HasTraffic`), and with
     any module at all under a Trainer that has a :class:`~lit_pfl_callbacks.FederatedLoop`; elsewhere nothing is sent,
     which a warning says. Loggers get the bytes of every group, and at the end the monitored metric over the bytes sent
     up to then.
@@ -36,11 +36,14 @@ class CommunicationLedger(Listening):
         per_client: whether every client has lines of its own.
         monitor: the metric to hold against bytes; a site that does not log it takes the first of its ``val...``.
 
+    Raises:
+        MisconfigurationException: for a pattern that is not a regular expression.
+
     Attributes:
         total: bytes sent so far, both ways.
         curve: ``(bytes sent so far, metric)`` of every round that was scored.
 
-    Names, types and shapes, which are sent beside the tensors, are the group ``header``.
+    Names, types and shapes, which are sent next to the tensors, are the group ``header``.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class CommunicationLedger(Listening):
         self._names = {}
         if not is_told(trainer, pl_module):
             name = type(pl_module).__name__
-            waits(trainer, self, f"a federation, or a FederatedLoop in this Trainer; {name} by itself sends nothing")
+            waits(trainer, self, f"a federation, or a FederatedLoop in this Trainer; {name} on its own sends nothing")
         super().on_fit_start(trainer, pl_module)
 
     def _note(self, sent: Transfer) -> None:

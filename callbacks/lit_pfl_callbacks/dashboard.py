@@ -1,7 +1,7 @@
 """Numbers and pictures for whatever a Trainer's loggers can hold.
 
 W&B, TensorBoard and MLflow get heat maps, histograms, tables, curves, maps and files, each in its own way; other
-loggers get the numbers. :class:`~lit_pfl_callbacks.RunLogger` gets nothing: callbacks write files beside its own.
+loggers get the numbers. :class:`~lit_pfl_callbacks.RunLogger` gets nothing: callbacks write files next to its own.
 """
 
 import math
@@ -35,7 +35,7 @@ class Dashboard:
             yield self._boards[id(logger)][1]
 
     def scalars(self, trainer: L.Trainer, round: int, metrics: Mapping[str, float]) -> None:
-        """Show numbers of a round, by name; under a Trainer without clients beside Lightning's own of the epoch."""
+        """Show numbers of a round, by name; under a Trainer without clients next to Lightning's own of the epoch."""
         own = isinstance(trainer.lightning_module, HasClients)
         step = max(0, trainer.global_step - 1)  # as of what Lightning logs at the end of an epoch
         for board in self.boards(trainer):
@@ -215,7 +215,7 @@ class TensorBoard(Board):
 
 
 class MLflow(Board):
-    """MLflow: what is no number is an artifact."""
+    """MLflow: what is not a number is an artifact."""
 
     def image(self, round: int, name: str, picture: Tensor) -> None:  # noqa: D102
         self.logger.experiment.log_image(self.logger.run_id, picture.numpy(), key=name, step=round)

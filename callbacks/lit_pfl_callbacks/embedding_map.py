@@ -21,14 +21,17 @@ class EmbeddingMap(Listening):
     """Writes a place on a map for every client into ``embeddings.csv``, by what it uploads, such as SimFed's embedding.
 
     The map is the plane in which the clients' latest embeddings differ most (their two first principal components),
-    turned so that clients move as little as possible from one map to the next. It takes a module that tells its
+    turned so that clients move as little as possible from one map to the next. It takes a module that has
     ``traffic`` (:class:`~lit_pfl_callbacks.protocols.HasTraffic`); where nobody uploads an embedding it does nothing.
-    Of a module by itself, or of one site, there is no map, which a warning says.
+    Of a module on its own, or of one site, there is no map, which a warning says.
     The file has a line a client and map, some 30 bytes.
 
     Args:
         tensor: a regular expression for the name of the embedding among what is uploaded.
         every_n_rounds: the first round has a map, and then every this many.
+
+    Raises:
+        MisconfigurationException: for ``every_n_rounds`` below 1.
 
     Attributes:
         places: the latest map, (x, y) by client.

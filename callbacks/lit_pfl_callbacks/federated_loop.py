@@ -27,7 +27,7 @@ Reply = Mapping[str, Tensor] | None
 
 @dataclass(frozen=True)
 class JoinInfo:
-    """What a client tells the server once, before its first round.
+    """What a client reports to the server once, before its first round.
 
     Args:
         num_samples: number of training samples; the client's weight in an average.
@@ -39,15 +39,15 @@ class JoinInfo:
 
 
 class Link(Protocol):
-    """How a client's uploads travel to the server and the replies back.
+    """How a client's uploads are sent to the server and the replies back.
 
     The callback is the same in a simulation, in a cluster and between hospitals; only the link differs. Of a client
     whose Trainer has several processes, that of global rank 0 alone uses its link, unless the link has an attribute
-    ``in_every_process`` that is true: then each uses it by itself, as each has the whole federation or is a client.
+    ``in_every_process`` that is true: then each uses it on its own, as each has the whole federation or is a client.
     """
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
-        """Report for the federation; wait; return what to load before training starts (or goes on).
+        """Report for the federation; wait; return what to load before training starts (or continues).
 
         ``None`` ends the client's fit: its turn has never come.
         """
@@ -58,7 +58,7 @@ class Link(Protocol):
 
 @runtime_checkable
 class Shares(Protocol):
-    """A LightningModule that says itself what travels, and is told where rounds begin and end.
+    """A LightningModule that says itself what is sent, and learns where rounds begin and end.
 
     Any other one shares its ``state_dict()``.
     """
@@ -129,7 +129,7 @@ class FederatedLoop(L.Callback):
         self.seconds = {"link": 0.0}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Join. A run resumed from a checkpoint joins too and is told where the federation stands now.
+        """Join. A run resumed from a checkpoint joins too and learns where the federation stands now.
 
         Raises:
             MisconfigurationException: when that is a checkpoint of the middle of a round, or when the Trainer has
@@ -231,7 +231,7 @@ class FederatedLoop(L.Callback):
         if lazy := next((name for name, tensor in tensors.items() if is_lazy(tensor)), None):
             raise MisconfigurationException(
                 f"FederatedLoop: {lazy!r} of {type(pl_module).__name__} has no shape before its lazy layer has seen a "
-                "batch, and cannot travel; run one through the module before trainer.fit."
+                "batch, and cannot be sent; run one batch through the module before trainer.fit."
             )
         return tensors
 
@@ -265,7 +265,7 @@ class FederatedLoop(L.Callback):
 
 @contextmanager
 def next_epoch(trainer: L.Trainer) -> Iterator[None]:
-    """Let a Trainer at the end of an epoch be in the next one, as it is when a run goes on from a checkpoint.
+    """Let a Trainer at the end of an epoch be in the next one, as it is when a run continues from a checkpoint.
 
     A reply is of the epoch that it begins, also for a module that looks at ``current_epoch`` while it loads one.
     """

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
-    """Open a file to write beside a path, and rename it to the path once it is written.
+    """Open a file to write next to a path, and rename it to the path once it is written.
 
     A killed process, or an error, leaves a former file whole. Missing folders are made.
 

@@ -1,4 +1,4 @@
-"""Weights that nobody trains: found, told apart by fingerprint, held once in memory."""
+"""Weights that nobody trains: found, distinguished by fingerprint, held once in memory."""
 
 import hashlib
 import json

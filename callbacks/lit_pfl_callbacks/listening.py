@@ -1,4 +1,4 @@
-"""Being told of what a federation sends."""
+"""Learning what a federation sends."""
 
 from abc import ABC, abstractmethod
 
@@ -36,12 +36,12 @@ class Listening(L.Callback, ABC):
 
 
 def is_told(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-    """Say whether anything is sent that a callback of this Trainer is told of."""
+    """Say whether anything is sent that a callback of this Trainer is notified of."""
     return isinstance(pl_module, HasTraffic) or loop_of(trainer) is not None
 
 
 def watchers_of(trainer: L.Trainer, pl_module: L.LightningModule) -> list[Watcher]:
-    """Return the list to join to be told of what is sent; one that nobody reads where nothing is."""
+    """Return the list to join to get what is sent; one that nobody reads where nothing is."""
     if isinstance(pl_module, HasTraffic):
         return pl_module.traffic.watchers
     loop = loop_of(trainer)

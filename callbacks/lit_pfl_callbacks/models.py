@@ -21,7 +21,7 @@ from lit_pfl_callbacks.tensors import tensors_of
 class PersonalizedModels(L.Callback):
     """Writes clients' models into the folder ``models`` when a fit ends; W&B and MLflow keep them as artifacts.
 
-    Of a module that tells its clients (:class:`~lit_pfl_callbacks.protocols.HasClients`) every client's model is
+    Of a module that has clients (:class:`~lit_pfl_callbacks.protocols.HasClients`) every client's model is
     written, that of its ``standalone()`` if it has one; of any other module its own tensors. The files are
     ``client_3.safetensors``, or ``model.safetensors``; sparse tensors are dense there.
 

@@ -1,4 +1,4 @@
-"""The scores of a module by itself, such as one site's: what its evaluation logs."""
+"""The scores of a module on its own, such as one site's: what its evaluation logs."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

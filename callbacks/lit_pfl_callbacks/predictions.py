@@ -28,7 +28,7 @@ class Predictions(L.Callback):
 
     Of any other module it writes what ``predict_step`` returns, with no client: a row a sample. ``sample`` is the id in
     a batch that is a dict with ``id``, ``index`` or the like, else the place in the data set. Labels are those of a
-    batch that has some. Rows of probabilities are of classes, as are logits beside labels that are whole numbers. Of a
+    batch that has some. Rows of probabilities are of classes, as are logits next to labels that are whole numbers. Of a
     dict or a named tuple every entry is a column; of several loaders ``loader`` is the number. The processes of a
     Trainer are written together.
 
@@ -41,7 +41,7 @@ class Predictions(L.Callback):
         self._seen: dict[int, int] = {}  # samples of every loader whose places nobody knows
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin anew."""
+        """Begin again."""
         self._rows, self._seen = [], {}
 
     def on_predict_batch_end(

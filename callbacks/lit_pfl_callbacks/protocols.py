@@ -1,4 +1,4 @@
-"""What a module may tell the callbacks of this package: public attributes, each of them optional.
+"""What a module may offer to the callbacks of this package: public attributes, each of them optional.
 
 A callback looks for the protocol that it names, and does without where a module does not have it. So any
 LightningModule takes part by having the attribute; ``lit_pfl.Federation`` and its clients have them all. What is of
@@ -169,7 +169,7 @@ class HasOtherStates(Protocol, metaclass=_OfKinds):
 
 @runtime_checkable
 class HasTraffic(Protocol, metaclass=_OfKinds):
-    """``traffic``: what has been sent, and who is told of it."""
+    """``traffic``: what has been sent, and who is notified of it."""
 
     @property
     def traffic(self) -> Traffic: ...  # noqa: D102
@@ -211,7 +211,7 @@ class HasRefusals(Protocol, metaclass=_OfKinds):
 class HasMixing(Protocol, metaclass=_OfKinds):
     """``mixing()``: clients' ids, and (J, J) weights, row i being everybody's in what client i is sent next.
 
-    None before the first round, and where clients are not told apart.
+    None before the first round, and where clients are not distinguished.
     """
 
     def mixing(self) -> tuple[Sequence[int], Tensor] | None: ...  # noqa: D102
@@ -250,7 +250,7 @@ class Encoded(Protocol):
 
 
 def transfer(round: int, client: int | None, direction: Direction, tensors: Mapping[str, Tensor]) -> Transfer:
-    """Return what is told of tensors that are sent; those that are not :class:`Encoded` count as they are."""
+    """Return what watchers get of tensors that are sent; those that are not :class:`Encoded` count as they are."""
     if isinstance(tensors, Encoded):
         return Transfer(round, client, direction, tensors, tensors.sizes, tensors.nbytes)
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}

@@ -13,7 +13,7 @@ from lit_pfl_callbacks.rounds import RoundTable
 class RefusedUploads(L.Callback):
     """Writes every upload that was refused into ``refused.csv``; without any, the file is not written.
 
-    It works with every module that tells what was ``refused`` (:class:`~lit_pfl_callbacks.protocols.HasRefusals`). A
+    It works with every module that has what was ``refused`` (:class:`~lit_pfl_callbacks.protocols.HasRefusals`). A
     round that ends the run, because too few uploads were usable, is written too.
     """
 
@@ -22,7 +22,7 @@ class RefusedUploads(L.Callback):
         self._written = 0  # the latest round that is written, or was there before
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """See that the file can be gone on with."""
+        """See that the file can be continued with."""
         self._table.check(trainer)
         self._written = max((refusal.round for refusal in _refused(pl_module)), default=0)
 

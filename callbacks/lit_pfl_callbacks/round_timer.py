@@ -15,13 +15,13 @@ PHASES = ("train", "evaluate", "aggregate", "link")
 class RoundTimer(L.Callback):
     """Writes the seconds of every round into ``times.csv``, by phase; four lines a round, whatever the clients.
 
-    ``evaluate`` is validation; ``aggregate`` and ``link`` are what the module tells in ``seconds``
+    ``evaluate`` is validation; ``aggregate`` and ``link`` are what the module has in ``seconds``
     (:class:`~lit_pfl_callbacks.protocols.HasSeconds`), at a site the waiting of its
     :class:`~lit_pfl_callbacks.FederatedLoop`; ``train`` is all else between a round's beginning and its end. What comes
     between rounds, such as checkpoints, is of none. Under a plain Trainer, a round is an epoch.
 
     Attributes:
-        seconds: the sums over rounds, by phase; they go on in a resumed run.
+        seconds: the sums over rounds, by phase; they continue in a resumed run.
     """
 
     def __init__(self) -> None:

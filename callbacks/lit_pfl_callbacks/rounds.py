@@ -22,7 +22,7 @@ def loop_of(trainer: L.Trainer) -> FederatedLoop | None:
 def keeps(trainer: L.Trainer) -> bool:
     """Say whether a run has a folder that is written into: not where code is only tried out.
 
-    A federation without a logger has none. A module by itself writes into the Trainer's ``default_root_dir`` then.
+    A federation without a logger has none. A module on its own writes into the Trainer's ``default_root_dir`` then.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return False
@@ -41,12 +41,12 @@ def epochs_a_round(trainer: L.Trainer) -> int:
 
 
 def round_of(trainer: L.Trainer) -> int:
-    """Return the round, from 1, that is going on, or that the epoch which is ending belongs to."""
+    """Return the round, from 1, that is continuing, or that the epoch which is ending belongs to."""
     return trainer.current_epoch // epochs_a_round(trainer) + 1
 
 
 def ends_round(trainer: L.Trainer) -> bool:
-    """Say whether the epoch that is going on is a round's last."""
+    """Say whether the epoch that is continuing is a round's last."""
     return (trainer.current_epoch + 1) % epochs_a_round(trainer) == 0
 
 
@@ -62,7 +62,7 @@ def seconds_of(trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, fl
 
 
 def spread(ids: Sequence[T], most: int | None) -> list[T]:
-    """Return at most so many, evenly spread, the first and the last among them.
+    """Return at most this many, evenly spread, the first and the last among them.
 
     Example:
         >>> spread(range(10), 4)
@@ -78,7 +78,7 @@ def spread(ids: Sequence[T], most: int | None) -> list[T]:
 class RoundTable:
     """A CSV file in the run folder to which every round adds rows.
 
-    A run that is resumed keeps what is there of earlier rounds and writes the others anew, so that no row is there
+    A run that is resumed keeps what is there of earlier rounds and writes the others again, so that no row is there
     twice and none is missing, wherever it was stopped. Resumed into another folder, it takes those rows along.
 
     Args:
@@ -92,7 +92,7 @@ class RoundTable:
         self._former: Path | None = None  # the file of the run that is resumed
 
     def check(self, trainer: L.Trainer) -> None:
-        """Look whether a run can go on with the file, before anything is computed that would be lost.
+        """Look whether a run can continue the file, before anything is computed that would be lost.
 
         Raises:
             MisconfigurationException: when it cannot.

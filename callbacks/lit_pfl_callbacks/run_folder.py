@@ -39,7 +39,7 @@ def latest_config(folder: Path) -> Path:
 
 
 def resume_command(folder: Path) -> str | None:
-    """Return the command that goes on with a run; None where it has no checkpoint, or no configuration to go by."""
+    """Return the command that continues a run; None if its folder has no checkpoint or no configuration."""
     config, checkpoint = latest_config(folder), folder / "checkpoints" / "last.ckpt"
     if not config.exists() or not checkpoint.exists():
         return None
@@ -99,7 +99,7 @@ class RunLogger(CSVLogger):
 
     @rank_zero_only
     def log_graph(self, *args: Any, **kwargs: Any) -> None:
-        """Look whether the run can go on with its ``metrics.csv``: a Trainer calls this before a run's first batch.
+        """Look whether the run can continue its ``metrics.csv``: a Trainer calls this before a run's first batch.
 
         Raises:
             MisconfigurationException: when it cannot.
@@ -143,7 +143,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def checked_rows(path: Path, columns: Sequence[str], step: str = "round") -> list[dict[str, Any]]:
-    """Return the rows of a CSV file that a run goes on with.
+    """Return the rows of a CSV file that a run continues with.
 
     Args:
         path: the file.
@@ -160,7 +160,7 @@ def checked_rows(path: Path, columns: Sequence[str], step: str = "round") -> lis
             reader = csv.DictReader(file)
             lines = [(reader.line_num, row) for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise MisconfigurationException(f"{path}: is no CSV file ({error}); {_REMEDY}.") from None
+        raise MisconfigurationException(f"{path}: is not a CSV file ({error}); {_REMEDY}.") from None
     missing = [name for name in columns if name not in (reader.fieldnames or columns)]
     if missing:
         raise MisconfigurationException(f"{path}: has no column {missing[0]!r}; {_REMEDY}.")
@@ -182,7 +182,7 @@ def _is_number(text: str) -> bool:
 
 
 def read_rows_before(path: Path, step: int, column: str) -> list[dict[str, Any]]:
-    """Return the rows of a CSV file that belong to earlier steps: what an interrupted run has left to go on from."""
+    """Return the rows of a CSV file that belong to earlier steps: what an interrupted run has left to continue from."""
     return [row for row in checked_rows(path, [column], column) if int(float(row[column])) < step]
 
 

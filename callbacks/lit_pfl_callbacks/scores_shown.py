@@ -21,7 +21,7 @@ def print_scores(
     traffic: Mapping[int, Sequence[int]],
     most: int,
 ) -> None:
-    """Print clients' scores, further states of the same models beside them, and what they come to.
+    """Print clients' scores, further states of the same models next to them, and what they come to.
 
     Args:
         console: where to.

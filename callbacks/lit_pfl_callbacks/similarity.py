@@ -1,4 +1,4 @@
-"""How alike clients are, round by round: their parameters, their uploads, their updates; and who is mixed with whom."""
+"""How similar clients are, round by round: their parameters, uploads and updates; and who is mixed with whom."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ CHUNK = 2**14  # columns that are multiplied at once, so that long vectors need 
 class Similarity(Listening):
     """Writes the cosine similarity of every two clients into ``similarity.csv``, and who is mixed with whom.
 
-    The module tells its clients (:class:`~lit_pfl_callbacks.protocols.HasClients`). One that tells its ``traffic``
+    The module has clients (:class:`~lit_pfl_callbacks.protocols.HasClients`). One that has ``traffic``
     is also measured by what clients upload, such as SimFed's embeddings, and by their updates: what they upload less
-    what they had been sent, of the tensors in both. One that tells its ``mixing()`` gets ``matching.csv``: how often,
+    what they had been sent, of the tensors in both. One that has ``mixing()`` gets ``matching.csv``: how often,
     of the rounds so far, a client was given something of another one. Loggers get every matrix as a heat map.
 
-    A module by itself, or one site, has nobody to be compared with, which a warning says.
+    A module on its own, or one site, has nobody to be compared with, which a warning says.
 
-    The files have a line a pair of clients. Among more than ``most`` clients those of so many are compared, evenly
+    The files have a line a pair of clients. Among more than ``most`` clients those of this many are compared, evenly
     spread by id, so that neither grows with their number.
 
     Args:
@@ -82,9 +82,7 @@ class Similarity(Listening):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Choose whom to look at, and listen."""
         if not isinstance(pl_module, HasClients):
-            waits(
-                trainer, self, f"several clients to compare; {type(pl_module).__name__} does not tell its `client_ids`"
-            )
+            waits(trainer, self, f"several clients to compare; {type(pl_module).__name__} has no `client_ids`")
             return
         self._table.check(trainer)
         self._matching_table.check(trainer)

@@ -39,8 +39,8 @@ class SparsityMonitor(L.Callback):
     It works on any module: of every weight of two or more dimensions it counts the entries that are not zero, and the
     rank as a matrix of outputs times all else. A module that knows better says so in ``weight_parts()``
     (:class:`~lit_pfl_callbacks.protocols.HasWeightParts`): mu and the rank of ``u v^T`` of factorized weights, p and
-    the rank of w of FedSLR. Of a module that tells its clients (:class:`~lit_pfl_callbacks.protocols.HasClients`) each
-    is measured by itself.
+    the rank of w of FedSLR. Of a module that has clients (:class:`~lit_pfl_callbacks.protocols.HasClients`) each
+    is measured on its own.
 
     The file has a line a layer, the mean over clients, called ``mean``; with ``per_client`` a line a layer and client.
 
@@ -48,6 +48,9 @@ class SparsityMonitor(L.Callback):
         every_n_rounds: the first round is measured, and then every this many.
         per_client: whether every client has lines of its own.
         most: the largest number of clients to measure; of more, this many that are evenly spread by id. None for all.
+
+    Raises:
+        MisconfigurationException: for ``every_n_rounds`` or ``most`` below 1.
 
     Attributes:
         latest: what was measured last, by layer; the mean over clients.
@@ -64,7 +67,7 @@ class SparsityMonitor(L.Callback):
         self._dashboard = Dashboard()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Look whether the run can go on with its file."""
+        """Look whether the run can continue its file."""
         self._table.check(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

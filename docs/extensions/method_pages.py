@@ -1,7 +1,7 @@
-"""A page for every method: its docstring, its options, its paper, and a picture of what is sent in a real round.
+"""A page for every method: its formula, docstring, options and paper, and a picture of what is sent in a real round.
 
 The picture is measured, not drawn: a few rounds on the bundled digits, and the payloads of the last one. What a method
-sends and what it is made for is read from the tables of ``choose_a_method.md``.
+sends and what it is made for is read from the tables of ``choose_a_method.md``, and its formula from ``formulas.md``.
 """
 
 import inspect
@@ -73,6 +73,12 @@ PAGE = """\
 
 *{about}.* Family: {family}.
 
+## Formula
+
+{formula}
+
+[Symbols](../formulas.md#symbols) that all methods have in common are explained once for all.
+
 ## When to use it
 
 - **Made for:** {made_for}.
@@ -89,7 +95,7 @@ lit-pfl fit --config {config}
 
 In Python: `trainer.fit(Federation({name}(...)), datamodule=Digits())`.
 
-## Formula and options
+## How it works, and its options
 
 ```{{eval-rst}}
 .. autoclass:: lit_pfl.methods.{name}
@@ -236,6 +242,12 @@ def chosen(guide: str) -> dict[str, list[str]]:
     return {name: [cell.strip() for cell in cells] for name, *cells in rows}
 
 
+def formulas(page: str) -> dict[str, str]:
+    """Return the sections of ``formulas.md`` by their heading."""
+    _, *sections = re.split(r"^## (\w+)$", page, flags=re.MULTILINE)
+    return dict(zip(sections[::2], map(str.strip, sections[1::2]), strict=True))
+
+
 def refusals(method: type[Client]) -> str:
     """Return when a method ends with an error, as its docstring has it."""
     reasons = [" ".join((one.description or "").split()) for one in parse(inspect.getdoc(method) or "").raises]
@@ -271,6 +283,7 @@ def write_pages(app: object) -> None:
     (folder / "index.md").write_text(INDEX.format(families="".join(map(section, families().items()))))
     sources = yaml.safe_load((Path(app.srcdir) / "paper_defaults.yaml").read_text())  # type: ignore[attr-defined]
     guide = chosen((Path(app.srcdir) / "choose_a_method.md").read_text())  # type: ignore[attr-defined]
+    formula = formulas((Path(app.srcdir) / "formulas.md").read_text())  # type: ignore[attr-defined]
     for family, members in families().items():
         for name, about in members.items():
             page = folder / f"{name}.md"
@@ -282,7 +295,8 @@ def write_pages(app: object) -> None:
                 PAGE.format(
                     name=name, about=about[0].upper() + about[1:], family=family[0].lower() + family[1:],
                     sends=sends, server=server, made_for=made_for, refusals=refusals(method), config=name.lower(),
-                    caption=draw(method, folder), defaults=defaults(sources[name]), differences=differences(method),
+                    formula=formula[name], caption=draw(method, folder), defaults=defaults(sources[name]),
+                    differences=differences(method),
                 )
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The page of a table: what the paper prints beside what was measured."""
+"""The page of a table: what the paper prints next to what was measured."""
 
 import inspect
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from judge import AS_AGGREGATED, AS_TRAINED, LEVEL, READINGS, SEEDS, Reading, counts, judge, path_of, verdict
+from judge import AS_AGGREGATED, AS_TRAINED, LEVEL, READINGS, SEEDS, Judgement, Reading, counts, judge, path_of, verdict
 from results import Results
 from tables import Cell, Run, Table
 
@@ -171,26 +171,20 @@ def page(table: Table, results: Results) -> str:
     command = f"python examples/reproduce/run.py {table.paper.name} {table.name}{scale} --seeds {seeds} --root FOLDER"
     at = "" if table.scale == "paper" else f", at the {table.scale} scale"
     best = any(got.best for got in found.values())
+    orders = [order for column in columns for order in orderings(table, column, results)]
     lines = [f"# {table.title}{at}", "", table.about, ""]
+    if orders:
+        lines += ["How many of the paper's orderings of two rows hold ([which ones](#which-orderings-hold)):", ""]
+        lines += [*(f"- {order.summary}" for order in orders), ""]
+    lines += ["```", command, "```", ""]
     if table.scale != "paper":
-        lines += [f"{_header(table)} So the numbers are not meant to be the same; what may be is their order.", ""]
+        lines += [*_header(table), "Compare the order of the rows, not the numbers: the scale is not the paper's.", ""]
     lines += [
         f"{scored([run for place in found if (run := table.cell(*place).run) is not None])}"
-        " [What a score is of](../what_a_score_is_of.md) says what else it could be.",
+        " [What a score is of](../what_a_score_is_of.md) describes what else it could be.",
         "",
-        "Ours is the mean and the standard deviation (of n - 1) over the seeds, after the last round; beside an"
-        " accuracy its mean over the worst tenth of clients. The cost is of all clients and rounds both ways, 4 bytes"
-        " an element, as the papers count. Seconds are those of training, the mean over the seeds, of cells "
-        f"that ran {', '.join(places)}."
-        if table.sections != "one"
-        else f"Every cell is {AS_TRAINED.name} / {AS_AGGREGATED.name}, in percent: the mean and, of several seeds, the "
-        "standard deviation (of n - 1), after the last round. MB are of all clients and rounds both ways, 4 bytes an "
-        f"element, the mean over the columns. Cells ran {', '.join(places)}.",
-        "",
-        *(line for line in (f"The {BEST} is chosen by these data, so it is too high.", "") if best),
-        "```",
-        command,
-        "```",
+        *_legend(table, ", ".join(places)),
+        *([f"- **{BEST}**: chosen by these data, so it is too high"] if best else []),
         "",
     ]
     if table.sections == "one":
@@ -204,20 +198,38 @@ def page(table: Table, results: Results) -> str:
     missing = [column for column in table.columns if column not in columns]
     if missing:
         lines += [f"Not measured: {'; '.join(missing)}.", ""]
-    orders = [line for column in columns for line in orderings(table, column, results)]
     if orders:
         lines += [
             "## Which orderings hold",
             "",
             "Each pair of rows is judged by a paired t-test over the seeds that both have: two-sided, p below "
-            f"{LEVEL}, not corrected for the number of orderings; fewer than {SEEDS} seeds are too few. An ordering is "
-            "open where the seeds do not decide it, or where it holds in no state that was scored and another one was "
-            "not scored.",
+            f"{LEVEL}, not corrected for the number of orderings. Fewer than {SEEDS} seeds are too few. An ordering is "
+            "open where the seeds do not decide it, or where it holds in no state that was scored and another state "
+            "was not scored.",
             "",
-            *orders,
+            "The tables list every ordering that does not hold in all scored states, with the mean difference of the "
+            "two rows. All others hold.",
             "",
+            *(line for order in orders for line in (f"**{order.summary}**", "", *order.lines)),
         ]
     return "\n".join([*lines, *_similarities(table, results)]).rstrip() + "\n"
+
+
+def _legend(table: Table, places: str) -> list[str]:
+    """Return what the columns of the page's tables are."""
+    if table.sections == "one":
+        return [
+            f"- **every cell**: {AS_TRAINED.name} / {AS_AGGREGATED.name}, in percent: mean and, of several seeds, "
+            "standard deviation (of n - 1), after the last round",
+            "- **MB**: of all clients and rounds, both ways, 4 bytes an element, mean over the columns",
+            f"- Cells ran {places}.",
+        ]
+    return [
+        "- **ours**: mean and standard deviation (of n - 1) over the seeds, after the last round",
+        "- **worst 10 %**: mean accuracy of the worst 10 % of clients",
+        "- **cost**: of all clients and rounds, both ways, 4 bytes an element, as the papers count",
+        f"- **seconds**: of training, mean over the seeds, of cells that ran {places}",
+    ]
 
 
 def _in_one(table: Table, columns: Sequence[str], found: dict[tuple[str, str], Measured]) -> list[str]:
@@ -248,20 +260,21 @@ def _seeds(own: Iterable[Measured | None]) -> str:
     return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
 
 
-def _header(table: Table) -> str:
-    """Return what the file of a scale says of itself, its first comment."""
-    comments = []
+def _header(table: Table) -> list[str]:
+    """Return the comments of the files of a scale, a paragraph for every file and after every empty comment."""
+    lines = []
     for path in (table.paper.parent / f"{table.scale}.yaml", table.paper / f"{table.scale}.yaml"):
-        text = path.read_text().splitlines() if path.is_file() else []
-        comments += [line.lstrip("# ") for line in text if line.startswith("#")]
-    return " ".join(comments)
+        text = path.read_text() if path.is_file() else ""
+        comment = "\n".join(line[1:].strip() for line in text.splitlines() if line.startswith("#"))
+        lines += [line for part in comment.split("\n\n") if part for line in (part.replace("\n", " "), "")]
+    return lines
 
 
 def _lines(table: Table, pairs: Sequence[tuple[str, str]], found: dict[tuple[str, str], Measured]) -> list[str]:
     there = [found[pair] for pair in pairs if pair in found]
     others = [r.name for r in READINGS if any(got.others.get(r.name, got.values) != got.values for got in there)]
     best = [BEST] if any(got.best for got in there) else []
-    titles = ["", "printed", "ours", *others, *best, "difference", "worst tenth", "cost printed, GB", "cost, GB",
+    titles = ["", "printed", "ours", *others, *best, "difference", "worst 10 %", "cost printed, GB", "cost, GB",
               "seconds", "seeds"]  # fmt: skip
     lines = [f"| {' | '.join(titles)} |".replace("|  |", "| |"), "|---" * len(titles) + "|"]
     for row, column in pairs:
@@ -296,10 +309,18 @@ def _over_seeds(values: tuple[float, ...], digits: int) -> str:
     return f"{fmean(values):.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
 
 
-def orderings(table: Table, column: str, results: Results) -> list[str]:
-    """Return what the seeds say of a column's orderings of two rows.
+@dataclass(frozen=True)
+class Orderings:
+    """How many of some orderings hold, in a sentence, and a table of those that do not hold in every state."""
 
-    Of rows of our own, a part each: on the orderings of the printed row that they are beside.
+    summary: str
+    lines: list[str]
+
+
+def orderings(table: Table, column: str, results: Results) -> list[Orderings]:
+    """Return which of a column's orderings of two rows hold, by the seeds that were measured.
+
+    Each row of our own has a part for itself, with the orderings of the printed row that it stands for.
     """
     own = [
         row
@@ -307,15 +328,15 @@ def orderings(table: Table, column: str, results: Results) -> list[str]:
         if (cell := table.cell(row, column)).number is not None and measured(cell, results) is not None
     ]
     printed = [row for row in own if table.stands_for(row) == row]
-    lines = _judged(table, column, results, [(a, b) for i, a in enumerate(printed) for b in printed[i + 1 :]], "")
+    found = _judged(table, column, results, [(a, b) for i, a in enumerate(printed) for b in printed[i + 1 :]], column)
     for row in own:
         if row not in printed:
             pairs = [(row, other) for other in printed if other != table.stands_for(row)]
-            lines += _judged(table, column, results, pairs, f" of {row}")
-    return lines
+            found += _judged(table, column, results, pairs, f"{column}, of {row}")
+    return found
 
 
-def _judged(table: Table, column: str, results: Results, pairs: list[tuple[str, str]], whose: str) -> list[str]:
+def _judged(table: Table, column: str, results: Results, pairs: list[tuple[str, str]], title: str) -> list[Orderings]:
     cells = {row: table.cell(row, column) for pair in pairs for row in pair}
     numbers = {row: cell.number or 0.0 for row, cell in cells.items()}
     ordered = [sorted(pair, key=lambda row: -numbers[row]) for pair in pairs if len({numbers[r] for r in pair}) == 2]
@@ -331,26 +352,28 @@ def _judged(table: Table, column: str, results: Results, pairs: list[tuple[str, 
         for above, below in ordered
     }
     summary = counts([verdict(judgements) for judgements in found.values()])
-    lines = [f"- {column}, {len(found)} printed orderings of two rows{whose}: {summary}."]
-    in_one = table.sections == "one"  # of so many rows, pairs that nothing is known of would fill pages
-    for reading in readings:
-        judged = {f"{a} above {b}": judgements[reading.name] for (a, b), judgements in found.items()}
-        by_outcome = {
-            outcome: [f"{pair}, {judgement}" for pair, judgement in judged.items() if judgement.outcome == outcome]
-            for outcome in (("reversed",) if in_one else ("reversed", "level", "undecided", "too few seeds"))
-        }
-        if {judgement.outcome for judgement in judged.values()} == {"not measured"}:
-            lines.append(f"  - {_sentence(reading.name, 'not measured')}.")
-        if in_one:
-            same = sum((judgement.gap or 0.0) > 0 for judgement in judged.values())
-            lines.append(f"  - {_sentence(reading.name, 'in the printed order, if only by chance')}: {same}.")
-        lines += [f"  - {_sentence(reading.name, o)}: {'; '.join(such)}." for o, such in by_outcome.items() if such]
-    return lines
+    states = [reading.name for reading in readings]
+    in_one = table.sections == "one"  # with this many rows, pairs that nothing is known of would fill pages
+    shown = {"reversed"} if in_one else {"reversed", "level", "undecided", "too few seeds"}
+    failing = {
+        f"{above} above {below}": [judgements[state] for state in states]
+        for (above, below), judgements in found.items()
+        if {one.outcome for one in judgements.values()} & shown
+    }
+    lines = [
+        f"| the paper's order | {' | '.join(state or 'outcome' for state in states)} |",
+        "|---" * (1 + len(states)) + "|",
+    ]
+    lines += [f"| {pair} | {' | '.join(map(_outcome, judgements))} |" for pair, judgements in failing.items()]
+    lines = [*lines, ""] if failing else []
+    for state in states if in_one else ():
+        same = sum((judgements[state].gap or 0.0) > 0 for judgements in found.values())
+        lines += [f"{state}, in the printed order, if only by chance: {same}.".capitalize(), ""]
+    return [Orderings(f"{title}: {len(found)} orderings ({summary})", lines)]
 
 
-def _sentence(*words: str) -> str:
-    text = ", ".join(word for word in words if word)
-    return text[:1].upper() + text[1:]
+def _outcome(judgement: Judgement) -> str:
+    return f"{judgement.outcome}, {judgement}" if judgement.gap is not None else judgement.outcome
 
 
 def _similarities(table: Table, results: Results) -> list[str]:
@@ -361,7 +384,7 @@ def _similarities(table: Table, results: Results) -> list[str]:
         if found:
             groups = list(found[0])
             lines += [
-                f"## {row}: how alike clients are", "",
+                f"## {row}: how similar clients are", "",
                 "Mean cosine over pairs of clients of the same domain / of different domains, mean over the seeds.", "",
                 f"| round | {' | '.join(groups)} |", "|" + "---|" * (len(groups) + 1),
             ]  # fmt: skip

@@ -1,11 +1,11 @@
-"""Run the cells of a paper's table and write its page: printed numbers beside ours.
+"""Run the cells of a paper's table and write its page: printed numbers next to ours.
 
     python examples/reproduce/run.py simfed table1 --seeds 1 2 3 --root FOLDER
     python examples/reproduce/run.py simfed table1 --seeds 1 2 3 --root FOLDER --scale middle --hours 0.7
     python examples/reproduce/run.py --plan examples/reproduce/gpu.yaml --seeds 1 2 3 --root FOLDER
     python examples/reproduce/run.py simfed table3 --rows SimFed --print > cell.yaml
 
-The most telling cells come first. What has a result is not run again, what was cut off goes on; stop it at any time.
+The most telling cells come first. What has a result is not run again, what was cut off continues; stop it at any time.
 """
 
 import argparse
@@ -174,9 +174,8 @@ class Reproduction:
     def _print_orderings(self, table: Table) -> None:
         """Print in which state how many of the printed orderings hold."""
         results = Results(self.options.results / f"{table.paper.name}.jsonl")
-        for line in (line for column in table.columns for line in orderings(table, column, results)):
-            if line.startswith("- "):  # the others say which ones
-                print(f"{table.title}: {line.removeprefix('- ')}", flush=True)
+        for order in (order for column in table.columns for order in orderings(table, column, results)):
+            print(f"{table.title}: {order.summary}", flush=True)
 
     def run(self) -> int:
         """Run, and return the exit code: 1 where a cell failed."""
@@ -193,7 +192,7 @@ class Reproduction:
                 self._print_orderings(table)
         done = sum(outcome.state in ("done", "there") for outcome in outcomes)
         if done < len(jobs):
-            print(f"{len(jobs) - done} cells are left; the same command goes on with them.")
+            print(f"{len(jobs) - done} cells are left; the same command continues with them.")
         return int(any(outcome.state == "failed" for outcome in outcomes))
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``lit-pfl fit|validate|test|predict``, and the tools beside them."""
+"""The command line: ``lit-pfl fit|validate|test|predict``, and the tools next to them."""
 
 import sys
 from typing import TYPE_CHECKING

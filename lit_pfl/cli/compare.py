@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         outcomes = run_jobs(jobs, options.jobs, tell=tell)
     except KeyboardInterrupt:
-        print("Stopped. The same command goes on.")
+        print("Stopped. The same command continues.")
         raise
     failed = [outcome.job.folder for outcome in outcomes if outcome.state == "failed"]
     runs = [read(job.folder) for job in jobs if job.folder not in failed]

@@ -73,7 +73,7 @@ def with_fragments(file: str, above: tuple[Path, ...] = ()) -> list[str]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not YAML: {error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"config={file}: it is no text file.") from None
+        raise ConfigError(f"config={file}: it is not a text file.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"config={file}: it holds no options by name, such as `trainer: {{max_epochs: 5}}`.")
     fragments = content.get("fragments") or []

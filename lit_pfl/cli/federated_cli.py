@@ -144,7 +144,7 @@ class FederatedCLI(LightningCLI):
         self.loggers = record["loggers"]
         self.changed = taken(before, by_name(of_a_run(self.given)), self.scoring)
         if self.changed and not self.scoring:
-            say("Goes on with " + ", ".join(f"{k}: {new} (was {old})" for k, (old, new) in self.changed.items()))
+            say("Continues with " + ", ".join(f"{k}: {new} (was {old})" for k, (old, new) in self.changed.items()))
 
     def _refuse_folder(self) -> None:
         """See that a folder is asked for where there is none yet."""
@@ -171,7 +171,7 @@ class FederatedCLI(LightningCLI):
         if not self.scoring:
             go_on(loggers, self.loggers)
             if loggers and self.folder is not None and begins_anew(loggers[0]):
-                say(f"{name_of(loggers[0])} cannot go on with a run: this one gets another folder than {self.folder}.")
+                say(f"{name_of(loggers[0])} cannot continue a run: this one gets another folder than {self.folder}.")
         folder = self.folder or (self.own.folder and Path(self.own.folder))
         if folder and loggers:
             place(loggers, folder)
@@ -224,7 +224,7 @@ class FederatedCLI(LightningCLI):
             raise ConfigError(f"{given}: {error}") from error
 
     def fit(self, model: Federation, **kwargs: Any) -> None:
-        """Run the federation. A stop keeps its last complete round, and says how to go on."""
+        """Run the federation. A stop keeps its last complete round, and says how to continue."""
         with self.stops.listening():
             try:
                 self._run(self.trainer.fit, model, **kwargs)
@@ -240,7 +240,7 @@ class FederatedCLI(LightningCLI):
         if command is None:
             say(f"Stopped by {signal} before there was a checkpoint; nothing is kept.")
         else:
-            say(f"Stopped by {signal}; a round that was not complete is dropped. Go on with:\n  {command}")
+            say(f"Stopped by {signal}; a round that was not complete is dropped. Continue with:\n  {command}")
 
     def validate(self, model: Federation, **kwargs: Any) -> None:
         """Score on validation data."""
@@ -263,7 +263,7 @@ class FederatedCLI(LightningCLI):
             if not loading.going_on or kwargs.get("ckpt_path") is None:
                 refuse_unknown_metrics(self.trainer)
                 raise
-            raise ConfigError(f"{kwargs['ckpt_path']} is no whole checkpoint: {error!r}.") from error
+            raise ConfigError(f"{kwargs['ckpt_path']} is not a whole checkpoint: {error!r}.") from error
 
 
 class Loading(L.Callback):

@@ -33,7 +33,7 @@ def root_of_runs(root: str | os.PathLike[str] | None) -> str:
 
 
 def folder_of(checkpoint: Path) -> Path | None:
-    """Return the run folder that a checkpoint lies in, so that the run goes on there; None if in none."""
+    """Return the run folder that a checkpoint lies in, so that the run continues there; None if in none."""
     folder = checkpoint.absolute().parent.parent
     if not (folder / "metrics.csv").exists() and not (folder / "config.yaml").exists():
         return None
@@ -81,11 +81,11 @@ def _refuse_a_run_in(folder: Path, option: str) -> None:
     config = folder / "config.yaml"
     checkpoints = sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: (path.name != "last.ckpt", path))
     if checkpoints:
-        how = f"Go on with it by --ckpt_path {checkpoints[0]}"
+        how = f"Continue it by --ckpt_path {checkpoints[0]}"
     elif (folder / "metrics.csv").exists() and not _first_round(folder / "metrics.csv"):
-        how = "It has no checkpoint to go on from; move it away"
+        how = "It has no checkpoint to continue from; move it away"
     elif config.exists() and not config.read_text(errors="replace").startswith(OF_A_RUN):
-        raise ConfigError(f"{option}: {config} is no run's, and would be overwritten; choose another folder.")
+        raise ConfigError(f"{option}: {config} is not of a run, and would be overwritten; choose another folder.")
     else:
         return
     raise ConfigError(f"{option}: there is a run in {folder}. {how}, or choose another folder.")
@@ -134,7 +134,7 @@ def check_root(trainer: L.Trainer) -> None:
         raise ConfigError(f"trainer.default_root_dir: it cannot be written: {error}. Choose another.") from None
     if last.exists():
         raise ConfigError(
-            f"trainer.default_root_dir: {last} would be overwritten. Go on with it by --ckpt_path, or give another "
+            f"trainer.default_root_dir: {last} would be overwritten. Continue it by --ckpt_path, or give another "
             "folder, or --trainer.enable_checkpointing false."
         )
 

@@ -74,7 +74,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
 
 
 def may_change(name: str) -> bool:
-    """Say whether a run may go on with another value of an option."""
+    """Say whether a run may continue another value of an option."""
 
     def among(patterns: tuple[str, ...]) -> bool:
         return any(fnmatch(name, pattern) for pattern in patterns)

@@ -1,4 +1,5 @@
-"""What is kept of how a run was made, in its folder, its checkpoints and its loggers; and going on with all of them."""
+"""What is kept of how a run was made, in its folder, its checkpoints and its loggers; and continuing with all of
+them."""
 
 import importlib.util
 import secrets
@@ -124,7 +125,7 @@ def saved_record(path: Path, weights_only: bool) -> dict[str, Any] | None:
     None where it was written from Python.
 
     Raises:
-        ConfigError: when the file is no whole checkpoint.
+        ConfigError: when the file is not a whole checkpoint.
     """
     callbacks = read_checkpoint(path, weights_only, mmap=True).get("callbacks")
     record = callbacks.get("RunRecord") if isinstance(callbacks, dict) else None
@@ -183,7 +184,7 @@ def place(loggers: Sequence[Any], folder: Path) -> None:
 
 
 def go_on(loggers: Iterable[Any], runs: Iterable[Sequence[Any]]) -> None:
-    """Let loggers go on with the runs that they have begun, where nothing else is asked for.
+    """Let loggers continue the runs that they have begun, where nothing else is asked for.
 
     Args:
         loggers: their options.
@@ -202,12 +203,12 @@ def go_on(loggers: Iterable[Any], runs: Iterable[Sequence[Any]]) -> None:
 
 
 def begins_anew(logger: Any) -> bool:
-    """Say whether a logger can go on with no run, so that a resumed one gets another folder where it is the first."""
+    """Say whether a logger can continue no run, so that a resumed one gets another folder where it is the first."""
     name = name_of(logger)
     return bool(name) and name not in IN_A_FOLDER and name not in GOES_ON_BY
 
 
 def runs_of(trainer: L.Trainer) -> list[list[Any]]:
-    """Return the names of a Trainer's loggers, each with what it calls its run, if it can go on with it."""
+    """Return the names of a Trainer's loggers, each with what it calls its run, if it can continue it."""
     named = [(type(logger).__name__, logger) for logger in trainer.loggers]
     return [[name, logger.version if name in GOES_ON_BY else None] for name, logger in named]

@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
     Args:
         job: the job.
-        state: ``done``; ``there``: it had been done before; ``failed``; ``stopped``: to be gone on with another time.
+        state: ``done``; ``there``: it had been done before; ``failed``; ``stopped``: to be continued with another time.
         seconds: how long it ran, all its processes together.
         message: of a failed job, the last line that it printed.
     """
@@ -65,10 +65,11 @@ def run_jobs(
 ) -> list[Outcome]:
     """Run jobs, the first ones first, until each is done or has failed.
 
-    A job whose folder holds a checkpoint goes on from it. One that another process is at work on is waited for, so that
-    several runners may share the same jobs. SIGINT and SIGTERM stop every run at its last complete round; the same call
-    goes on with them. A job that has been done is done again only where its arguments, or the configuration files that
-    they name, are others: then it goes on from its checkpoint, which its command refuses if it became another run.
+    A job whose folder holds a checkpoint continues from it. One that another process is at work on is waited for, so
+    that several runners may share the same jobs. SIGINT and SIGTERM stop every run at its last complete round; the
+    same call continues with them. A job that has been done is done again only where its arguments, or the
+    configuration files that
+    they name, are others: then it continues from its checkpoint, which its command refuses if it became another run.
 
     Args:
         jobs: the jobs.

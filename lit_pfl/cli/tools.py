@@ -1,4 +1,4 @@
-"""Commands beside Lightning's own, such as those that look at runs which are over. Each is a file of its own."""
+"""Commands next to Lightning's own, such as those that look at runs which are over. Each is a file of its own."""
 
 import argparse
 import importlib

@@ -186,7 +186,7 @@ class Schedule:
         self._more = _steps(asynchronous, batches, concurrency, draws)
 
     def step(self, completed: int) -> Step:
-        """Return the step after so many others."""
+        """Return the step after this many others."""
         while len(self._steps) <= completed:
             self._steps.append(next(self._more))
         return self._steps[completed]
@@ -224,7 +224,7 @@ def _steps(asynchronous: Asynchronous, batches: Mapping[int, int], concurrency: 
 
 
 class InTraining:
-    """The clients that train while the server goes on, and the models that they have begun with.
+    """The clients that train while the server continues, and the models that they have begun with.
 
     Args:
         asynchronous: what their uploads count.

@@ -10,9 +10,9 @@ from lit_pfl.core.payload import Payload
 
 @torch.no_grad()
 def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: Iterable[str] | None = None) -> Payload:
-    """Sum payloads of equal lay-out, each times its weight.
+    """Sum payloads of equal layout, each times its weight.
 
-    Every product and sum is rounded by itself, in the given order, so the result does not depend on the machine; of
+    Every product and sum is rounded on its own, in the given order, so the result does not depend on the machine; of
     tensors in half precision to single precision, and the result once more. A weight of 0 leaves its payload out
     altogether, and a single weight of 1 returns that payload's values unchanged.
 
@@ -60,7 +60,7 @@ def wide_type(tensor: Tensor) -> torch.dtype:
 def mean_of_rows(parts: Sequence[tuple[Tensor, Tensor, float]], before: Tensor) -> Tensor:
     """Average every row of a tensor over those who have it.
 
-    As in :func:`weighted_mean`, every product and sum is rounded by itself, in the given order, of half precision to
+    As in :func:`weighted_mean`, every product and sum is rounded on its own, in the given order, of half precision to
     single precision.
 
     Args:

@@ -24,7 +24,7 @@ class Checks:
 
     Args:
         clients: the clients by id, as they join.
-        frozen: shapes and types of weights that travel once they are unfrozen.
+        frozen: shapes and types of weights that are sent once they are unfrozen.
         server: the method's server.
         max_update_norm: largest Euclidean norm of an update that is used; None: any.
 
@@ -32,7 +32,7 @@ class Checks:
         layouts: shapes and types of what clients joined with, by id.
 
     Raises:
-        ConfigError: when there is no client, or one without samples, or with a tensor that cannot travel, or that is
+        ConfigError: when there is no client, or one without samples, or with a tensor that cannot be sent, or that is
             not finite.
     """
 
@@ -56,13 +56,13 @@ class Checks:
             if tensor.dtype not in TYPES:
                 raise ConfigError(
                     f"Client {client}: tensor {name!r} is {tensor.dtype}, which a payload does not hold; real and "
-                    "whole numbers travel, and a complex tensor as its two real parts (torch.view_as_real)."
+                    "whole numbers can be sent, and a complex tensor as its two real parts (torch.view_as_real)."
                 )
         # in a payload of its own, which remembers what it finds; what is not averaged need not be there yet
         if bad := Payload({k: v for k, v in initial.items() if self.server.is_averaged(k)}).not_finite:
             raise ConfigError(
                 f"Client {client}: tensor {bad!r} holds NaN or infinity before any training, and no upload may; "
-                "a mask stays at home by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."
+                "keep a mask local by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."
             )
 
     def expected(self, client: int) -> Expected:

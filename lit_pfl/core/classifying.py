@@ -69,7 +69,7 @@ class Classifying(Client):
         return {name: leaves[id(x)] for name, x in named if id(x) in leaves}
 
     def shared_head_leaves(self, why: str) -> dict[str, str]:
-        """Return :attr:`head_leaves` of a head that is shared as a whole, but for what is frozen.
+        """Return :attr:`head_leaves` of a head that is shared as a whole, except for what is frozen.
 
         Args:
             why: what the method does with the head.

@@ -64,8 +64,9 @@ def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Serv
 # Abstract also because the command line takes a base class that can be made itself for the default, and then does not
 # see what a method puts in place of a default of None.
 class Client(LearnerModule):
-    """One client of a federation: a learner under a method. A method is a subclass that defines what is shared, what is
-    minimized and which server it needs.
+    """Base class of all methods: a LightningModule, the learner, as one client of a federation.
+
+    A method is a subclass that defines what is shared, what is minimized and which server it needs.
 
     The learner is any LightningModule with automatic optimization; without one, the client makes an image classifier
     from ``backbone``, ``optimizer`` and ``scheduler``. A client given to a :class:`~lit_pfl.Federation` is a prototype;
@@ -165,7 +166,7 @@ class Client(LearnerModule):
     @property
     @abstractmethod
     def shares(self) -> frozenset[Role]:
-        """Which parameters travel; a method sets it to the roles it shares."""
+        """Which parameters are sent; a method sets it to the roles it shares."""
 
     @property
     def min_local_epochs(self) -> int:
@@ -173,7 +174,7 @@ class Client(LearnerModule):
         return 1
 
     def configure_learner(self) -> None:
-        """Change ``self.learner`` before it is known what travels; by default factorize it if that is asked for."""
+        """Change ``self.learner`` before it is known what is sent; by default factorize it if that is asked for."""
         if self.factorization is not None:
             self.factorization.factorize(self.learner)
 
@@ -186,7 +187,7 @@ class Client(LearnerModule):
         return role in self.shares
 
     def configure_state(self) -> None:
-        """Make what the client keeps from round to round beside its learner; what travels is known."""
+        """Make what the client keeps from round to round next to its learner; what is sent is known."""
 
     @_made_ready
     def configure_server(self) -> Server:
@@ -244,11 +245,11 @@ class Client(LearnerModule):
         return self.personalized()
 
     def sizes(self, model: str) -> Mapping[str, float]:
-        """Return what else is told of one of the models beside its scores; by default nothing."""
+        """Return what else is reported of one of the models besides its scores; by default nothing."""
         return {}
 
     def standalone(self) -> nn.Module:
-        """Return a copy of the personalized model as a network by itself, see :func:`~lit_pfl.learners.network_of`."""
+        """Return a copy of the personalized model as a network on its own, see :func:`~lit_pfl.learners.network_of`."""
         with self.personalized() as learner:
             return network_of(learner)
 
@@ -257,7 +258,7 @@ class Client(LearnerModule):
         return factorized_parts(self.learner) or dense_parts(self.learner)
 
     def load_global(self, model: Mapping[str, Tensor]) -> None:
-        """Become the one model of all, see :meth:`~lit_pfl.Server.global_model`."""
+        """Become the global model, see :meth:`~lit_pfl.Server.global_model`."""
         self._load(model)
 
     # ------------------------------------------------------------------------------------------------ making a client
@@ -283,11 +284,11 @@ class Client(LearnerModule):
 
         Args:
             spec: what it is to learn.
-            alone: whether a Trainer is given this client by itself, and asks it for loaders and evaluation.
+            alone: whether a Trainer is given this client on its own, and asks it for loaders and evaluation.
         """
         if self.server_optimizer is not None and self.factorization is not None:
             raise ConfigError(
-                "model.server_optimizer goes with dense weights, whose zeros travel too; leave out model.factorization."
+                "model.server_optimizer needs dense weights, whose zeros are sent too; leave out model.factorization."
             )
         check_sharing(self.shares, self.share_head, spec.labels_agree, type(self).__name__, self.needs_common_labels)
         self.spec, self.alone = spec, alone
@@ -328,7 +329,7 @@ class Client(LearnerModule):
     def _settle_shared_tensors(self) -> None:
         if self.shares and not self.spec.labels_agree and not self.head_names:
             raise ConfigError(
-                f"model.head: labels differ from client to client, so heads stay at home; say which parameters of "
+                f"model.head: labels differ from client to client, so heads are kept local; say which parameters of "
                 f"{type(self.learner).__name__} are its head by a regular expression, such as --model.head '^out'."
             )
         kept_by = None if self.may_unfreeze else type(self).__name__
@@ -356,16 +357,16 @@ class Client(LearnerModule):
         return roles_of(self.learner, self.head_names)
 
     def shared_parameters(self) -> dict[str, Tensor]:
-        """Return what travels, by name in the learner: the client's own memory, not copies."""
+        """Return what is sent, by name in the learner: the client's own memory, not copies."""
         return self._shared.tensors()
 
     def shared_weights(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters among what travels, by name."""
+        """Return the trained parameters among what is sent, by name."""
         return self._shared.weights()
 
     @property
     def frozen(self) -> dict[str, nn.Parameter]:
-        """The weights that never train, and so do not travel, by name in the learner."""
+        """The weights that never train, and so are not sent, by name in the learner."""
         return self._shared.frozen
 
     def joining(self) -> Payload:
@@ -421,7 +422,7 @@ class Client(LearnerModule):
     # ------------------------------------------------------------------------------------------------- under a Trainer
 
     def configure_model(self) -> None:
-        """Get ready for a Trainer that is given this client by itself, unless :meth:`configure` has been called."""
+        """Get ready for a Trainer that is given this client on its own, unless :meth:`configure` has been called."""
         if not hasattr(self, "_shared"):
             self.configure(ClientSpec(example=getattr(self.learner, "example_input_array", None)), alone=True)
 

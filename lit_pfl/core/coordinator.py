@@ -32,7 +32,7 @@ class Trains(Protocol):
             completed: number of rounds before this one.
 
         Returns:
-            Their uploads, by client id. A client whose fit ended by itself has none.
+            Their uploads, by client id. A client whose fit ended on its own has none.
         """
 
 
@@ -47,7 +47,7 @@ class Coordinator:
     Attributes:
         round: number of rounds completed.
         privacy: protects uploads, see :meth:`protect`; None: nothing does.
-        in_training: the clients that train while the server goes on; None: it waits for all.
+        in_training: the clients that train while the server continues; None: it waits for all.
         changes: functions that change a round's uploads before they are checked, by round and client id: attacks.
         under_way: whether a round has begun and not ended.
         clock: simulated seconds that the rounds so far have taken.
@@ -78,7 +78,7 @@ class Coordinator:
             clients: by id.
 
         Raises:
-            ConfigError: when there is no client, or one without samples, or with a tensor that cannot travel, or
+            ConfigError: when there is no client, or one without samples, or with a tensor that cannot be sent, or
                 that is not finite.
         """
         clients, frozen = without_frozen(clients)
@@ -162,7 +162,7 @@ class Coordinator:
         """Refuse those uploads of a round that cannot be used, hand the others to the server by client id.
 
         Args:
-            uploads: by client id; an UploadError in place of one says what is known to be wrong with it already.
+            uploads: by client id; an UploadError instead of one says what is known to be wrong with it already.
 
         Raises:
             UploadError: when fewer uploads are usable than the quorum asks for.
@@ -202,7 +202,7 @@ class Coordinator:
                 upload.client = client
                 self.refused.append(upload)
                 if not isinstance(upload, LateUpload):  # which is nothing that anybody should look into
-                    rank_zero_warn(f"Round {self.round} goes on without one upload. {upload}")
+                    rank_zero_warn(f"Round {self.round} continues without one upload. {upload}")
                 continue
             assert isinstance(upload, Payload)
             self.ledger.sent_up(client, upload)

@@ -29,7 +29,7 @@ class Pace(NamedTuple):
     latency: float
 
     def seconds(self, batches: int) -> float:
-        """Return how long so many batches take."""
+        """Return how long this many batches take."""
         return self.latency + self.batch * batches
 
     def fitting(self, seconds: float) -> int:
@@ -92,7 +92,7 @@ class Speeds:
 
         Args:
             client: its id.
-            number: the round, or what else tells its trainings apart.
+            number: the round, or what else distinguishes its trainings.
             draws: source of all randomness.
         """
         pace = self._read.get(client)

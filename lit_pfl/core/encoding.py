@@ -33,13 +33,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A tensor travels as it is."""
+    """A tensor is sent as it is."""
 
     shape: Shape
     dtype: torch.dtype
 
     def parts(self, name: str) -> Parts:
-        """Return shapes and types of what travels, by name."""
+        """Return shapes and types of what is sent, by name."""
         return {name: (self.shape, self.dtype)}
 
     def check(self, name: str) -> None:
@@ -47,7 +47,7 @@ class Dense:
 
     @staticmethod
     def encode(tensor: Tensor) -> list[Tensor]:
-        """Return what travels, in the order of :meth:`parts`."""
+        """Return what is sent, in the order of :meth:`parts`."""
         return [tensor]
 
     def decode(self, name: str, tensor: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """A tensor travels as a bit mask, and its values wherever one of their own bits is set."""
+    """A tensor is sent as a bit mask, and its values wherever one of their own bits is set."""
 
     shape: Shape
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class Sparse:
         return _mask_bytes(self._numel) < (self._numel - self.stored) * self.dtype.itemsize
 
     def parts(self, name: str) -> Parts:
-        """Return shapes and types of what travels, by name."""
+        """Return shapes and types of what is sent, by name."""
         mask, values = sparse_parts(name)
         return {mask: ((_mask_bytes(self._numel),), torch.uint8), values: ((self.stored,), self.dtype)}
 
@@ -92,7 +92,7 @@ class Sparse:
 
     @staticmethod
     def encode(tensor: Tensor) -> list[Tensor]:
-        """Return what travels, in the order of :meth:`parts`."""
+        """Return what is sent, in the order of :meth:`parts`."""
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         mask = bits(flat) != 0
         return [torch.from_numpy(np.packbits(mask.numpy())), flat[mask]]
@@ -108,7 +108,7 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A tensor travels as two factors."""
+    """A tensor is sent as two factors."""
 
     shape: Shape
     dtype: torch.dtype
@@ -123,7 +123,7 @@ class Factors:
         return cls(shape, dtype, rank)
 
     def parts(self, name: str) -> Parts:
-        """Return shapes and types of what travels, by name."""
+        """Return shapes and types of what is sent, by name."""
         left, right = factor_parts(name)
         rows, columns = matrix_shape(self.shape)
         return {left: ((rows, self.rank), self.dtype), right: ((self.rank, columns), self.dtype)}
@@ -137,7 +137,7 @@ class Factors:
 
     @staticmethod
     def encode(factors: LowRank) -> list[Tensor]:
-        """Return what travels, in the order of :meth:`parts`."""
+        """Return what is sent, in the order of :meth:`parts`."""
         return [factors.left, factors.right]
 
     def decode(self, name: str, left: Tensor, right: Tensor) -> LowRank:
@@ -149,12 +149,12 @@ Encoding = Dense | Sparse | Factors
 
 
 def sparse_parts(name: str) -> tuple[str, str]:
-    """Return the names under which a sparse tensor travels."""
+    """Return the names under which a sparse tensor is sent."""
     return f"{name}#mask", f"{name}#values"
 
 
 def factor_parts(name: str) -> tuple[str, str]:
-    """Return the names under which a tensor in factors travels."""
+    """Return the names under which a tensor in factors is sent."""
     return f"{name}#left", f"{name}#right"
 
 

@@ -1,6 +1,6 @@
 """The header of an encoded payload: written in one way only, and read strictly.
 
-The lay-out is that of safetensors: 8 bytes of header length, a JSON header, and the tensors' own bytes.
+The layout is that of safetensors: 8 bytes of header length, a JSON header, and the tensors' own bytes.
 """
 
 import json
@@ -73,7 +73,7 @@ def read_header(data: bytes) -> tuple[dict[str, Encoding], dict[str, memoryview]
     parts follow from each other, and there is one encoding of a payload only.
 
     Raises:
-        PayloadError: when the data is no payload.
+        PayloadError: when the data is not a payload.
     """
     length = 8 + int.from_bytes(data[:8], "little")
     if length > len(data):

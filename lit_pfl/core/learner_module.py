@@ -51,7 +51,7 @@ class LearnerModule(QuickModule, ABC):
 
     @property
     def learners(self) -> dict[str, L.LightningModule]:
-        """The learners by name: ``learner``, whose tensors may travel, and others that a method adds."""
+        """The learners by name: ``learner``, whose tensors may be sent, and others that a method adds."""
         return {"learner": self.learner}
 
     def training_data(self) -> Any:
@@ -67,7 +67,7 @@ class LearnerModule(QuickModule, ABC):
         return self.loss(self.learner, batch, batch_idx)
 
     def loss(self, learner: L.LightningModule, batch: Any, batch_idx: int) -> Tensor:
-        """Return what a learner minimizes by itself: its own training loss, :meth:`penalized`.
+        """Return what a learner minimizes on its own: its own training loss, :meth:`penalized`.
 
         Raises:
             SkipBatch: when its ``training_step`` returns None.
@@ -94,7 +94,7 @@ class LearnerModule(QuickModule, ABC):
     # --------------------------------------------------------------------------------------------------------- training
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the objective of a batch, beside what else the learner returns, or None where it skips the batch.
+        """Return the objective of a batch, next to what else the learner returns, or None where it skips the batch.
 
         A learner that steps its optimizers itself does that here, and returns what it returns.
         """
@@ -112,7 +112,7 @@ class LearnerModule(QuickModule, ABC):
         return {**outputs, "loss": loss} if outputs else loss
 
     def note_loss(self, loss: Any, size: int) -> None:
-        """Take note of the loss of a batch of so many samples, if it is one."""
+        """Take note of the loss of a batch of this many samples, if it is one."""
         if not self.alone:  # a federation collects them, nobody else does
             self.loss_tally.note(loss, size)
 
@@ -165,7 +165,7 @@ class LearnerModule(QuickModule, ABC):
         return self.scored(*args, **kwargs)
 
     def place_on(self, device: torch.device) -> None:
-        """Move to a device, and take the memory lay-out that suits it."""
+        """Move to a device, and take the memory layout that suits it."""
         self.to(device)
         for learner in self.learners.values():
             if isinstance(learner, ImageClassifier):

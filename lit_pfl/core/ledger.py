@@ -16,7 +16,7 @@ class Ledger:
         elements: tensor elements both ways since the start, as papers count them: of sparse tensors only the non-zero
             ones, and nothing for bit masks, names and shapes.
         clients: cumulative bytes by client id, ``[up, down]``.
-        watchers: who is told of everything that is sent, see :class:`~lit_pfl_callbacks.protocols.Traffic`.
+        watchers: who is notified of everything that is sent, see :class:`~lit_pfl_callbacks.protocols.Traffic`.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Ledger:
         self._round = 1
 
     def new_round(self, round: int = 1) -> None:
-        """Begin to count another round, the number of which is told to watchers."""
+        """Begin to count another round, whose number watchers get."""
         self.up = self.down = 0
         self._round = round
 

@@ -19,7 +19,7 @@ class Sampling:
     """How likely it is that a client takes part, for privacy accounting.
 
     Args:
-        kind: ``all``: nothing is sampled, or not so that privacy gains by it; ``poisson``: every client by itself;
+        kind: ``all``: nothing is sampled, or not so that privacy gains by it; ``poisson``: every client on its own;
             ``fixed``: a fixed number without replacement.
         share: probability, or share of the clients.
     """
@@ -98,7 +98,7 @@ class Participation(ABC):
                 raise ConfigError(f"federation.participation.{name}: there is no client {min(unknown)}.")
 
     def sampling(self, clients: int) -> Sampling:
-        """Return how some of so many clients are sampled, for privacy accounting.
+        """Return how some of this many clients are sampled, for privacy accounting.
 
         By default as if all took part in every round: then the accounting gains nothing by sampling.
         """
@@ -144,7 +144,7 @@ class Bernoulli(Participation):
         leaves: see :class:`Participation`.
 
     Raises:
-        ConfigError: when it is no such probability.
+        ConfigError: when it is not such a probability.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Trace(Participation):
         if round > last and not self.repeat:
             raise ConfigError(
                 f"federation.participation.file={self.file}: it ends with round {last}; set "
-                "federation.participation.repeat=true, or trainer.max_epochs to at most so many."
+                "federation.participation.repeat=true, or trainer.max_epochs to at most this many."
             )
         there = set(clients)
         return [client for client in self._rounds.get((round - 1) % last + 1, []) if client in there]
@@ -269,7 +269,7 @@ def check_participation(participation: "float | Participation", clients: Sequenc
 
 
 def named(given: object) -> str:
-    """Return the name of an object's class with its options, but for empty tables."""
+    """Return the name of an object's class with its options, except for empty tables."""
     options = {name: value for name, value in vars(given).items() if not name.startswith("_") and value != {}}
     return f"{type(given).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
 

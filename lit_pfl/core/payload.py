@@ -1,7 +1,7 @@
-"""What travels between client and server, and exactly how many bytes it is.
+"""What is sent between client and server, and exactly how many bytes it is.
 
-A payload is encoded in the safetensors lay-out: 8 bytes of header length, a JSON header, and the tensors' own bytes. No
-pickle ever crosses a link. A tensor that is marked as sparse travels as a bit mask and its non-zero values whenever
+A payload is encoded in the safetensors layout: 8 bytes of header length, a JSON header, and the tensors' own bytes. No
+pickle ever crosses a link. A tensor that is marked as sparse is sent as a bit mask and its non-zero values whenever
 that is smaller, one that is given in factors as these factors.
 """
 
@@ -47,7 +47,7 @@ class Payload(Mapping[str, Tensor]):
 
     Args:
         tensors: the tensors by name.
-        sparse: names whose zeros need not travel (a sparse ``mu``, a masked weight).
+        sparse: names whose zeros need not be sent (a sparse ``mu``, a masked weight).
         low_rank: further tensors by name, in factors. They are read as what the factors make.
 
     Attributes:
@@ -131,7 +131,7 @@ class Payload(Mapping[str, Tensor]):
     def laid_out(self, names: Iterable[str], sparse: Iterable[str]) -> "Payload":
         """Return the same tensors in another order, and with others known as sparse.
 
-        The encoding keeps neither: it sorts by type and name, and a tensor that travelled dense is not known as sparse.
+        The encoding keeps neither: it sorts by type and name, and a tensor that was sent dense is not known as sparse.
 
         Args:
             names: all names, in order.
@@ -217,11 +217,11 @@ class Payload(Mapping[str, Tensor]):
 
     @classmethod
     def from_bytes(cls, data: bytes, expected: Layout | None = None, limit: int = FROM_FACTORS) -> "Payload":
-        """Decode what :meth:`to_bytes` made. Marked as sparse, and held in factors, are the tensors that travelled so.
+        """Decode what :meth:`to_bytes` made. Marked as sparse, and held in factors, are the tensors that were sent so.
 
         Whatever the bytes are, they are a payload or a PayloadError: nothing is believed that does not follow from
         their number, and what :meth:`to_bytes` would not write is refused. The memory for it is at most a small
-        multiple of theirs, beside ``limit``.
+        multiple of theirs, next to ``limit``.
 
         Args:
             data: the bytes.

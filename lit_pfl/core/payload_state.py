@@ -20,7 +20,7 @@ def plain(value: Any) -> Any:
 
 
 def _dense(value: Any) -> Any:
-    """Return what a checkpoint holds of a part of a value, which has no factors beside it."""
+    """Return what a checkpoint holds of a part of a value, which has no factors next to it."""
     return dict(value) if isinstance(value, Payload) else plain(value)
 
 

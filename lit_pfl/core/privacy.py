@@ -128,7 +128,7 @@ class ClientPrivacy:
 
     @property
     def expected(self) -> float | None:
-        """The expected number of participants; None where it is no random number."""
+        """The expected number of participants; None where it is not a random number."""
         return self.sampling.share * self.clients if self.sampling.kind == "poisson" else None
 
     # ---------------------------------------------------------------------------------------------------------- rounds

@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 
 def summary(rows: list[Row], split: str, higher_is_better: Mapping[str, bool], state: str = "") -> dict[str, float]:
-    """Summarise scores over clients, each client counting once; clients without samples do not count.
+    """Summarize scores over clients, each client counting once; clients without samples do not count.
 
     Args:
         rows: the scores.
@@ -35,9 +35,9 @@ def summary(rows: list[Row], split: str, higher_is_better: Mapping[str, bool], s
 
     Returns:
         For every metric ``{split}/{name}``, the mean; its standard deviation ``{name}_std`` over clients; and where
-        its direction is known, ``{name}_worst10``, the mean over the worst tenth of clients (at least one). Of a loss
-        the mean only. Of the second model of a method and further ones ``{split}/{model}/{name}``. What is told of
-        models beside their scores stands under ``model/{name}`` and ``model/{model}/{name}``, the mean.
+        its direction is known, ``{name}_worst10``, the mean over the worst 10 % of clients (at least one). Of a loss
+        the mean only. Of the second model of a method and further ones ``{split}/{model}/{name}``. What is reported of
+        models besides their scores stands under ``model/{name}`` and ``model/{model}/{name}``, the mean.
     """
     models: dict[str, list[Row]] = {}
     for row in rows:

@@ -211,11 +211,11 @@ class Server:
     def mixing(self) -> tuple[list[int], Tensor] | None:
         """Return clients' ids, and (J, J) weights of everybody's latest tensors in each one's next reply.
 
-        None where clients are not told apart, and before the first round.
+        None where clients are not distinguished, and before the first round.
         """
 
     def global_model(self) -> Payload | None:
-        """Return the one model of all: None if the method has none, empty if it is not there yet."""
+        """Return the global model: None if the method has none, empty if it is not there yet."""
         model = self.model if self.server_optimizer is None else self.server_optimizer.evaluated(self.model)
         return model or None
 
@@ -251,7 +251,11 @@ class UniformServer(Server):
 
 
 def averaging(weighting: Weighting) -> Server:
-    """Return a server that averages with these weights."""
+    """Return a server that averages.
+
+    Args:
+        weighting: ``uniform``, every client counting the same, or ``samples``, by numbers of training samples.
+    """
     servers: dict[Weighting, type[Server]] = {"uniform": UniformServer, "samples": Server}
     return servers[weighting]()
 

@@ -41,7 +41,7 @@ class ServerOptimizer(ABC):
         """
 
     def evaluated(self, model: Payload) -> Payload:
-        """Return what is evaluated in place of the model: by default the model."""
+        """Return what is evaluated instead of the model: by default the model."""
         return model
 
     def state_dict(self) -> dict[str, Any]:

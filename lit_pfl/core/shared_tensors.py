@@ -1,4 +1,4 @@
-"""The tensors that are sent and received, of a learner and of what a method trains beside it."""
+"""The tensors that are sent and received, of a learner and of what a method trains next to it."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -21,9 +21,9 @@ class SharedTensors:
         learner: the learner.
         roles: the role of every entry of its ``state_dict()``.
         is_shared: says of a name and its role whether the method shares it.
-        local: which never travel, see :class:`~lit_pfl.Client`.
-        only: which travel at most, like its ``shares``.
-        kept_by: name of a method that keeps something for every weight that travels, so that none may be added.
+        local: which are never shared, see :class:`~lit_pfl.Client`.
+        only: which are shared at most, like its ``shares``.
+        kept_by: name of a method that keeps something for every weight that is sent, so that none may be added.
 
     Attributes:
         frozen: the weights that never train, by name.
@@ -54,22 +54,22 @@ class SharedTensors:
         if shared and not self._owners:
             if self._may_travel:
                 raise ConfigError(
-                    "model.learner: nothing is left that travels, since all weights that would be sent are frozen "
+                    "model.learner: no tensor is left to share, since all weights that would be sent are frozen "
                     "(requires_grad=False); unfreeze some."
                 )
             option = f"model.local={local!r}" if only is None else f"model.shares={only!r}"
-            raise ConfigError(f"{option}: nothing is left that travels.")
+            raise ConfigError(f"{option}: no tensor is left to share.")
 
     def _owner(self, name: str) -> tuple[str, nn.Module, str]:
         path, _, leaf = name.rpartition(".")
         return name, self._learner.get_submodule(path), leaf
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what travels by name: the learner's own memory, without gradients."""
+        """Return what is sent by name: the learner's own memory, without gradients."""
         return {name: getattr(owner, leaf).detach() for name, owner, leaf in self._owners}
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters among what travels, by name."""
+        """Return the trained parameters among what is sent, by name."""
         found = ((name, getattr(owner, leaf)) for name, owner, leaf in self._owners)
         return {name: weight for name, weight in found if isinstance(weight, nn.Parameter)}
 
@@ -78,10 +78,10 @@ class SharedTensors:
         return [name for name, weight in self.frozen.items() if weight.requires_grad]
 
     def thaw(self, names: Iterable[str], learners: Mapping[str, L.LightningModule]) -> None:
-        """Let frozen weights of some learners train from now on, and travel if the method shares them.
+        """Let frozen weights of some learners train from now on, and be sent if the method shares them.
 
         Raises:
-            ConfigError: for a method that has something for every weight that travels.
+            ConfigError: for a method that has something for every weight that is sent.
         """
         for name in names:
             if self._kept_by is not None:
@@ -95,7 +95,7 @@ class SharedTensors:
                 self._owners.append(self._owner(name))
 
     def refuse_new(self) -> None:
-        """Refuse what the learner has made in its ``setup``, once: it would stay at home without a word.
+        """Refuse what the learner has made in its ``setup``, once: it would be kept local without a word.
 
         Raises:
             ConfigError: when there is something.
@@ -103,8 +103,8 @@ class SharedTensors:
         made = self._learner.state_dict().keys() - self._known if self._known else ()
         if made:
             raise ConfigError(
-                f"model.learner: {type(self._learner).__name__} makes {min(made)!r} in setup(), after it is settled "
-                "what travels; make its layers in __init__ or configure_model."
+                f"model.learner: {type(self._learner).__name__} makes {min(made)!r} in setup(), after the shared "
+                "tensors are chosen; make its layers in __init__ or configure_model."
             )
         self._known = None
 

@@ -1,4 +1,4 @@
-"""What travels: the role of every tensor of a learner, and how parts of a learner are found."""
+"""What is sent: the role of every tensor of a learner, and how parts of a learner are found."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -68,7 +68,7 @@ def names_of_head(learner: nn.Module, pattern: str | None) -> frozenset[str]:
         pattern: a regular expression searched in the names; by default the head is the learner's attribute ``head``.
 
     Raises:
-        ConfigError: when the pattern finds nothing, or is no regular expression.
+        ConfigError: when the pattern finds nothing, or is not a regular expression.
     """
     if pattern is not None:
         return names_found(learner, pattern, "head")
@@ -91,13 +91,13 @@ def names_found(
         roles: the roles of names.
 
     Raises:
-        ConfigError: when it finds nothing, or is no regular expression.
+        ConfigError: when it finds nothing, or is not a regular expression.
     """
     names = list(learner.state_dict())
     try:
         found = frozenset(name for name in names if re.search(pattern, name) or roles.get(name) == pattern)
     except re.error as error:
-        raise ConfigError(f"model.{option}={pattern!r} is no regular expression: {error}.") from None
+        raise ConfigError(f"model.{option}={pattern!r} is not a regular expression: {error}.") from None
     if not found:
         raise ConfigError(
             f"model.{option}={pattern!r} is found in no name of {type(learner).__name__}, which has "
@@ -122,7 +122,7 @@ def encoder_of(learner: nn.Module, path: str | None) -> nn.Module | None:
         except AttributeError:
             parts = [name for name, _ in learner.named_modules() if name]
             raise ConfigError(
-                f"model.encoder={path!r} is no part of {type(learner).__name__}, which has "
+                f"model.encoder={path!r} is not a part of {type(learner).__name__}, which has "
                 f"{', '.join(parts[:8])}{', ...' if len(parts) > 8 else ''}."
             ) from None
     parts_named = (getattr(learner, name, None) for name in ("body", "encoder"))
@@ -193,5 +193,5 @@ def check_sharing(
         )
     if unknown := [role for role in shares if role not in get_args(Role)]:
         raise ConfigError(
-            f"{method}.shares: {unknown[0]!r} is no role; it must be a set of some of {', '.join(get_args(Role))}."
+            f"{method}.shares: {unknown[0]!r} is not a role; it must be a set of some of {', '.join(get_args(Role))}."
         )

@@ -13,7 +13,7 @@ class ClientSpec:
     Args:
         client_id: the client's id.
         example: a batch of its data, with the shapes and types of all others; None where it is not known.
-        num_classes: number of classes it tells apart; None where that is not its task, or not known.
+        num_classes: number of classes it distinguishes; None where that is not its task, or not known.
         labels_agree: whether label c means the same at every client.
         local_epochs: epochs that the client trains in a round; None where it is not known yet.
     """

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 class TrainedServer(Server):
     """A server that trains a module on what clients upload: a hypernetwork, a generator, a head.
 
-    A method says which, in :meth:`make`, and trains it in :meth:`aggregate` inside of :meth:`training`. Module and
+    A method defines which, in :meth:`make`, and trains it in :meth:`aggregate` inside of :meth:`training`. Module and
     optimizer are in checkpoints, and what is drawn depends on the seed and the round alone. The module is on the CPU,
     whatever the clients' device, so that the numbers are the same on any: take uploads there by ``.cpu()``.
 

@@ -37,7 +37,7 @@ def parts_of(batch: Any) -> Collection[Any]:
 def size_of(batch: Any) -> int:
     """Return the number of samples of a batch, counted as Lightning does: the length of its first tensor.
 
-    Tuples, lists, mappings and dataclasses are looked through in their order, and what is no tensor is passed over:
+    Tuples, lists, mappings and dataclasses are looked through in their order, and what is not a tensor is passed over:
     names, numbers, None. A tensor without dimensions is one sample; so is a batch without tensors. A batch of another
     kind, such as a graph of graphs, counts what its own ``batch_size`` says, if that is a whole number.
     """

@@ -39,7 +39,7 @@ class PartitionedDataModule(FederatedDataModule):
     All samples of the source are shuffled and cut into a training, a test and a validation part, or as the source
     itself has it (``split``); the training part is split among the clients by ``partition``. Where the partition has
     several domains, this is done for each of them, with clients of its own. Where the samples are of natural groups,
-    every group has a client, and is cut by itself. A Trainer that is given this data module iterates over sets of
+    every group has a client, and is cut on its own. A Trainer that is given this data module iterates over sets of
     clients; the batches of samples are each client's own, see :meth:`client`.
 
     Args:
@@ -174,7 +174,7 @@ class PartitionedDataModule(FederatedDataModule):
         self.data = data
 
     def _deal_groups(self, data: Samples) -> None:
-        """Give every natural group a client, and cut each by itself."""
+        """Give every natural group a client, and cut each on its own."""
         assert data.groups is not None
         groups, num_classes = data.groups.numpy(), data.num_classes or 1
         sizes = np.unique(groups, return_counts=True)[1]

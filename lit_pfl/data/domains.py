@@ -61,6 +61,10 @@ class Domains(Partition):
             clients).
         within: how the training samples of a domain are split among its clients, :class:`Uniform` by default.
 
+    Raises:
+        ConfigError: when data are split, for an empty group, for a class that is in two groups or not in the data, and
+            where ``within`` has domains too.
+
     Source:
         Factorized-FL, Appendix B.2 and Table 4; SimFed, Section 5.1.
 

@@ -18,14 +18,14 @@ class ClientData:
     """One client's data.
 
     Args:
-        train: batches for training, anew at every iteration: a loader of this package such as
+        train: batches for training, new ones at every iteration: a loader of this package such as
             :class:`~lit_pfl.data.BatchLoader`, a PyTorch DataLoader, or another iterable of batches, see
             :mod:`lit_pfl.data.loaders`.
         val: batches of validation data; ``()`` for none.
         test: batches of test data; ``()`` for none.
         example: a batch of one sample or a few, made without random numbers, from which networks learn the shapes of
             what they will see.
-        num_classes: number of classes this client tells apart; None where its task is no classification.
+        num_classes: number of classes this client distinguishes; None where its task is not a classification.
         labels_agree: whether label c means the same at every client, so that heads may be shared.
         module: the client's own data module, where it has one: its Trainer's ``datamodule``, whose hooks its
             batches pass, see :mod:`lit_pfl.data.transfer`.
@@ -46,7 +46,7 @@ class ClientData:
 
 
 class FederatedDataModule(L.LightningDataModule, ABC):
-    """Data split among clients. A new kind overrides :attr:`clients` and :meth:`client`, and what Lightning calls."""
+    """Data split among clients. A new kind overrides :attr:`clients`, :meth:`client` and Lightning's own hooks."""
 
     @property
     @abstractmethod
@@ -72,7 +72,7 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         return None
 
     def label_names(self, client_id: int) -> list[str] | None:
-        """Return what a client's labels 0, 1, ... are called; None where its task is no classification.
+        """Return what a client's labels 0, 1, ... are called; None where its task is not a classification.
 
         Raises:
             ConfigError: when there is no such client.

@@ -1,4 +1,4 @@
-"""Any PyTorch dataset, dealt to clients."""
+"""Any PyTorch dataset, assigned to clients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -74,7 +74,7 @@ class FromDataset(PartitionedDataModule):
         dataset = _in_tensors(dataset() if callable(dataset) and not hasattr(dataset, "__getitem__") else dataset)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigError(
-                f"data.dataset: {type(dataset).__name__} cannot be dealt out; "
+                f"data.dataset: {type(dataset).__name__} cannot be split over clients; "
                 "give a map-style Dataset, with __len__ and __getitem__."
             )
         if self.permute_labels and labels is None:

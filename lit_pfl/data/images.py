@@ -24,8 +24,8 @@ class ImageSet:
         std: likewise.
         channels: number of channels a model sees.
         groups: (N,) int64 natural group of every image, such as its writer, if every group is to have a client.
-        num_train: the first so many are the source's own training data, the others its test data; None where it does
-            not say.
+        num_train: how many of the first are the source's own training data, the others its test data; None where it
+            does not say.
         class_names: what the classes are called; None where they have numbers only.
     """
 

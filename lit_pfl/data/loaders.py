@@ -1,6 +1,6 @@
 """What methods ask of a client's batches, whoever makes them.
 
-Everything here takes a loader of this package, a PyTorch DataLoader, or another iterable of batches that begins anew
+Everything here takes a loader of this package, a PyTorch DataLoader, or another iterable of batches that begins again
 whenever it is iterated over. Where a DataLoader chooses samples of a map-style ``Dataset`` by number, they are seen one
 by one: positions are those of the loader's own samples, from 0. Of all others the batches are seen as they come, and
 what needs single samples raises a ConfigError.
@@ -60,7 +60,7 @@ def in_order(loader: Any, batch_size: int | None = None) -> Any:
     """Return a loader of the same samples, all of them, in their order.
 
     It neither shuffles nor augments, and leaves all generators of random numbers as they are. What a ``Dataset`` draws
-    by itself, as in a random transform, is drawn from seeds of its own: the same at every iteration. Batches of a
+    on its own, as in a random transform, is drawn from seeds of its own: the same at every iteration. Batches of a
     stream, and those of places that a sampler draws, are the ones of such an epoch.
 
     Args:
@@ -81,7 +81,12 @@ def part_of(loader: Any, positions: Tensor) -> Any:
 
 
 def in_batches_of(loader: Any, batch_size: int) -> Any:
-    """Return a loader of the same samples in batches of another size."""
+    """Return a loader of the same samples in batches of another size.
+
+    Args:
+        loader: the loader, which stays as it is.
+        batch_size: samples a batch.
+    """
     return _of(loader).in_batches_of(batch_size)
 
 
@@ -100,7 +105,7 @@ def labels_of(loader: Any) -> Tensor:
 
 
 def identity_of(loader: Any) -> bytes:
-    """Return bytes that tell the samples of a loader from others: of a DataLoader their number and some of them."""
+    """Return bytes that identify the samples of a loader: of a DataLoader their number and some of them."""
     return b"" if isinstance(loader, tuple | list) and not loader else _of(loader).identity()
 
 
@@ -139,7 +144,7 @@ def _of(loader: Any) -> Loader:
     )  # Lightning's CombinedLoader
     if several or not hasattr(loader, "__iter__"):
         raise ConfigError(
-            f"Training data of type {type(loader).__name__} does not tell its samples apart; "
+            f"Training data of type {type(loader).__name__} does not keep its samples apart; "
             "give a torch.utils.data.DataLoader over a map-style Dataset."
         )
     return kind_of(loader)

@@ -1,4 +1,4 @@
-"""How training samples are dealt out to clients."""
+"""How training samples are split to clients."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,10 +14,13 @@ Indices = npt.NDArray[np.int64]
 
 
 class Partition(ABC):
-    """Deals samples to clients. A new one needs :meth:`split` only, and then works by name on the command line.
+    """Splits samples among clients. A new one needs :meth:`split` only, and then works by name on the command line.
 
     Attributes:
-        needs_labels: whether it deals by classes. One that does not is given zeros where the data has none.
+        needs_labels: whether it splits by classes. One that does not is given zeros where the data has none.
+
+    Raises:
+        ConfigError: when data are split, for parts that are not one per client or not positions of samples.
     """
 
     needs_labels: ClassVar[bool] = True
@@ -39,7 +42,8 @@ class Partition(ABC):
         """Return what :meth:`split` does, if that can be; whether clients may have samples in common is its affair.
 
         Raises:
-            ConfigError: when there is not a part for every client, or one is no list of positions or mask of samples.
+            ConfigError: when there is not a part for every client, or one is not a list of positions or mask of
+                samples.
         """
         name, n = type(self).__name__, len(labels)
         parts = [np.asarray(part) for part in self.split(labels, num_clients, rng)]
@@ -95,7 +99,7 @@ class IID(Partition):
 
     As in the papers a class of m samples gives every client round(m / K), and what remains is not used. Where that
     would leave a whole class out, or some client with less than 80% of another's samples, since the last ones find too
-    little, the samples are dealt one by one, class by class, and all are used.
+    little, the samples are assigned one by one, class by class, and all are used.
 
     Source:
         Factorized-FL, Section 5.1; SimFed, Section 5.1.
@@ -153,7 +157,7 @@ class Dirichlet(Partition):
         return [np.sort(client) for client in clients]
 
     def _proportions(self, held: list[int], n: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-        """Divide a class among clients that hold so many of the n samples already."""
+        """Divide a class among clients that hold this many of the n samples already."""
         return rng.dirichlet(np.full(len(held), self.alpha))
 
     @staticmethod
@@ -189,7 +193,7 @@ class ClientDirichlet(Partition):
     """All clients get equally many samples, of classes in proportions from a client's own Dirichlet distribution.
 
     One sample after another goes to a random client that is not full, of a class drawn from the client's proportions.
-    What remains when n is no multiple of the number of clients is not used.
+    What remains when n is not a multiple of the number of clients is not used.
 
     Args:
         alpha: concentration; the smaller, the fewer classes a client has.

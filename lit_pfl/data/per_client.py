@@ -116,8 +116,8 @@ class PerClient(FederatedDataModule):
                 )
             if any(getattr(loader, "persistent_workers", False) for loader in (train, val, test)):
                 raise ConfigError(
-                    "one of its DataLoaders has persistent_workers=True, whose random numbers go on from epoch to "
-                    "epoch where a resumed run does not know them; leave it out, or set num_workers=0."
+                    "one of its DataLoaders has persistent_workers=True, whose random numbers run on from epoch to "
+                    "epoch, and a resumed run cannot restore them; leave it out, or set num_workers=0."
                 )
             own = getattr(module, "num_classes", None)
             classes = self.num_classes or (None if callable(own) else own)

@@ -140,7 +140,7 @@ class TensorLoader(ResidentLoader):
 
 
 def relabelled(batch: Any, label_map: Tensor, key: str | None = None) -> Any:
-    """Return a batch, or a sample, with this client's labels in place of the classes: of its last part, or of an entry.
+    """Return a batch, or a sample, with this client's labels instead of the classes: of its last part, or of an entry.
 
     Args:
         batch: a sequence, or a mapping.

@@ -101,7 +101,7 @@ class _TorchvisionData(ImageDataModule):
                 return (
                     f"is not the official one: the MD5 checksum of {str(file.absolute())!r} is {own}, not {official}. "
                     "Give --data.verify false to accept it, if you trust its source, or --data.download true to fetch "
-                    "it anew."
+                    "it again."
                 )
         return f"cannot be read from {str(Path(self.root).absolute())!r}: {fetch}."
 
@@ -289,7 +289,7 @@ class TinyImageNet(_TorchvisionData):
         except RuntimeError as error:
             raise ConfigError(
                 f"TinyImageNet in {str(Path(self.root).absolute())!r} is damaged: {error}; remove the folder "
-                "tiny-imagenet-200 and give --data.download true to fetch it anew."
+                "tiny-imagenet-200 and give --data.download true to fetch it again."
             ) from error
         labels = torch.tensor([c for _, c in files])
         names = {c: file.parent.parent.name for file, c in train}

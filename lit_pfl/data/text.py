@@ -18,12 +18,12 @@ class Text(FederatedDataModule):
     """Texts, each with a client of its own, cut into windows of characters.
 
     A sample is a pair of int64 tensors (T,): the characters of a window, and those that follow each of them. Windows
-    do not overlap but for that one character. The first part of a client's text is for training, the next for
+    do not overlap except for that one character. The first part of a client's text is for training, the next for
     validation and the last for testing, so that none of it is seen before it is tested on. A client whose training
     part is shorter than a window takes no part; one whose other parts are has no such data.
 
     The vocabulary is every character that occurs in the files, also in parts that no client trains on. All clients
-    have it in common: it is the one thing that they tell each other before the first round.
+    have it in common: it is the one thing that they share before the first round.
 
     Args:
         source: a folder, or a list of files, in UTF-8. By default the topics of Python's own ``help()``, one a client.
@@ -123,7 +123,7 @@ class Text(FederatedDataModule):
             paths = sorted(path for path in folder.rglob(self.files) if path.is_file())
             names = [str(path.relative_to(folder)) for path in paths]
             if not paths:
-                what = f"holds no file {self.files!r}" if folder.is_dir() else "is no folder"
+                what = f"holds no file {self.files!r}" if folder.is_dir() else "is not a folder"
                 raise ConfigError(f"data.source={self.source!r} {what}; give a folder of texts, or a list of files.")
         else:
             names, paths = self.source, [Path(file) for file in self.source]
@@ -135,7 +135,7 @@ class Text(FederatedDataModule):
         try:
             pattern = re.compile(self.speaker or "", re.MULTILINE)
         except re.error as error:
-            raise ConfigError(f"data.speaker={self.speaker!r} is no regular expression: {error}.") from None
+            raise ConfigError(f"data.speaker={self.speaker!r} is not a regular expression: {error}.") from None
         if not pattern.groups:
             raise ConfigError(
                 f"data.speaker={self.speaker!r} has no group for the name; put it in parentheses, like '^([A-Z]+): '."
@@ -194,7 +194,8 @@ class WindowLoader(ResidentLoader):
         starts: (n,) where this client's windows start.
         window: T.
         batch_size: windows a batch.
-        kwargs: see :class:`~lit_pfl.data.ResidentLoader`.
+        shuffle: whether windows come in another order in every epoch.
+        drop_last: whether to leave out a last batch that is not full.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ class _Batches:
 
     def _refuse(self) -> NoReturn:
         raise ConfigError(
-            f"{type(self.source).__name__} {self._makes()}, whose samples cannot be told apart; give a "
+            f"{type(self.source).__name__} {self._makes()}, whose samples are not separate; give a "
             "torch.utils.data.DataLoader with a batch_size over a map-style Dataset."
         )
 
@@ -307,7 +307,7 @@ def _made(
 
 
 def _settings(loader: DataLoader) -> dict[str, Any]:
-    """Return what a DataLoader is told beside its samples and their order."""
+    """Return what a DataLoader has besides its samples and their order."""
     names = (
         *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
         *("generator", "prefetch_factor", "persistent_workers"),

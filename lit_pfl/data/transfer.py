@@ -16,8 +16,8 @@ BATCH_HOOKS: tuple[BatchHook, ...] = ("on_before_batch_transfer", "transfer_batc
 def batch_hook(name: BatchHook, module: L.LightningDataModule | None, learner: L.LightningModule) -> Callable[..., Any]:
     """Return who is called at a batch hook, as a Trainer chooses: the data module if it overrides it, else the learner.
 
-    A data module may change a dict or a list in place, as torchgeo's does, which deletes what is no tensor. It gets a
-    copy of those, not of what is inside, since a client's example batch is handed on again and again.
+    A data module may change a dict or a list in place, as torchgeo's does, which deletes what is not a tensor. It gets
+    a copy of those, not of what is inside, since a client's example batch is handed on again and again.
 
     Args:
         name: the hook.

@@ -1,4 +1,4 @@
-"""Clients that sleep on disk: at most so many of an engine's clients are in memory."""
+"""Clients that sleep on disk: at most this many of an engine's clients are in memory."""
 
 import copy
 import gc
@@ -84,7 +84,7 @@ class Asleep:
         elif not _same(sent, self._initial.get(client, sent)):
             raise ConfigError(
                 f"federation.engine.awake: client {client} begins with other tensors than clients like it, so all "
-                "have to be made at the start; leave awake out."
+                "have to be made at the start; leave federation.engine.awake out."
             )
 
     def _put_to_sleep(self, client: int) -> None:
@@ -202,7 +202,7 @@ def _changed(client: Client, stored: Collection[str]) -> list[str]:
 
 
 def _folder(trainer: L.Trainer) -> tuple[Path | None, Path | None]:
-    """Return the folder of states beside a Trainer's checkpoints; if it writes none, near what the run writes else."""
+    """Return the folder of states next to a Trainer's checkpoints; if it writes none, near what the run writes else."""
     if trainer.state.fn == "fit":
         for callback in trainer.checkpoint_callbacks:
             if (path := getattr(callback, "dirpath", None)) is not None:

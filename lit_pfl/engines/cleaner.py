@@ -1,6 +1,6 @@
 """Waits for the end of the process that has started it; then ends what still works in a folder, and deletes that.
 
-It is started as a script by itself, without any package, so that it takes little memory.
+It is started as a script on its own, without any package, so that it takes little memory.
 """
 
 import os

@@ -16,7 +16,7 @@ class ClientLogger(Logger):
     ``self.logger.experiment.add_image("masks", ...)`` writes ``client_3/masks``, and so do ``log_image`` and
     ``log_metrics``. What the federation's logger cannot take is left out, with one warning. To ``isinstance`` this is
     the logger behind it, as modules ask what theirs is before they write to it. A client's Trainer writes nothing to
-    it by itself: the scores of all clients are in ``clients.csv``.
+    it on its own: the scores of all clients are in ``clients.csv``.
 
     Args:
         logger: the federation's logger.

@@ -32,7 +32,7 @@ def connect(address: str | None, cores: float) -> Any:
     """Return the module ``ray``, connected.
 
     Args:
-        address: a cluster's; None for Ray as it is connected already, or else for one on this machine, with so many
+        address: a cluster's; None for Ray as it is connected already, or else for one on this machine, with this many
             cores, which ends with this process, however that ends.
         cores: number of cores, for one on this machine.
 

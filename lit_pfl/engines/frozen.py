@@ -121,8 +121,8 @@ class FrozenWeights:
                for one in self.clients.values()):  # fmt: skip
             raise ConfigError(
                 f"model.learner: {type(own.learner).__name__} has changed {name!r}, which has requires_grad=False and "
-                "stayed as it was in earlier rounds, so that all clients hold it in one memory; go on from the last "
-                "checkpoint, and every client has its own."
+                "stayed as it was in earlier rounds, so that all clients hold it in one memory; continue from "
+                "the last checkpoint, and every client has its own."
             )
 
     def leave_out(self, client: Client) -> None:

@@ -156,13 +156,14 @@ class LocalHub:
         state: Mapping[str, Any] | None = None,
         after_round: Callable[[Coordinator], object] | None = None,
     ) -> Coordinator:
-        """Run a whole federation, round by round, until every fit has ended by itself.
+        """Run a whole federation, round by round, until every fit has ended on its own.
 
         Args:
             server: the method's server, from ``module.configure_server()``; by default, for modules as they are, one
                 that averages.
             quorum: the share of a round's uploads that must be usable.
-            state: the ``state_dict()`` of a coordinator, to go on from: where every fit resumes from a checkpoint too.
+            state: the ``state_dict()`` of a coordinator, to continue from: where every fit resumes from a checkpoint
+                too.
             after_round: called after every round, for example to save the coordinator's ``state_dict()``.
 
         Returns:
@@ -198,7 +199,8 @@ class LocalHub:
         return coordinator
 
     def _check_rounds(self, coordinator: "_Coordinator") -> None:
-        """See that clients go on from the last rounds that they took part in; who has never may begin at any time."""
+        """See that clients continue from the last rounds that they took part in; who has never may begin at any
+        time."""
         for client, fit in sorted(self._fits.items()):
             last = coordinator.last_rounds.get(client)
             own = self.link.resumed.get(fit, 0)

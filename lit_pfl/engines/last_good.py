@@ -1,4 +1,4 @@
-"""Back to the last good state, for a client whose training ran away."""
+"""Back to the last good state, for a client whose training diverged."""
 
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class LastGoodState:
         ]
 
     def trouble(self, client: int, upload: Payload) -> UploadError | None:
-        """Return what the round left that is not finite, of what is uploaded or of what never travels; None if nothing.
+        """Return what the round left that is not finite, of what is uploaded or of what is never sent; None if nothing.
 
         Args:
             client: the client's id.
@@ -83,7 +83,7 @@ class LastGoodState:
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def restore(self) -> None:
-        """Take up the state again. Schedules go on."""
+        """Take up the state again. Schedules continue."""
         self.module.load_state_dict({**self._module, **self._reply})
         load_tensors(self.module, self._reply)  # what has two names was kept under the second, as it was before
         for optimizer, states in zip(self.optimizers, self._optimizers, strict=True):

@@ -37,14 +37,14 @@ class Local(Engine):
     """Trains a federation's clients one after another in this process.
 
     Every client's own Trainer sleeps in a :class:`~lit_pfl.links.LocalHub`. It is made when the client first takes
-    part. A client that is resumed joins again, and is told where the federation stands.
+    part. A client that is resumed joins again, and learns where the federation stands.
 
     Args:
         awake: how many clients are in memory at most; the others' states lie in files of the run folder, or of a
             temporary folder where no checkpoints are written. Default: all are in memory.
 
     Raises:
-        ConfigError: when ``awake`` is no number of clients.
+        ConfigError: when ``awake`` is not a number of clients.
 
     Example::
 

@@ -36,7 +36,7 @@ def packed(content: Any) -> Parcel:
 
 
 def unpacked(parcel: Parcel, copy: bool = True) -> Any:
-    """Return the object again, with tensors on the CPU in the lay-out that they had.
+    """Return the object again, with tensors on the CPU in the layout that they had.
 
     Args:
         parcel: the parcel.
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def alike(payloads: Mapping[int, Payload]) -> dict[int, Payload]:
-    """Return payloads in which equal tensors of one name are one, so that they travel once: clients start alike."""
+    """Return payloads in which equal tensors of one name are one, so that they are sent once: clients start alike."""
     first: dict[str, Tensor] = {}
 
     def known(name: str, tensor: Tensor) -> Tensor:

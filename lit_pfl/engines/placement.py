@@ -66,7 +66,7 @@ def assigned(
 
     Args:
         expected: by client how long it is likely to take.
-        homes: by client where it is at home now; None for nowhere.
+        homes: by client where it lives now; None for nowhere.
         workers: number of workers.
         slack: how many times its share a worker may have before clients leave it.
 

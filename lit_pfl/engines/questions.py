@@ -32,5 +32,5 @@ def predicted(client: Client) -> list[Any]:
 
 
 def standalone(client: Client) -> nn.Module:
-    """Return a copy of a client's personalized model as a network by itself."""
+    """Return a copy of a client's personalized model as a network on its own."""
     return client.standalone()

@@ -48,6 +48,10 @@ class Ray(Engine):
         recover: whether the states of clients are kept in Ray's memory, so that a lost worker's clients can train
             elsewhere, and clients move to workers that have less to do.
 
+    Raises:
+        ConfigError: for fewer than one worker, for a Trainer that is not on the CPU, for a method or data that cannot
+            go to another process, and when no worker can be started.
+
     Example::
 
         Federation(FedAvg(), engine=Ray(workers=4))
@@ -252,11 +256,11 @@ class Ray(Engine):
         if not self.recover:
             raise RuntimeError(
                 f"A worker on {worker.where} is lost ({why}), and federation.engine.recover=false keeps no states of "
-                "its clients; go on from the last checkpoint."
+                "its clients; continue from the last checkpoint."
             ) from error
         rank_zero_warn(
-            f"A worker on {worker.where} is lost ({why}); its {len(clients)} clients go on from where they were at the "
-            "start of the round, in other workers."
+            f"A worker on {worker.where} is lost ({why}); its {len(clients)} clients continue from where they were at "
+            "the start of the round, in other workers."
         )
         self._placement.take_from(worker)
 

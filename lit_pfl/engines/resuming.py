@@ -1,4 +1,4 @@
-"""Which states clients can go on from."""
+"""Which states clients can continue from."""
 
 from collections.abc import Mapping
 from typing import Any

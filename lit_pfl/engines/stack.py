@@ -197,7 +197,7 @@ class Stack:
 
 
 def _made_of(part: nn.Module) -> Hashable:
-    """Return what a part of a network is beside its tensors and its own parts: its kind, sizes, modes."""
+    """Return what a part of a network is next to its tensors and its own parts: its kind, sizes, modes."""
     options = [
         (name, id(value) if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)) else str(value))
         for name, value in vars(part).items()

@@ -25,14 +25,14 @@ class Stacked(Local):
     """Trains many clients at once in this process: a batch of each in one step, by ``torch.func.vmap``.
 
     A client's own Trainer does everything but the steps, for which it lends its client, optimizer and batches. What
-    comes of them is what would have come of them one after another, but for rounding. Clients train in the same step
-    as long as they have batches of one shape; those with more batches than others go on without them.
+    comes of them is what would have come of them one after another, except for rounding. Clients train in the same step
+    as long as they have batches of one shape; those with more batches than others continue without them.
 
     Args:
         size: how many clients there are in a stack at most.
 
     Raises:
-        ConfigError: when ``size`` is no number of clients.
+        ConfigError: when ``size`` is not a number of clients.
 
     Example::
 
@@ -93,7 +93,7 @@ def _check(client: Client, message: Any) -> None:
 
     Args:
         client: the client.
-        message: what its fit has handed over first: an epoch, unless its Trainer has trained by itself.
+        message: what its fit has handed over first: an epoch, unless its Trainer has trained on its own.
 
     Raises:
         ConfigError: when it cannot.
@@ -101,11 +101,11 @@ def _check(client: Client, message: Any) -> None:
     kind: Any = type(client)
     optimizer: Any = client.trainer.optimizers[0]
     if any(getattr(kind, name) is not getattr(Client, name) for name in OBJECTIVE):
-        reason = f"{kind.__name__} minimises more than its learner's loss"
+        reason = f"{kind.__name__} minimizes more than its learner's loss"
     elif type(client.learner) is not ImageClassifier:
         reason = f"a step of {type(client.learner).__name__} may do what cannot be done for many clients at once"
     elif type(optimizer) not in ELEMENTWISE:
-        reason = f"{type(optimizer).__name__} may not treat every number by itself, as SGD and Adam do"
+        reason = f"{type(optimizer).__name__} may not treat every number on its own, as SGD and Adam do"
     elif _has_hooks(client, optimizer):
         reason = f"{kind.__name__} has hooks in every step of a client"
     elif any(schedule.interval == "step" for schedule in client.trainer.lr_scheduler_configs):

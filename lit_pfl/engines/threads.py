@@ -61,7 +61,7 @@ def _described(batch: Any) -> str:
 
 @contextmanager
 def computing(threads: int | None) -> Iterator[None]:
-    """Compute with so many threads, then with as many as before."""
+    """Compute with this many threads, then with as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -1,4 +1,4 @@
-"""What an engine is told of a federation: how clients are made, and how their Trainers are."""
+"""What an engine is notified of a federation: how clients are made, and how their Trainers are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class Work:
 
         Args:
             client: its id.
-            data: its data; by default read anew, and not kept by the client.
+            data: its data; by default read again, and not kept by the client.
             spec: what it is to learn; by default as its data say.
         """
         spec = spec or ClientSpec.of(client, data or self.data.client(client), self.local_epochs)

@@ -75,7 +75,7 @@ class Deployment:
     def save(self, folder: str | os.PathLike[str], onnx: bool = True) -> dict[str, float]:
         """Write the folder: weights, program, ONNX, ``model.json``, a model card, and for images a script.
 
-        Every file is written beside its place and renamed. Factorized and Hadamard weights are written as the plain
+        Every file is written next to its place and renamed. Factorized and Hadamard weights are written as the plain
         ones that they make.
 
         Args:
@@ -226,5 +226,5 @@ def pixels_about(shape: Sequence[int]) -> dict[str, Any]:
         "mode": {1: "L", 3: "RGB"}.get(channels),
         "size": [width, height],
         "shape": [1, height, width, channels],
-        "values": "0 to 255; scaled and normalised in the model",
+        "values": "0 to 255; scaled and normalized in the model",
     }

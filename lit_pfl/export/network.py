@@ -1,4 +1,4 @@
-"""A personalized network by itself: as a file, and as plain PyTorch.
+"""A personalized network on its own: as a file, and as plain PyTorch.
 
 ``save_model(client.backbone, path)`` writes what one would ship: factors, sparse masks, biases and norms.
 ``save_model(to_dense(client.backbone), path)`` writes ordinary weights, which need nothing of this library::
@@ -6,7 +6,7 @@
     network = ResNet9(3, 10)
     network.load_state_dict(safetensors.torch.load_file(path))
 
-What FedSLR learns: ``to_factors(client.backbone)`` computes the common model by its factors, and
+What FedSLR learns: ``to_factors(client.backbone)`` computes the global model by its factors, and
 ``save_mixed(client.backbone, client.personal.backbone, path)`` writes factors and sparse entries of its mixed model.
 ``save_program(network, path, example)`` writes any of these with its computation, to be run without any class of it::
 
@@ -41,7 +41,7 @@ def to_dense(network: nn.Module) -> nn.Module:
         network: any network; it stays as it is, and nothing is drawn from random generators.
 
     Returns:
-        The copy, of the same class, with :class:`torch.nn.Conv2d` and :class:`torch.nn.Linear` in place of factorized
+        The copy, of the same class, with :class:`torch.nn.Conv2d` and :class:`torch.nn.Linear` instead of factorized
         and Hadamard layers. Their weights are those of evaluation: entries of mu below a layer's threshold count as
         zero. Or a plain layer, if ``network`` is such a layer itself.
     """
@@ -78,7 +78,7 @@ def save_model(network: nn.Module, path: str | os.PathLike[str]) -> Payload:
 
     Entries of a mask mu below its layer's threshold are left out, and a mask with enough zeros is written as a bit map
     and its values (see :class:`~lit_pfl.Payload`). A network without masks makes an ordinary safetensors file. The file
-    is written beside its place and renamed, so that a former one stays whole until then.
+    is written next to its place and renamed, so that a former one stays whole until then.
 
     Args:
         network: a client's ``backbone``, or any network.
@@ -89,12 +89,12 @@ def save_model(network: nn.Module, path: str | os.PathLike[str]) -> Payload:
         that are not zero.
 
     Raises:
-        ConfigError: for a tensor without a shape yet, and for an entry that is no tensor.
+        ConfigError: for a tensor without a shape yet, and for an entry that is not a tensor.
     """
     tensors: dict[str, Tensor] = network.state_dict()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise ConfigError(f"Cannot save {name!r}: it is no tensor but {type(tensor).__name__}.")
+            raise ConfigError(f"Cannot save {name!r}: it is not a tensor but {type(tensor).__name__}.")
         if is_lazy(tensor):
             raise ConfigError(f"Cannot save {name!r}: it has no shape yet; run a batch through the network first.")
     masks = {
@@ -189,7 +189,7 @@ def to_factors(network: nn.Module, tolerance: float = 1e-6) -> nn.Module:
         tolerance: see :func:`low_rank_weights`.
 
     Returns:
-        The copy. In place of a linear layer of rank r it has two, with r values in between. In place of a convolution
+        The copy. Instead of a linear layer of rank r it has two, with r values in between. Instead of a convolution
         it has one with the width of its window that makes r channels, and one with the height that makes its outputs.
         Convolutions in groups, or with padding by a name, stay as they are.
     """

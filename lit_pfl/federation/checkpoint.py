@@ -37,7 +37,7 @@ def save_whole(trainer: L.Trainer, if_not_saved: Literal["stop", "continue"], st
         own.states = states
     elif states is not None:
         raise ConfigError(
-            f"federation.engine.awake: {type(own).__name__} does not know of the files that checkpoints refer to; "
+            f"federation.engine.awake: {type(own).__name__} does not handle the files that checkpoints refer to; "
             "leave that plugin out of trainer.plugins."
         )
 
@@ -51,7 +51,7 @@ def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine)
         engine: where the clients live.
     """
     if coordinator.under_way:
-        rank_zero_warn(f"A checkpoint in the middle of round {coordinator.round + 1}: no run can go on from it.")
+        rank_zero_warn(f"A checkpoint in the middle of round {coordinator.round + 1}: no run can continue from it.")
     state = {
         "under_way": coordinator.under_way,
         **identity,
@@ -81,7 +81,7 @@ def resume(
     Args:
         checkpoint: it is there under ``federation``.
         identity: what made this run, such as its ``method``, and ``data``: a :func:`fingerprint` by client.
-        names: what of it must agree, beside the data.
+        names: what of it must agree, next to the data.
         coordinator: the server's side.
         engine: where the clients live.
 
@@ -93,7 +93,7 @@ def resume(
         if state.get("under_way"):
             raise ConfigError(
                 f"The checkpoint was written in the middle of round {state['coordinator']['round'] + 1}, and no run "
-                "can go on from there; give one of a whole round, such as checkpoints/last.ckpt."
+                "can continue from there; give one of a whole round, such as checkpoints/last.ckpt."
             )
         state["data"], ledger = _table(state["data"]), state["coordinator"]["ledger"]
         ledger["clients"] = _table(ledger["clients"])
@@ -102,7 +102,7 @@ def resume(
         coordinator.load_state_dict(state["coordinator"])
         return state
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        raise ConfigError(f"The checkpoint is no federation's, or not whole: {error!r}.") from error
+        raise ConfigError(f"The checkpoint is not a federation's, or not whole: {error!r}.") from error
 
 
 def trained_in(state: Mapping[str, Any]) -> set[int]:
@@ -127,14 +127,14 @@ def fingerprints(data: HasData) -> dict[int, str]:
 
 
 def refuse_other_data(data: HasData, known: Mapping[int, str]) -> None:
-    """See that data are what clients were made with, which they go on to train and to be scored on.
+    """See that data are what clients were made with, which they continue to train and to be scored on.
 
     Args:
         data: the data.
         known: the fingerprints of those that they were made with.
 
     Raises:
-        ConfigError: when they are other samples, or dealt otherwise.
+        ConfigError: when they are other samples, or assigned otherwise.
     """
     if fingerprints(data) != known:
         raise ConfigError(

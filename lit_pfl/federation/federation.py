@@ -138,7 +138,7 @@ class Federation(QuickModule):
         super().__init__()
         if not isinstance(client, Client):
             name = getattr(client, "__name__", type(client).__name__)
-            raise ConfigError(f"{name} is no method; give one around it: Federation(FedAvg(learner={name}())).")
+            raise ConfigError(f"{name} is not a method; pass one around it: Federation(FedAvg(learner={name}())).")
         check_client_options(client_trainer or {})
         check_options(participation, evaluate_clients, evaluate, quorum, engine, max_update_norm, if_not_saved)
         check_together(privacy, deadline, asynchronous)
@@ -168,8 +168,8 @@ class Federation(QuickModule):
     def __getstate__(self) -> dict[str, Any]:
         if self._work is not None:
             raise TypeError(
-                "A Federation that has clients cannot be copied or pickled, since their fits go on; save a checkpoint, "
-                "and make another Federation that goes on from it."
+                "A Federation that has clients cannot be copied or pickled, since their fits are running; save a "
+                "checkpoint, and make another Federation that continues from it."
             )
         return super().__getstate__()
 
@@ -431,7 +431,8 @@ class Federation(QuickModule):
         return samples_of(data.test), None if data.num_classes is None else labels_of(data.test)
 
     def standalone(self, client: int) -> nn.Module:
-        """Return a copy of a client's personalized model as a network by itself, in the state in which it is scored."""
+        """Return a copy of a client's personalized model as a network on its own, in the state in which it is
+        scored."""
         return self.ask(standalone, [client], as_scored=True)[client]
 
     def _test_last_round(self) -> None:

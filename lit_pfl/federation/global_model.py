@@ -1,4 +1,4 @@
-"""The one model of all, of methods that have one."""
+"""The global model, of methods that have one."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from lit_pfl.lightning_internals import lent_trainer
 
 
 class GlobalModel:
-    """The one model of all, for methods that have one: a network beside the clients' that is given what the server has.
+    """The global model, for methods that have one: a network next to the clients' that is given what the server has.
 
     Args:
         client: a client of the method with nothing but fresh weights.
@@ -34,7 +34,7 @@ class GlobalModel:
     def _get(self) -> Mapping[str, Tensor]:
         method, model = type(self.client).__name__, self.coordinator.server.global_model()
         if model is None:
-            raise ConfigError(f"federation.evaluate=global: {method} has no model of all; use before or after.")
+            raise ConfigError(f"federation.evaluate=global: {method} has no global model; use before or after.")
         expected = [name for name in self.client.roles() if name not in self.client.frozen]
         lacking = [name for name in expected if name not in model] if model else []
         if lacking:

@@ -1,4 +1,4 @@
-"""The scores of a federation's clients, or of the one model of all."""
+"""The scores of a federation's clients, or of the global model."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,7 +103,7 @@ class Scores:
         """Score clients on their own data in some states, and add the rows.
 
         Args:
-            data: the data of all, for the one model of all.
+            data: the data of all, for the global model.
             clients: the clients' ids.
             split: which data.
             states: in which states; the clients' own Trainers are to show the first one.

@@ -24,7 +24,7 @@ def described(client: Client, of: int) -> str:
 
 
 def summarize(trainer: L.Trainer, line: str) -> None:
-    """Say a line in place of a Trainer's summary of layers, if it has one.
+    """Say a line instead of a Trainer's summary of layers, if it has one.
 
     It would show an empty table: a federation has no layers of its own.
     """

@@ -23,7 +23,7 @@ def check_learner(learner: Any, why_automatic: str = "") -> None:
     """
     name = type(learner).__name__
     if not isinstance(learner, L.LightningModule):
-        raise ConfigError(f"model.learner: {name} is no LightningModule; give one.")
+        raise ConfigError(f"model.learner: {name} is not a LightningModule; pass one.")
     if not learner.automatic_optimization and why_automatic:
         raise ConfigError(
             f"model.learner: {name} steps its optimizers itself (automatic_optimization=False), but {why_automatic}; "

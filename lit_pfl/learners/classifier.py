@@ -92,7 +92,7 @@ class ImageClassifier(QuickModule):
         return self.backbone.head
 
     def lay_out(self) -> None:
-        """Take the memory lay-out that suits the device.
+        """Take the memory layout that suits the device.
 
         Channels last where it pays: on CPU, for networks with a convolution of 64 or more channels (1.4 to 2.5 times
         faster here; narrow ones lose).

@@ -102,7 +102,7 @@ def at_head(
     A module as a replacement goes along into a copy of the learner; a plain function refers to what it always did.
 
     Args:
-        head: maps features to (B, C) logits. Features of more dimensions are seen as (B, d), and replaced alike.
+        head: maps features to (B, C) logits. Features of more dimensions are seen as (B, d), and replaced equally.
         features: returns what goes into the head instead, from the (B, d) features.
         logits: returns what comes out instead, from the (B, d) features, as the body made them, and the logits.
 

@@ -103,13 +103,13 @@ class LossTally:
         self._losses: list[tuple[Tensor, int]] = []
 
     def note(self, loss: Any, size: int) -> None:
-        """Take note of the loss of a batch of so many samples; of what is no loss, a single number, nothing."""
+        """Take note of the loss of a batch of this many samples; of what is not a loss, a single number, nothing."""
         # Kept here, on the device: one self.log costs as much as a small network's step.
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append((loss.detach().reshape(()), size))
 
     def total(self) -> tuple[float, int]:
-        """Return the sum of the loss over the samples, and their number, and begin anew."""
+        """Return the sum of the loss over the samples, and their number, and begin again."""
         if not self._losses:
             return 0.0, 0
         losses = torch.stack([loss for loss, _ in self._losses]).tolist()
@@ -120,7 +120,7 @@ class LossTally:
 
 @contextmanager
 def recorded(learner: L.LightningModule) -> Iterator[Recorder]:
-    """Record what a learner logs in place of telling its Trainer."""
+    """Record what a learner logs instead of telling its Trainer."""
     recorder = Recorder()
     outside = learner.__dict__.get("log")
     learner.__dict__["log"] = recorder.log  # log_dict calls it too

@@ -45,9 +45,9 @@ def set_schedules_to(rounds: int, local_epochs: int, trainer: L.Trainer) -> None
 
 
 def extend(optimizer: torch.optim.Optimizer, twin: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Let an optimizer train a second network too: beside every parameter its twin, in the same group.
+    """Let an optimizer train a second network too: next to every parameter its twin, in the same group.
 
-    Groups stay as many, so schedules that are attached already go on as they are.
+    Groups stay as many, so schedules that are attached already continue as they are.
 
     Args:
         optimizer: a fresh optimizer of the first network.

@@ -44,7 +44,7 @@ class Score:
         n: number of samples.
         values: every metric that the learner logs, by name; empty without samples.
         higher_is_better: of those metrics that say so.
-        sizes: what else is told of the model, such as its number of parameters, see :meth:`~lit_pfl.Client.sizes`.
+        sizes: what else is reported of the model, such as its number of parameters, see :meth:`~lit_pfl.Client.sizes`.
         logged: the metrics by the names under which a Trainer would know them (``val_loss``, ``val_loss_epoch``).
     """
 

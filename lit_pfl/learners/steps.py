@@ -37,7 +37,7 @@ def call_step(learner: L.LightningModule, name: str, batch: Any, batch_idx: int,
 
 @cache
 def _further_arguments(kind: Hashable, name: str) -> int:
-    """Return how many of ``batch_idx`` and ``dataloader_idx`` a step takes beside the batch."""
+    """Return how many of ``batch_idx`` and ``dataloader_idx`` a step takes next to the batch."""
     _, *parameters = inspect.signature(getattr(kind, name)).parameters.values()
     if any(p.name == "dataloader_iter" for p in parameters):
         raise ConfigError(f"{kind}.{name} takes a dataloader_iter; a client's learner takes batches.")
@@ -56,7 +56,7 @@ def training_outputs(learner: L.LightningModule, batch: Any, batch_idx: int) -> 
 
     Raises:
         SkipBatch: when it returns None.
-        ConfigError: when it returns something else that is no loss.
+        ConfigError: when it returns something else that is not a loss.
     """
     if learner.automatic_optimization:
         outputs = call_step(learner, "training_step", batch, batch_idx)
@@ -159,7 +159,7 @@ class Step(nn.Module):
 
 
 def call_with(tensors: Mapping[str, Tensor], module: nn.Module, *inputs: Any) -> Any:
-    """Return a module's output with other tensors in place of its own, wherever these are used.
+    """Return a module's output with other tensors instead of its own, wherever these are used.
 
     In a part that has two names, as by ``self.head = self.net[2]``, :func:`torch.func.functional_call` would leave the
     others behind: it gives back under the second name what it finds there, which is what it has put there under the

@@ -39,7 +39,7 @@ def make_lean(
         trainer: the Trainer, before its fit. It has no validation data.
         module: what it will train.
         own: the one callback that may be there, since it does nothing during a batch.
-        elsewhere: trains on an epoch's batches in place of the Trainer, given its optimizer and them.
+        elsewhere: trains on an epoch's batches instead of the Trainer, given its optimizer and them.
         data: a data module whose batch hooks are to be called, if there is one.
     """
     plain = (

@@ -19,14 +19,14 @@ from lit_pfl_callbacks.files import replacing
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it, so that a killed process leaves the former one whole.
+    """Writes a checkpoint next to its place and renames it, so that a killed process leaves the former one whole.
 
     Args:
         if_not_saved: what to do when a checkpoint cannot be written, as on a full disk: ``stop``, or ``continue`` with
             a warning. Either way the former checkpoint stays as it is.
 
     Attributes:
-        states: states of clients that checkpoints refer to, which are to lie beside them; None for none.
+        states: states of clients that checkpoints refer to, which are to lie next to them; None for none.
     """
 
     states: StateFiles | None = None
@@ -57,7 +57,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             message = f"The checkpoint {path} cannot be written ({_first_line(reason)}); the former one is whole."
             if self.if_not_saved == "stop":
                 raise SaveError(message) from error
-            rank_zero_warn(f"{message} The run goes on without.")
+            rank_zero_warn(f"{message} The run continues without.")
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -65,7 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Load.
 
         Raises:
-            ConfigError: when the file is no whole checkpoint.
+            ConfigError: when the file is not a whole checkpoint.
         """
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=weights_only)
@@ -81,7 +81,7 @@ def read_checkpoint(path: Path, weights_only: bool = True, mmap: bool = False) -
         mmap: read tensors only once they are looked at.
 
     Raises:
-        ConfigError: when there is no such file, when it is damaged, or when it is no federation's.
+        ConfigError: when there is no such file, when it is damaged, or when it is not a federation's.
     """
     if not path.is_file():
         what = "is a folder; give its checkpoints/last.ckpt" if path.is_dir() else "is not there"
@@ -90,7 +90,7 @@ def read_checkpoint(path: Path, weights_only: bool = True, mmap: bool = False) -
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("federation"), dict):
         raise ConfigError(f"{path} is not a federation's checkpoint.")
     if "loops" not in checkpoint:  # without them a Trainer would begin to count anew
-        raise ConfigError(f"{path} is no whole checkpoint: it lacks the rounds done so far.")
+        raise ConfigError(f"{path} is not a whole checkpoint: it lacks the rounds done so far.")
     with_states(checkpoint["federation"], path, weights_only)
     return checkpoint
 
@@ -108,7 +108,7 @@ def read_whole(path: Path, weights_only: bool = True, mmap: bool = False) -> Any
     except ConfigError:
         raise
     except Exception as error:  # whatever the pickle machine stumbles over
-        raise ConfigError(f"{path} is no whole checkpoint: {_first_line(error)}.{_offer(path)}") from error
+        raise ConfigError(f"{path} is not a whole checkpoint: {_first_line(error)}.{_offer(path)}") from error
 
 
 def _damaged(path: Path) -> str | None:
@@ -172,7 +172,7 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 def _set_back(path: Path, steps: int) -> None:
-    """Let a checkpoint be the one before, too, and those before it one older, of which so many are kept.
+    """Let a checkpoint be the one before, too, and those before it one older, of which this many are kept.
 
     The checkpoint itself stays in its place, so that a process that is killed here leaves it there.
     """

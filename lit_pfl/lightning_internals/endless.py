@@ -17,7 +17,7 @@ class EndlessFitLoop(_FitLoop):
     """The Trainer's loop over epochs of a client.
 
     ``max_epochs`` is a plan and no end: a learner may ask its Trainer for the number of epochs or of steps, as for a
-    schedule that ends with them, but a federation may go on for longer. It is the federation that ends a client's
+    schedule that ends with them, but a federation may continue for longer. It is the federation that ends a client's
     training.
 
     A client waits for the server inside the callback ``last``, and is saved there. So that callback comes after all
@@ -74,7 +74,7 @@ class EndlessFitLoop(_FitLoop):
         self.epoch_loop.batch_progress.is_last_batch |= cut
 
     def on_advance_end(self) -> None:
-        """End an epoch: as Lightning does, but for the one callback that comes last."""
+        """End an epoch: as Lightning does, except for the one callback that comes last."""
         if self.last is None:
             super().on_advance_end()
             return
@@ -112,7 +112,7 @@ class EndlessFitLoop(_FitLoop):
 
 
 def limit_batches(trainer: L.Trainer, batches: int | None) -> None:
-    """Let a client train at most so many batches from now on; None: all of every epoch."""
+    """Let a client train at most this many batches from now on; None: all of every epoch."""
     loop = trainer.fit_loop
     assert isinstance(loop, EndlessFitLoop)
     loop.batches_left = batches

@@ -81,7 +81,7 @@ def lend_data(trainer: L.Trainer, data: L.LightningDataModule | None) -> None:
 
 
 def log_nothing(trainer: L.Trainer) -> None:
-    """Let a Trainer write no metrics to its loggers by itself; what a module writes to them is written."""
+    """Let a Trainer write no metrics to its loggers on its own; what a module writes to them is written."""
     trainer._logger_connector.log_metrics = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
 

@@ -1,6 +1,6 @@
 """A Trainer's loops over epochs and batches, without the hooks that nobody uses.
 
-It depends on how Lightning's own is written, and says so when imported beside one that is written otherwise.
+It depends on how Lightning's own is written, and says so when imported next to one that is written otherwise.
 """
 
 import inspect
@@ -170,7 +170,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
 
 def replace_loops(trainer: L.Trainer, elsewhere: Elsewhere | None) -> None:
-    """Give a Trainer these loops in place of its own, before its fit; see :func:`make_lean`."""
+    """Give a Trainer these loops instead of its own, before its fit; see :func:`make_lean`."""
     former = trainer.fit_loop
     trainer.fit_loop = LeanFitLoop(trainer, former.min_epochs, former.max_epochs)
     trainer.fit_loop.endless = isinstance(former, EndlessFitLoop)

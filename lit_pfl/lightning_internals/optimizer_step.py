@@ -36,7 +36,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def _somebody_looks(optimizer: Optimizer) -> bool:
-    """Say whether a profiler is on, or somebody has hooked onto an optimizer, or put something in place of a method."""
+    """Say whether a profiler is on, or somebody has hooked onto an optimizer, or replaced a method."""
     return bool(
         torch.autograd._profiler_enabled()
         or optimizer._optimizer_step_pre_hooks

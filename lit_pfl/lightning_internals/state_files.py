@@ -1,4 +1,4 @@
-"""States of single clients in files beside the checkpoints that refer to them, as they are read."""
+"""States of single clients in files next to the checkpoints that refer to them, as they are read."""
 
 import hashlib
 import io
@@ -21,7 +21,7 @@ class StateFile(NamedTuple):
     """Where a client's state is.
 
     Args:
-        folder: the folder beside a checkpoint.
+        folder: the folder next to a checkpoint.
         name: the file's name in it, as a checkpoint has it.
         trained: whether the client has ever trained.
         weights_only: whether to load nothing but tensors and plain values: of a checkpoint that is not trusted.
@@ -78,7 +78,7 @@ class SavedStates(Mapping[int, Any]):
 
 
 def with_states(federation: dict[str, Any], checkpoint: Path, weights_only: bool) -> None:
-    """Put the states of clients into what a checkpoint has of a federation, where it refers to files beside it.
+    """Put the states of clients into what a checkpoint has of a federation, where it refers to files next to it.
 
     Clients that have no file are as they were made.
 
@@ -109,7 +109,7 @@ def referred_to(names: str, checkpoint: Path, weights_only: bool = True) -> dict
 
 
 def _not_there(path: Path) -> str:
-    return f"{path} is not there: a checkpoint of clients asleep (engine.awake) goes with the folder {FOLDER} beside it"
+    return f"{path} is not there: with federation.engine.awake, a checkpoint needs the folder {FOLDER} next to it"
 
 
 def digest(content: bytes) -> str:

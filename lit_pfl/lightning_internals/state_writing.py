@@ -1,4 +1,4 @@
-"""States of single clients in files beside the checkpoints that refer to them, as they are written and deleted.
+"""States of single clients in files next to the checkpoints that refer to them, as they are written and deleted.
 
 A file's name says whose state it is and what is in it, so it is never changed: a process that is killed anywhere leaves
 every checkpoint with just the states that it was written with. A file is deleted once no checkpoint refers to it.
@@ -38,7 +38,7 @@ class StateFiles:
     """The latest states of clients that are not in memory.
 
     Args:
-        folder: where they go: the folder beside the checkpoints. None for a temporary one.
+        folder: where they go: the folder next to the checkpoints. None for a temporary one.
         near: where a temporary folder is made; by default where the system has those.
 
     Raises:
@@ -59,7 +59,8 @@ class StateFiles:
             where = folder or near or tempfile.gettempdir()
             raise ConfigError(
                 f"federation.engine.awake: states of clients cannot be written into {where} "
-                f"({error.strerror or error}); choose another folder for the run, or leave awake out."
+                f"({error.strerror or error}); choose another folder for the run, or leave out "
+                "federation.engine.awake."
             ) from None
         self.folder = folder.resolve()
         self.latest: dict[int, StateFile] = {}
@@ -131,7 +132,7 @@ class StateFiles:
     # ------------------------------------------------------------------------------------------- beside checkpoints
 
     def join(self, checkpoint: Path) -> None:
-        """See that all latest states lie beside a checkpoint that is about to be written.
+        """See that all latest states lie next to a checkpoint that is about to be written.
 
         Raises:
             OSError: when they cannot.

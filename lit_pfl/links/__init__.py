@@ -1,4 +1,4 @@
-"""How uploads travel. All links speak the same two sentences: join and exchange."""
+"""How uploads are sent. All links speak the same two sentences: join and exchange."""
 
 from lit_pfl.engines.greenlets import LocalHub, LocalLink
 from lit_pfl.links.process_group import ProcessGroupLink

@@ -22,7 +22,7 @@ from lit_pfl_callbacks.federated_loop import JoinInfo
 class ProcessGroupLink:
     """Joins the processes of one run, each with a Trainer of its own, by torch.distributed's gloo.
 
-    The process of rank r is client r; that of rank 0 is the server too, whenever its own client waits. What travels is
+    The process of rank r is client r; that of rank 0 is the server too, whenever its own client waits. What is sent is
     encoded as it is counted. Every process makes one link, with the same options, and gives it to one fit.
 
     Without ``rounds`` fits end by themselves, all after as many rounds; the last thing that each does is to load the

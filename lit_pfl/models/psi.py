@@ -41,7 +41,7 @@ def psi(
 
     The first ``depth`` layers stay shared. In all others a group's neurons see their own group only, down to the logits
     of the group's classes. Widths of grouped layers, and of shared ones whose output they take in, are rounded to the
-    nearest multiple of the number of groups; what changes is drawn anew, as PyTorch draws it. With one group the
+    nearest multiple of the number of groups; what changes is drawn again, as PyTorch draws it. With one group the
     network stays as it is.
 
     Parameters, with 10 classes, 10 groups and images of 32 x 32 pixels, all of the Psi form being ``shared`` and ten
@@ -194,7 +194,7 @@ class _Plan:
         within = self.within(layer)
         depthwise = isinstance(layer, nn.Conv2d) and 1 < layer.groups == width
         if depthwise and out != width:
-            raise ConfigError(f"model.backbone: {node.target} makes {out} channels of {width}, each by itself.")
+            raise ConfigError(f"model.backbone: {node.target} makes {out} channels of {width}, each on its own.")
         outputs = self.outputs.setdefault(str(node.target), inputs if depthwise else Channels(out))
         multiple = self.groups * within if divided else getattr(layer, "groups", 1)
         if depthwise:

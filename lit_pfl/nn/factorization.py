@@ -1,4 +1,4 @@
-"""How the weights of a learner are factorized, what that adds to its objective, and what of it travels."""
+"""How the weights of a learner are factorized, what that adds to its objective, and what of it is sent."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lit_pfl.ops import soft_threshold
 
 @dataclass(frozen=True)
 class Factorization:
-    """Weights ``pi(u v^T + mu)`` in place of dense ones.
+    """Weights ``pi(u v^T + mu)`` instead of dense ones.
 
     Args:
         form: shape of a convolution's factors, ``IFxOF`` (SimFed) or ``FFxIO`` (Factorized-FL).
@@ -25,8 +25,8 @@ class Factorization:
             ``proximal``: every optimizer step is followed by soft thresholding at lambda times the learning rate.
             ``inert``: not at all, as in Factorized-FL's released code, whose penalty has no gradient.
         threshold: entries of mu below it in size count as zero wherever the model is used or sent.
-        below_threshold: what becomes of these entries where mu travels. ``keep``: they stay at home and are added to
-            the reply, so that they grow on until they are sent (error feedback). ``send``: they travel all the same;
+        below_threshold: what becomes of these entries where mu is sent. ``keep``: they are kept local and are added to
+            the reply, so that they grow on until they are sent (error feedback). ``send``: they are sent all the same;
             the threshold is for using the model only, as in Factorized-FL's released code.
         pi: how the matrices of form ``FFxIO`` become weights, see :class:`~lit_pfl.nn.FactorizedConv2d`.
         start: how weights start. ``dense``: as those of the dense network of the same seed, u v^T their best
@@ -79,12 +79,12 @@ class Factorization:
 
     @torch.no_grad()
     def sent(self, module: nn.Module, shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what travels of a module's shared tensors: of every mu what the threshold leaves."""
+        """Return what is sent of a module's shared tensors: of every mu what the threshold leaves."""
         return {**shared, **self._parts(module, shared, "sparse_mu")}
 
     @torch.no_grad()
     def unsent(self, module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return what stays at home of every mu among these tensors, to be added to what comes back.
+        """Return what is kept local of every mu among these tensors, to be added to what comes back.
 
         No memory is needed for it: until a reply is loaded, it is what mu has below the threshold.
         """

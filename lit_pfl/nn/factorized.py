@@ -1,6 +1,6 @@
 """Layers whose weight is ``W = pi(u v^T + mu)``: two factors and a mask that is kept sparse by an L1 penalty.
 
-``mu`` is stored as ``pi(mu)``, in the weight's own lay-out: pi only moves entries, so the numbers, their count and
+``mu`` is stored as ``pi(mu)``, in the weight's own layout: pi only moves entries, so the numbers, their count and
 their L1 norm are those of the papers' matrix, and a forward pass needs one fused multiply-add.
 """
 
@@ -183,6 +183,9 @@ class FactorizedConv2d(_Factorized, ComposedConv2d):
         mask: whether there is a mu.
         pi: how the matrix of form ``FFxIO`` becomes a weight.
 
+    Raises:
+        ConfigError: for another form, and for ``pi="rawview"`` with the form ``IFxOF``.
+
     Source:
         SimFed, Eq. 6; Factorized-FL, Eq. 3.
     """
@@ -288,7 +291,7 @@ def factorize(
             are not finite.
     """
     if start not in _STARTS:
-        raise ConfigError(f"start={start!r} is no way to start; choose one of {', '.join(_STARTS)}.")
+        raise ConfigError(f"start={start!r} is not a way to start; choose one of {', '.join(_STARTS)}.")
 
     def make(layer: nn.Conv2d | nn.Linear) -> nn.Module:
         new: FactorizedConv2d | FactorizedLinear
@@ -308,7 +311,7 @@ def factorize(
 
 @torch.no_grad()
 def _keep_values(new: nn.Module, old: nn.Module) -> None:
-    """Let a frozen copy go on computing what it did: nothing of it is below a threshold."""
+    """Let a frozen copy continue computing what it did: nothing of it is below a threshold."""
     assert isinstance(new, _Factorized)
     assert isinstance(old.weight, Tensor)
     new.threshold = 0.0

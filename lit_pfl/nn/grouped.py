@@ -49,7 +49,7 @@ class Grouped(nn.Module):
         self._resize(len(self.kept), before)
 
     def _resize(self, now: int, before: int) -> None:
-        """Note that so many groups are there now, and were before."""
+        """Note that this many groups are there now, and were before."""
 
 
 class GroupedConv2d(Grouped, nn.Conv2d):
@@ -179,7 +179,7 @@ class GroupedLogits(GroupedLinear):
 
 
 class GroupedNorm(Grouped, nn.GroupNorm):
-    """Group norm with the groups of the layer before it: every group is normalized by itself.
+    """Group norm with the groups of the layer before it: every group is normalized on its own.
 
     Args:
         num_groups: G.
@@ -267,6 +267,10 @@ def trim(network: nn.Module, groups: Iterable[int]) -> nn.Module:
 
     Its logits for the classes of these groups stay what they were; those of other classes are minus infinity.
 
+    Args:
+        network: a network in groups.
+        groups: numbers of the groups to keep, from 0.
+
     Raises:
         ConfigError: when no group would be left, or when there is none of that number.
 
@@ -320,7 +324,7 @@ def share(width: int, groups: int) -> int:
     """Return the width of one group.
 
     Raises:
-        ConfigError: when the width is no multiple of the number of groups.
+        ConfigError: when the width is not a multiple of the number of groups.
     """
     if width % groups:
         raise ConfigError(f"A width of {width} cannot be divided among {groups} groups; give a multiple of {groups}.")

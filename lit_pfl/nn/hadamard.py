@@ -31,6 +31,9 @@ def rank_for_ratio(out: int, inputs: int, window: int, ratio: float) -> int:
         window: number of entries of the window, F * F; 0 for a fully connected layer, which has no core tensor.
         ratio: wanted share, 0 or more: 0.72 is 72 % of the dense weight's parameters.
 
+    Raises:
+        ConfigError: for a share that is negative or not finite.
+
     Source:
         Nam et al. 2022, the notebook they released.
     """
@@ -51,6 +54,9 @@ def rank_for_gamma(out: int, inputs: int, window: int, gamma: float) -> int:
         inputs: inputs I of the layer, of one group.
         window: number of entries of the window, F * F; 0 for a fully connected layer, which has no core tensor.
         gamma: from 0, smallest, to 1, largest.
+
+    Raises:
+        ConfigError: for a gamma that is not from 0 to 1.
 
     Source:
         Nam et al. 2022, Corollary 1 and the rank hyper-parameter of the experimental setup.

@@ -1,4 +1,4 @@
-"""Putting other layers in place of a network's own."""
+"""Putting other layers instead of a network's own."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,12 +28,12 @@ def replace_layers(
 ) -> nn.Module:
     """Replace every ``Conv2d`` and ``Linear`` inside a module, in place; frozen and empty ones stay as they are.
 
-    A frozen copy of a trained part, such as a momentum encoder, is replaced as its original is, so that the two go on
-    having the same parameters in the same order. It stays frozen.
+    A frozen copy of a trained part, such as a momentum encoder, is replaced as its original is, so that the two
+    continue having the same parameters in the same order. It stays frozen.
 
     Args:
         module: any network.
-        make: returns the new layer for an old one; type, device and training mode are then made alike.
+        make: returns the new layer for an old one; type, device and training mode are then made equal.
         keep: says of a layer's path whether it stays as it is.
         load: gives a new layer the weight and the bias of an old one, for frozen copies that have other values than
             their originals. Without it these stay as they are, and so do their originals.
@@ -126,5 +126,5 @@ def _beside_its_weight(layer: nn.Conv2d | nn.Linear, path: str, places: Counter[
     if places[id(layer.weight)] > 1:
         return "shares its weight with another one (tied weights)"
     if path.rpartition(".")[2] == "_orig_mod":
-        return "is compiled by itself"
+        return "is compiled on its own"
     return None

@@ -13,7 +13,7 @@ def bipartition(similarity: Tensor, linkage: Linkage = "complete") -> Tensor:
 
     Args:
         similarity: (K, K), symmetric, of at least 2 clients.
-        linkage: how alike two groups are: as their least similar members (``complete``) or as their most similar ones
+        linkage: how similar two groups are: as their least similar members (``complete``) or as their most similar ones
             (``single``). The latter minimizes the largest similarity across the two groups.
 
     Returns:

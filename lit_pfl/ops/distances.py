@@ -1,4 +1,4 @@
-"""How far apart models are, and how alike in direction, as matrices over clients."""
+"""How far apart models are, and how similar in direction, as matrices over clients."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -7,7 +7,12 @@ from torch import Tensor
 
 
 def squared_distances(models: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
-    """Return ``|w_i - w_j|^2`` of every two of K models, over the tensors of these names, as (K, K) double."""
+    """Return ``|w_i - w_j|^2`` of every two of K models, over the tensors of these names, as (K, K) double.
+
+    Args:
+        models: K models, tensors by name.
+        names: which tensors to compare; those of one name have one shape.
+    """
     total = _square(models)
     for name in names:
         rows = _rows(models, name)
@@ -18,7 +23,11 @@ def squared_distances(models: Sequence[Mapping[str, Tensor]], names: Iterable[st
 def cosines(models: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
     """Return the cosine of every two of K models, over the tensors of these names, as (K, K) double.
 
-    It is exactly 1 on the diagonal. A model of zeros is like itself only.
+    It is exactly 1 on the diagonal. A model of zeros is similar to itself only.
+
+    Args:
+        models: K models, tensors by name.
+        names: which tensors to compare; those of one name have one shape.
     """
     products = _square(models)
     for name in names:

@@ -88,7 +88,12 @@ def as_matrix(weight: Tensor) -> Tensor:
 
 
 def as_weight(matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Undo :func:`as_matrix` for a weight of this shape."""
+    """Return the weight whose matrix :func:`as_matrix` made.
+
+    Args:
+        matrix: (rows, columns), as :func:`matrix_shape` has them.
+        shape: of the weight, such as (O, I, F, F).
+    """
     half = (len(shape) - 1) // 2
     apart = matrix.reshape(shape[0], *shape[2 : 2 + half], shape[1], *shape[2 + half :])
     return apart.movedim(1 + half, 1).contiguous()
@@ -127,7 +132,7 @@ def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the factors, but for their signs, of a matrix with at least as many columns as rows."""
+    """Return the factors, except for their signs, of a matrix with at least as many columns as rows."""
     # Of the smaller square of the two: several times faster than a singular value decomposition, and in double
     # precision exact enough for weights in single precision.
     squares, left = torch.linalg.eigh(matrix @ matrix.T)

@@ -23,7 +23,7 @@ class Matching:
         gamma: mass of the process; the larger, the sooner a unit stays without a partner and the global layer grows.
         sigma: standard deviation of clients' units around their global unit.
         sigma0: standard deviation of global units around zero.
-        sweeps: how often every client is matched anew after all have been matched once.
+        sweeps: how often every client is matched again after all have been matched once.
         popularity: what it adds to the gain of joining a unit that c of J clients have: ``paper``:
             ``2 log(c / (J - c))``; ``released``: half of that, and c counted up to 10, as in FedMA's released code.
         average: what a global unit is: ``mean`` of those matched to it, which minimizes FedMA's Eq. 2; ``posterior``:
@@ -113,7 +113,13 @@ def match_units(units: Sequence[Tensor], matching: Matching, rng: np.random.Gene
 
 
 def merge_units(units: Sequence[Tensor], assignments: Sequence[Tensor], matching: Matching) -> Tensor:
-    """Return the (G, D) global units of J clients' (L_j, D) units, matched by ``assignments``."""
+    """Return the (G, D) global units of J clients' units.
+
+    Args:
+        units: J tensors (L_j, D).
+        assignments: J tensors (L_j,), as :func:`match_units` returns them.
+        matching: the numbers of the model.
+    """
     width = 1 + max(int(assignment.max()) for assignment in assignments)
     sums, counts = units[0].new_zeros(width, units[0].shape[1]), units[0].new_zeros(width, 1)
     for own, assignment in zip(units, assignments, strict=True):
@@ -126,6 +132,10 @@ def merge_units(units: Sequence[Tensor], assignments: Sequence[Tensor], matching
 
 def nearest_units(units: Tensor, others: Tensor) -> Tensor:
     """Assign (L, D) units to L different ones of (G, D) others, G >= L, at the least sum of squared distances.
+
+    Args:
+        units: (L, D).
+        others: (G, D).
 
     Returns:
         (L,) int64 positions in ``others``.
@@ -140,7 +150,12 @@ def _hungarian(gains: Tensor) -> Tensor:
 
 
 def unit_matrix(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the (L, D) units of a layer: all weights of one output, and its bias if there is one."""
+    """Return the (L, D) units of a layer: all weights of one output, and its bias if there is one.
+
+    Args:
+        weight: (L, ...).
+        bias: (L,), or None.
+    """
     return weight.flatten(1) if bias is None else torch.cat([weight.flatten(1), bias[:, None]], dim=1)
 
 
@@ -163,6 +178,12 @@ def spread_inputs(weight: Tensor, assignment: Tensor, width: int) -> Tensor:
 
 
 def gather_inputs(weight: Tensor, assignment: Tensor, width: int) -> Tensor:
-    """Undo :func:`spread_inputs`: keep only the inputs that a client's own units have."""
+    """Return what :func:`spread_inputs` was given: keep only the inputs that a client's own units have.
+
+    Args:
+        weight: (O, G, h, w), or (O, G * P).
+        assignment: (L,) global unit of every input.
+        width: number of global units G.
+    """
     inputs = weight.reshape(len(weight), width, -1)
     return inputs[:, assignment].reshape(len(weight), -1, *weight.shape[2:])

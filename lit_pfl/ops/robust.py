@@ -141,7 +141,7 @@ def clipping_factors(norms: Tensor, bound: float) -> Tensor:
 
 
 def trust_scores(products: Tensor, norms: Tensor, norm: float) -> tuple[Tensor, Tensor]:
-    """Return how far updates are trusted beside a reference, and how they are scaled to its length.
+    """Return how far updates are trusted compared with a reference, and how they are scaled to its length.
 
     Args:
         products: (J,) inner products with the reference.
@@ -150,7 +150,7 @@ def trust_scores(products: Tensor, norms: Tensor, norm: float) -> tuple[Tensor, 
 
     Returns:
         (J,) cosine similarity with the reference, 0 where it is negative; (J,) factors of the updates. An update
-        without length, like every update beside a reference without length, has a score of 0.
+        without length, like every update compared with a reference without length, has a score of 0.
 
     Source:
         Cao et al. 2021 (FLTrust), Eq. 2 and 3.

@@ -1,4 +1,4 @@
-"""How alike clients are, with whom each exchanges, and how much it takes from them."""
+"""How similar clients are, with whom each exchanges, and how much it takes from them."""
 
 from collections.abc import Mapping
 
@@ -34,12 +34,23 @@ def most_similar(similarity: Tensor, tau: float, at_least: int = 1) -> Tensor:
 
 
 def least_similar(similarity: Tensor, others: int) -> Tensor:
-    """Choose for every client itself and the ``others`` that are least similar to it, as (K, K) bool."""
+    """Return for every client itself and those that are least similar to it, as (K, K) bool.
+
+    Args:
+        similarity: (K, K).
+        others: how many there are besides the client itself.
+    """
     return _first((-similarity).fill_diagonal_(torch.inf), others + 1)
 
 
 def random_others(similarity: Tensor, others: int, rng: np.random.Generator) -> Tensor:
-    """Choose for every client itself and ``others`` drawn at random, as (K, K) bool."""
+    """Return for every client itself and others drawn at random, as (K, K) bool.
+
+    Args:
+        similarity: (K, K); only its shape and device matter.
+        others: how many there are besides the client itself.
+        rng: draws them.
+    """
     draws = torch.from_numpy(rng.random(similarity.shape)).to(similarity.device)
     return _first(draws.fill_diagonal_(torch.inf), others + 1)
 

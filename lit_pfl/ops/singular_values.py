@@ -47,7 +47,7 @@ def threshold_singular_values(
       orthogonal to what it holds.
     * Of an oblong matrix the eigenvectors of ``A^T A`` in double precision. Its rounding errors, about
       ``n eps ||A||^2``, move the result by that divided by the threshold: far below single precision, unless the
-      threshold is tiny beside the matrix.
+      threshold is tiny compared with the matrix.
     * The singular value decomposition.
 
     Matrices of one shape are decomposed as one batch. Nothing is drawn from random generators.
@@ -145,8 +145,8 @@ def _in_a_subspace(matrix: Tensor, threshold: float, near: Tensor) -> Factors | 
     """Look in a subspace about the rows of (r, n) ``near``; None if that would take long or does not lead far enough.
 
     The subspace is somewhat wider, in random directions, the more so the more of ``near`` has singular values, the
-    squares of its rows' norms, that are small beside the threshold: as many may be just below it. It is widened where
-    it is seen to be too narrow. It is multiplied by A and A^T in turns, random directions twice more than the
+    squares of its rows' norms, that are small compared with the threshold: as many may be just below it. It is widened
+    where it is seen to be too narrow. It is multiplied by A and A^T in turns, random directions twice more than the
     others, and made orthonormal: the largest values would soon swamp all else.
 
     Here vectors are rows, which is faster: ``q`` is Q^T, ``right`` V^T and ``images`` (A V)^T.

@@ -43,7 +43,13 @@ def erk_densities(shapes: Mapping[str, torch.Size], density: float, dense: Set[s
 
 
 def random_mask(shape: torch.Size, active: int, generator: torch.Generator) -> Tensor:
-    """Return a bool tensor of a shape with ``active`` entries set, drawn at random."""
+    """Return a bool tensor with some entries set, drawn at random.
+
+    Args:
+        shape: of the tensor.
+        active: how many entries are set.
+        generator: draws them.
+    """
     mask = torch.zeros(shape.numel(), dtype=torch.bool)
     mask[torch.randperm(len(mask), generator=generator)[:active]] = True
     return mask.view(shape)
@@ -53,8 +59,8 @@ def prune_and_regrow(weight: Tensor, mask: Tensor, scores: Tensor, count: int) -
     """Exchange active weights: drop those that are smallest in size, then take those of the highest scores.
 
     Args:
-        weight: the weights.
-        mask: bool, of the weights' shape.
+        weight: the weights, of any shape.
+        mask: bool, of the same shape.
         scores: of the weights' shape; those of active weights do not matter, but what was just dropped may return.
         count: how many to exchange, at most the number of active weights.
 

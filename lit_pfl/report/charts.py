@@ -143,7 +143,7 @@ def distributions(groups: Sequence[Group], metric: Metric) -> Picture | None:
 
 
 def _left_out(found: Sequence[Sequence[Mapping[int, float]]]) -> str:
-    """Say how many runs have no scores, being interrupted before a test beside others' tests, and how many are NaN."""
+    """Say how many runs have no scores, being interrupted before a test next to others' tests, and how many are NaN."""
     runs = [scores for group in found for scores in group]
     missing = sum(not scores for scores in runs)
     text = f" Left out, without such scores of the last round: {missing} of {len(runs)} runs." if missing else ""

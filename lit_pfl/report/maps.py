@@ -1,4 +1,4 @@
-"""Charts of clients beside each other: who has what data, who is like whom, where everybody is."""
+"""Charts of clients next to each other: who has what data, who is like whom, where everybody is."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -75,9 +75,9 @@ def _ticks(rows: Sequence[Row]) -> list[int]:
 
 
 def similarities(groups: Sequence[Group]) -> Picture | None:
-    """Return how alike every two clients are, over rounds."""
+    """Return how similar every two clients are, over rounds."""
     return _pairs(
-        groups, "similarity.csv", "cosine", name="similarity", title="How alike clients are",
+        groups, "similarity.csv", "cosine", name="similarity", title="How similar clients are",
         says="Cosine similarity of every two clients, of the first seed: of what, stands above each map; the slider "
         "goes through the rounds, each with what was last measured. Pairs that were not measured then are empty.",
     )  # fmt: skip
@@ -234,6 +234,6 @@ def features(groups: Sequence[Group]) -> Picture | None:
     )
     says = (
         "Maps by t-SNE of what a client's last layer sees of its samples after the training, of the first seed: "
-        "what is represented alike is near each other. Distances between groups mean little."
+        "samples with similar features are near each other. Distances between groups mean little."
     )
     return Picture("features", says, chart, wide=len(panels) > 1)

@@ -88,7 +88,7 @@ def column(group: Group, metric: Metric, state: str, suffix: str = "") -> str:
         group: the group.
         metric: what groups are compared by.
         state: the state.
-        suffix: ``_std`` or ``_worst10``, for the deviation over clients or the worst tenth of them.
+        suffix: ``_std`` or ``_worst10``, for the deviation over clients or the worst 10 % of them.
     """
     split, _, name = metric.last.partition("/")
     path = split if state == state_of(group) else f"{split}/{state}"
@@ -115,7 +115,7 @@ def best_validated(run: Run, metric: Metric) -> tuple[int, float] | None:
 
 
 def _higher_is_better(run: Run, name: str) -> bool | None:
-    """Say which end of a metric is the good one: the worst tenth of clients is at the other one."""
+    """Say which end of a metric is the good one: the worst 10 % of clients is at the other one."""
     if name == "acc" or LOSS.search(name):
         return name == "acc"
     below = sum(row[f"val/{name}"] - row[f"val/{name}_worst10"] for row in run.metrics if f"val/{name}_worst10" in row)
@@ -148,7 +148,7 @@ def curve(group: Group, column: str, scale: float = 1.0) -> list[Row]:
 def last_scores(run: Run, metric: Metric) -> dict[int, float]:
     """Return what every client achieved after the run's last round, by id: on the data that the tables are of.
 
-    None of an earlier round, such as the test of a run that has gone on since, and none on other data.
+    None of an earlier round, such as the test of a run that has continued since, and none on other data.
     """
     last = [
         row

@@ -38,7 +38,7 @@ def inline(rows: Sequence[dict[str, Any]]) -> alt.InlineData:
 
 
 def steps(rounds: Iterable[int], most: int = 40) -> list[tuple[int, int]]:
-    """Return the rounds that a slider shows, each with the one that comes next; at most so many, the last among them.
+    """Return the rounds that a slider shows, each with the one that comes next; at most this many, the last among them.
 
     Example:
         >>> steps([1, 6, 11])

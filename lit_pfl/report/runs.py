@@ -65,7 +65,7 @@ class Run:
         try:
             rows = read_rows(self.folder / name)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ConfigError(f"runs: {self.folder / name} is no CSV file: {error}.") from None
+            raise ConfigError(f"runs: {self.folder / name} is not a CSV file: {error}.") from None
         for column in columns:
             if rows and column not in rows[0]:
                 raise ConfigError(f"runs: {self.folder / name} has no column {column!r}; take the file away.")
@@ -126,7 +126,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of those options that have not the same value everywhere, but for the seed."""
+    """Return the names of those options that have not the same value everywhere, except for the seed."""
     names = dict.fromkeys(name for one in options for name in one)
     return [
         name

@@ -50,13 +50,13 @@ class Table:
 def summary(groups: Sequence[Group], metric: Metric) -> Table:
     """Return what every group achieved after the last round: mean and deviation over seeds.
 
-    Where models were scored in several states, each has a column. Columns that no run has are left out: the worst tenth
+    Where models were scored in several states, each has a column. Columns that no run has are left out: the worst 10 %
     of clients, second models, bytes.
     """
     split, _, name = metric.last.partition("/")
     found = dict.fromkeys(chain.from_iterable(run.metrics[-1] for group in groups for run in group.runs))
     states = states_there(groups, metric)
-    measures = {metric.title: "", "deviation over clients": "_std", "worst tenth of clients": "_worst10"}
+    measures = {metric.title: "", "deviation over clients": "_std", "worst 10 % of clients": "_worst10"}
     scores = {
         f"{title}, {WORDS[state]}" if len(states) > 1 else title: [column(g, metric, state, suffix) for g in groups]
         for title, suffix in measures.items()

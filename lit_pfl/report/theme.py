@@ -1,6 +1,6 @@
-"""Colours and lines: told apart by color-blind readers, on paper without colors, on light and on dark screens.
+"""Colors and lines: distinguished by color-blind readers, on paper without colors, on light and on dark screens.
 
-Colours in charts are CSS variables of the page, so that a page changes from light to dark, and for the printer, by
+Colors in charts are CSS variables of the page, so that a page changes from light to dark, and for the printer, by
 itself. Files that stand alone get the light ones.
 """
 
@@ -91,5 +91,5 @@ def style_sheet(colours: dict[str, str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Put the light colors in place of the variables."""
+    """Put the light colors instead of the variables."""
     return re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found[1]], text)

@@ -66,7 +66,7 @@ def check_learner(
         make: the module, or what makes it, such as its class. It stays as it is.
         batches: a few of its training batches, such as ``itertools.islice(my_loader, 3)``.
         methods: which methods; by default all of this library.
-        options: what the methods are told of the module, ``head="^out"`` and ``encoder="net.encoder"``.
+        options: options that the methods get for the module, ``head="^out"`` and ``encoder="net.encoder"``.
 
     Returns:
         For every method None, or the line that says why not. Printed, it is a table.

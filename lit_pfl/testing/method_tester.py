@@ -37,7 +37,7 @@ class MixedNet(Backbone):
 
 
 class GroupNet(Backbone):
-    """A network with group norm in place of batch norm."""
+    """A network with group norm instead of batch norm."""
 
     def __init__(self, channels: int, classes: int) -> None:
         body = nn.Sequential(
@@ -149,7 +149,8 @@ class MethodTester:
         return federation
 
     def run_saved(self, folder: Path, rounds: int, resume: bool = False) -> Federation:
-        """Run a federation in which two of three take part; save it to ``last.ckpt``, and go on from there if asked."""
+        """Run a federation in which two of three take part; save it to ``last.ckpt``, and continue from there if
+        asked."""
         federation = Federation(self.method(), **self._options({"participation": 2}))
         saving: Any = LastCheckpoint(folder)
         fitting = trainer(rounds, callbacks=[saving], enable_checkpointing=True, default_root_dir=str(folder))
@@ -174,6 +175,11 @@ def can_build(method: Client) -> bool:
 
 def assert_equal(a: Any, b: Any, where: str = "") -> None:
     """Compare nested states bit for bit.
+
+    Args:
+        a: a state: tensors and values in dicts and lists.
+        b: the other one.
+        where: name of the state in the message.
 
     Raises:
         AssertionError: naming the first place where they differ.

@@ -37,8 +37,8 @@ def check_method(make: Callable[..., Client]) -> None:
     """See that a method keeps every rule that this library's own methods keep; it takes some seconds.
 
     Resumed it is the same run, whatever the order of clients; nobody who does not take part changes; uploads and
-    replies change nothing, and are counted to the byte; heads stay at home where labels differ; bad uploads and
-    clients that run away do no harm; and more: :data:`METHOD_CHECKS` has them all.
+    replies change nothing, and are counted to the byte; heads are kept local where labels differ; bad uploads and
+    clients that diverge do no harm; and more: :data:`METHOD_CHECKS` has them all.
 
     Args:
         make: the method's class, or anything else that makes its prototype from options of a
@@ -74,7 +74,7 @@ def two_rounds_are_logged(tester: MethodTester) -> None:
 
 
 def resumed_equals_uninterrupted(tester: MethodTester) -> None:
-    """A run that goes on from a checkpoint comes to what an uninterrupted one does: what a method keeps is in it."""
+    """A run that continues from a checkpoint comes to what an uninterrupted one does: what a method keeps is in it."""
     with tempfile.TemporaryDirectory() as folder:
         whole_folder, parts = Path(folder) / "whole", Path(folder) / "parts"
         whole = tester.run_saved(whole_folder, 4)
@@ -170,7 +170,7 @@ def bytes_are_those_of_the_encoded_payloads(tester: MethodTester) -> None:
     assert federation.traffic.total == total, f"{federation.traffic.total} bytes are counted, {total} are sent"
 
 
-def heads_stay_at_home_where_labels_differ(tester: MethodTester) -> None:
+def heads_are_kept_local_where_labels_differ(tester: MethodTester) -> None:
     """No upload and no reply holds anything of a head whose labels mean something else elsewhere."""
     if tester.method().needs_common_labels:
         try:
@@ -182,7 +182,7 @@ def heads_stay_at_home_where_labels_differ(tester: MethodTester) -> None:
     payloads = [c.upload() for c in federation.clients.values()]
     payloads += [federation.coordinator.server.reply(client) for client in federation.clients]
     heads = sorted({name for payload in payloads for name in payload if ".head." in name})
-    assert not heads, f"travels although labels differ: {heads}"
+    assert not heads, f"is sent although labels differ: {heads}"
     one, other, *_ = (list(c.backbone.head.parameters()) for c in federation.clients.values())  # type: ignore[union-attr]
     trained = [(a, b) for a, b in zip(one, other, strict=True) if a.requires_grad]
     assert not trained or any(not torch.equal(a, b) for a, b in trained), (
@@ -190,7 +190,7 @@ def heads_stay_at_home_where_labels_differ(tester: MethodTester) -> None:
     )
 
 
-def heads_may_travel_where_labels_agree(tester: MethodTester) -> None:
+def heads_may_be_sent_where_labels_agree(tester: MethodTester) -> None:
     """Where labels mean the same everywhere, it trains too."""
     assert_finite(tester.run(tester.digits(permute_labels=False)))
 
@@ -216,7 +216,7 @@ def a_bad_upload_is_refused_and_the_round_goes_on(tester: MethodTester) -> None:
 
 
 def a_client_that_runs_away_begins_again_from_its_last_good_state(tester: MethodTester) -> None:
-    """A round in which a client's loss is NaN goes on without it, and leaves nothing of it."""
+    """A round in which a client's loss is NaN continues without it, and leaves nothing of it."""
     method = tester.method()
     objective = type(method).objective
 
@@ -226,7 +226,7 @@ def a_client_that_runs_away_begins_again_from_its_last_good_state(tester: Method
 
     with (
         patch.object(type(method), "objective", spoilt),
-        warned(r"Round 2 goes on .*Client 1: .*The client begins"),
+        warned(r"Round 2 continues .*Client 1: .*The client begins"),
     ):
         federation = tester.run(method=method, rounds=4)
     assert not federation.coordinator.refused, "an upload is still refused after the client has begun again"
@@ -291,8 +291,8 @@ METHOD_CHECKS: tuple[Callable[[MethodTester], None], ...] = (
     a_single_client_is_a_federation,
     a_single_batch_is_an_epoch,
     bytes_are_those_of_the_encoded_payloads,
-    heads_stay_at_home_where_labels_differ,
-    heads_may_travel_where_labels_agree,
+    heads_are_kept_local_where_labels_differ,
+    heads_may_be_sent_where_labels_agree,
     a_bad_upload_is_refused_and_the_round_goes_on,
     a_client_that_runs_away_begins_again_from_its_last_good_state,
     what_a_trainer_offers_works,

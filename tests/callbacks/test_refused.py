@@ -36,7 +36,7 @@ def fit(rounds: int, kind=Spoils, **options) -> Path:
     return run_folder(fitting) / "refused.csv"
 
 
-@pytest.mark.filterwarnings("ignore:.*goes on without one upload")
+@pytest.mark.filterwarnings("ignore:.*continues without one upload")
 def test_a_row_an_upload_with_round_client_tensor_and_reason():
     found = rows(fit(4))
     assert [(row["round"], row["client"]) for row in found] == [("2", "1"), ("4", "1")]
@@ -48,7 +48,7 @@ def test_without_any_there_is_no_file():
     assert not fit(1).exists()
 
 
-@pytest.mark.filterwarnings("ignore:.*goes on without one upload")
+@pytest.mark.filterwarnings("ignore:.*continues without one upload")
 def test_a_round_that_ends_the_run_is_written_once():
     class AllFail(Spoils):
         fails = 3

@@ -135,7 +135,7 @@ def test_a_resumed_run_counts_on_and_has_every_row_once(tmp_path):
 def test_groups_that_find_nothing_are_refused_and_modules_without_clients_are_told_of(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"'w': 'weihgt'.*'w'.*backbone"):
         fit(tmp_path, 1, Similarity({"w": "weihgt"}))
-    with pytest.warns(match="Similarity: waits for several clients .* Line does not tell its `client_ids`"):
+    with pytest.warns(match="Similarity: waits for several clients .* Line has no `client_ids`"):
         plain_trainer(tmp_path, 1, [Similarity()]).fit(Line(), batches())
     with pytest.raises(MisconfigurationException, match="most=1"):
         Similarity(most=1)

@@ -118,7 +118,7 @@ REFUSED = [
     ("runs/mine", "there is no command 'runs/mine'; choose one of fit, "),
     ("fit --config table.csv", "config=table.csv: it holds no options by name, such as `trainer: {max_"),
     ("fit --config empty.yaml", "config=empty.yaml: it holds no options by name, such as `trainer: {max_"),
-    ("fit --config last.ckpt", "config=last.ckpt: it is no text file."),
+    ("fit --config last.ckpt", "config=last.ckpt: it is not a text file."),
 ]  # fmt: skip
 #: what they are about, in the current folder
 FILES = {

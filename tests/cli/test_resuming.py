@@ -262,7 +262,7 @@ def test_what_a_refusal_says(run, capsys):
     checkpoint = run / "checkpoints/last.ckpt"
     whole = checkpoint.read_bytes()
     for damage, said in {
-        "empty": "is no whole checkpoint: ",
+        "empty": "is not a whole checkpoint: ",
         "a bit flipped, 0": "is damaged: the checksum of ",
         "a tensor": "is not a federation's checkpoint.",
     }.items():
@@ -314,8 +314,8 @@ def test_a_folder_of_a_run_is_not_begun_anew(run, capsys):
 @pytest.mark.parametrize(
     ("left", "said"),
     [
-        (["metrics.csv"], "It has no checkpoint to go on from; move it away, or choose another folder."),
-        (["checkpoints"], "Go on with it by --ckpt_path cut/checkpoints/last.ckpt, or choose another folder."),
+        (["metrics.csv"], "It has no checkpoint to continue from; move it away, or choose another folder."),
+        (["checkpoints"], "Continue it by --ckpt_path cut/checkpoints/last.ckpt, or choose another folder."),
     ],
 )
 def test_a_folder_of_a_whole_round_is_not_begun_anew(left, said, runs, run, capsys):
@@ -397,7 +397,9 @@ def test_a_configuration_of_one_s_own_is_not_overwritten(capsys):
     own = made("mine") / "config.yaml"
     own.write_text("# my best settings\n" + yaml.safe_dump({"trainer": {"max_epochs": 1}}))
     words = ["fit", *TINY, "--config", str(own), "--folder", "mine"]
-    refused(capsys, Path("mine"), words, f"folder: {own} is no run's, and would be overwritten; choose another folder.")
+    refused(
+        capsys, Path("mine"), words, f"folder: {own} is not of a run, and would be overwritten; choose another folder."
+    )
 
 
 def test_a_run_whose_first_logger_is_another_one_goes_on_in_its_folder(capsys):
@@ -422,7 +424,7 @@ def test_a_logger_that_cannot_go_on_is_told_of(capsys):
     typed(capsys, "fit", *words, "1")
     [last] = Path("runs").rglob("last.ckpt")
     came = typed(capsys, "fit", *words, "2", "--ckpt_path", str(last))
-    assert f"CSVLogger cannot go on with a run: this one gets another folder than {last.parent.parent}." in came.out
+    assert f"CSVLogger cannot continue a run: this one gets another folder than {last.parent.parent}." in came.out
 
 
 @pytest.mark.few(3)
@@ -431,7 +433,7 @@ def test_a_logger_that_cannot_go_on_is_told_of(capsys):
     [
         ("metrics.csv", b"round,val/acc\none,0.5\n", "line 2 has 'one' as 'round', which must be a number"),
         ("metrics.csv", b"epoch,val/acc\n1,0.5\n", "has no column 'round'"),
-        ("metrics.csv", b"round,val/acc\n1,\xff\n", "is no CSV file"),
+        ("metrics.csv", b"round,val/acc\n1,\xff\n", "is not a CSV file"),
         ("clients.csv", b"name,city\nAda,London\n", "has no column 'client'"),
     ],
 )

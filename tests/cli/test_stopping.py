@@ -175,7 +175,7 @@ def test_a_full_disk_leaves_the_former_checkpoint(small_disk):
         io.save_checkpoint({"a": torch.zeros(100_000)}, path)
     assert torch.equal(torch.load(path)["a"], torch.zeros(10_000))
     assert [file.name for file in small_disk.iterdir()] == ["last.ckpt"]
-    with pytest.warns(UserWarning, match="The run goes on without"):
+    with pytest.warns(UserWarning, match="The run continues without"):
         AtomicCheckpointIO("continue").save_checkpoint({"a": torch.zeros(100_000)}, path)
     assert [file.name for file in small_disk.iterdir()] == ["last.ckpt"]
 

@@ -429,7 +429,7 @@ def test_held_samples_move_to_the_device():
         ({"labels": [-1] * N}, "numbered from 0; there is a -1"),
         ({"labels": [0.5] * N}, "not fractions"),
         ({"groups": [None, 1] * 101 + [2]}, "data.groups: they have no order"),
-        ({"dataset": Stream()}, "Stream cannot be dealt out; give a map-style Dataset"),
+        ({"dataset": Stream()}, "Stream cannot be split over clients; give a map-style Dataset"),
         ({"dataset": TensorDataset(torch.zeros(0))}, "this TensorDataset is empty"),
         ({"num_clients": 200}, "more than the 162 training samples of FromDataset; choose at most 162"),
         ({"labels": [4] * N, "permute_labels": True}, r"first sample of class 4 ends with 0"),

@@ -265,11 +265,11 @@ def test_settings_of_a_data_loader_are_kept():
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([(torch.zeros(2), 1)], "of type list does not tell its samples apart; give a torch.utils.data.DataLoader"),
-        ((), "of type tuple does not tell"),
-        (CombinedLoader([DataLoader(range(3))]), "of type CombinedLoader does not tell"),
-        (iter([torch.zeros(2)]), "of type list_iterator does not tell"),
-        (torch.nn.Linear(1, 1), "of type Linear does not tell"),
+        ([(torch.zeros(2), 1)], "of type list does not keep its samples apart; give a torch.utils.data.DataLoader"),
+        ((), "of type tuple does not keep"),
+        (CombinedLoader([DataLoader(range(3))]), "of type CombinedLoader does not keep"),
+        (iter([torch.zeros(2)]), "of type list_iterator does not keep"),
+        (torch.nn.Linear(1, 1), "of type Linear does not keep"),
     ],
 )
 def test_loaders_of_other_kinds_say_what_they_lack(loader, message):

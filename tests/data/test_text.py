@@ -179,7 +179,7 @@ def test_language_models_of_lightning_read_it(module: type[L.LightningModule]):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "nowhere"}, "data.source='nowhere' is no folder; give a folder of texts, or a list of files"),
+        ({"source": "nowhere"}, "data.source='nowhere' is not a folder; give a folder of texts, or a list of files"),
         ({"source": ".", "files": "*.tex"}, r"data.source='.' holds no file '\*.tex'"),
         ({"source": []}, "give at least one file"),
         ({"source": ["nothing.txt"]}, "nothing.txt cannot be read as a text in UTF-8: .*No such file"),
@@ -187,7 +187,7 @@ def test_language_models_of_lightning_read_it(module: type[L.LightningModule]):
         ({"source": ["empty.txt"]}, "data.window=64 is longer than the training part of every one of the 1 texts"),
         ({"window": 10**6}, "data.window=1000000 is longer than the training part of every one of the"),
         ({"speaker": "^[A-Z]+: "}, r"has no group for the name; put it in parentheses"),
-        ({"speaker": "(["}, "is no regular expression: "),
+        ({"speaker": "(["}, "is not a regular expression: "),
         ({"speaker": "^(nobody at all): "}, "finds nobody in the"),
         ({"train_fraction": 0.9, "test_fraction": 0.2}, "data.train_fraction=0.9 and data.test_fraction=0.2 must"),
     ],

@@ -162,7 +162,7 @@ def test_a_lost_worker_costs_time_only(cluster):
         return federation
 
     whole = fit(Local())
-    with pytest.warns(match=r"A worker on .* is lost \(.*\); its 2 clients go on from where they were"):
+    with pytest.warns(match=r"A worker on .* is lost \(.*\); its 2 clients continue from where they were"):
         lost = fit(Ray(2), Kill(1))
     same(whole, lost)
     lost.engine.abort()

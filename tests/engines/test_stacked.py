@@ -237,7 +237,7 @@ class StepSchedule(M.FedAvg):
     [
         (M.FedAvg, {"learner": Mine()}, {}, "a step of Mine may do"),
         (M.FedAvg, {"backbone": random_layers}, {}, r"this network cannot be trained for many .*random"),
-        (M.FedAvg, {"optimizer": lambda p: torch.optim.LBFGS(p)}, {}, "LBFGS may not treat every number by itself"),
+        (M.FedAvg, {"optimizer": lambda p: torch.optim.LBFGS(p)}, {}, "LBFGS may not treat every number on its own"),
         (M.FedAvg, {}, {"client_trainer": {"gradient_clip_val": 1.0}}, OWN_WAY),
         (Hears, {}, {}, OWN_WAY),
         (StepSchedule, {}, {}, "the learning rate changes from step to step"),

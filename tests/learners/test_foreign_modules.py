@@ -33,7 +33,7 @@ REFUSED = {
     **{(method, "Boring"): f"{method} trains a body, and this one has no weights" for method in ("FedBABU", "FedRep")},
     **{(method, project): "has no class labels"
        for method in ON_LABELS for project in ("Boring", "Regression", "Screening")},
-    **{(method, "Boring"): f"{method} trains the body by itself" for method in ("FedAH", "FedPAC", "FLUTE")},
+    **{(method, "Boring"): f"{method} trains the body alone" for method in ("FedAH", "FedPAC", "FLUTE")},
     **{(method, project): r"model.head: .* needs a head (that returns \(B, C\) logits|with a linear layer)"
        for method in ON_HEADS for project in ("LSTM", "Transformer", "Segmentation")},
 }  # fmt: skip

@@ -123,9 +123,9 @@ def test_two_sites_with_other_pretrained_weights_are_told_so():
 
 
 def test_all_frozen_is_refused():
-    with pytest.raises(ConfigError, match=r"^model\.learner: nothing is left that travels, since all weights"):
+    with pytest.raises(ConfigError, match=r"^model\.learner: no tensor is left to share, since all weights"):
         fit(FedAvg(learner=Pretrained().requires_grad_(False)))
-    with pytest.raises(ConfigError, match=r"^model\.shares='head': nothing is left that travels"):
+    with pytest.raises(ConfigError, match=r"^model\.shares='head': no tensor is left to share"):
         fit(FedPer(learner=Pretrained(), shares="head", personal_layers=1))
 
 

@@ -327,7 +327,7 @@ def test_an_answer_that_is_not_right(change, says):
     here = grid(participation=1.0)
     here.change = spoil(change)
     flower = server(here, rounds=1)
-    with pytest.warns(UserWarning, match=f"Round 1 goes on without one upload. Client 2: .*{says}"):
+    with pytest.warns(UserWarning, match=f"Round 1 continues without one upload. Client 2: .*{says}"):
         flower.run()
     assert flower.metrics[-1]["uploads"] < 6
 
@@ -339,7 +339,7 @@ def test_what_was_refused_is_in_a_table_and_its_node_is_told():
     with pytest.warns(UserWarning, match="has refused an upload of this node") as told:
         flower.run()
     said = [str(warning.message) for warning in told]
-    reasons = [words for words in said if words.startswith("Round 1 goes on without")]
+    reasons = [words for words in said if words.startswith("Round 1 continues without")]
     assert len(reasons) == 2
     for reason in reasons:
         assert f"The server has refused an upload of this node. {reason.partition('upload. ')[2]}" in said
@@ -447,7 +447,7 @@ def test_what_belongs_to_another_run_is_refused():
     with pytest.warns(UserWarning, match="of another run") as said:
         flower.run()
     lines = "\n".join(str(warning.message) for warning in said)
-    assert "Round 2 goes on without one upload. Client 2: its node's answer is of another run." in lines
+    assert "Round 2 continues without one upload. Client 2: its node's answer is of another run." in lines
     assert "Node 20: its scores are not whole (ValueError('they are of another run'))" in lines
     assert [row["uploads"] for row in flower.metrics] == [6, 4]
     assert [row["client"] for row in read_rows(flower.folder / "refused.csv")] == ["2", "3"]

@@ -112,7 +112,7 @@ def test_nodes_and_superlink_are_killed_and_started_again(federation, tmp_path, 
             running.result()
     done = len(uploads())
     federation.start_superlink()
-    assert "goes on after round" in federation.run(**config).stdout
+    assert "continues after round" in federation.run(**config).stdout
     assert uploads()[:2] == [6, 4]
     assert len(uploads()) == 9 > done
     assert uploads()[-1] == 6

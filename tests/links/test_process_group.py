@@ -188,7 +188,7 @@ def test_an_upload_that_is_none_is_refused_by_client_and_its_process_is_told(nam
     link = ProcessGroupLink(quorum=0.5)
     link._processes = wire = Wire(message(Payload(W), num_samples=3), BAD[name], message(Payload(W)))
     link.join(JoinInfo(3, W))
-    with pytest.warns(UserWarning, match="Round 1 goes on without one upload. Client 1: "):
+    with pytest.warns(UserWarning, match="Round 1 continues without one upload. Client 1: "):
         link.exchange(W)
     assert link.coordinator.refused[0].client == 1
     there = ProcessGroupLink()

@@ -268,7 +268,7 @@ def test_resumed_equals_uninterrupted(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_stats": "averaged"}, {"factorization": Factorization(threshold=1e-3)}])
-def test_heads_stay_at_home_where_labels_differ(options):
+def test_heads_are_kept_local_where_labels_differ(options):
     made = client(ClusteredFL, start_round=0, eps1=9.0, eps2=0.01, **options)
     federation = run(made, digits(4, permute_labels=True), rounds=2)
     server = federation.coordinator.server

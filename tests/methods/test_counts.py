@@ -13,7 +13,7 @@ FURTHER = (pytest.param(method, marks=pytest.mark.slow) for method in (FedGH, Fe
 
 @pytest.mark.parametrize("method", [FD, FedNova, *FURTHER])
 @pytest.mark.parametrize("number", [-1, 10**9])
-@pytest.mark.filterwarnings("ignore:.*goes on without one upload")
+@pytest.mark.filterwarnings("ignore:.*continues without one upload")
 def test_a_count_that_is_none_is_refused(method, number):
     """The model is that of a round in which the client's upload did not come."""
 

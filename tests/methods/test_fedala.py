@@ -64,7 +64,9 @@ def client_of(labels=False, **options):
     return run(client(FedALA, **options), digits(2, permute_labels=labels), rounds=1).clients[0]
 
 
-@pytest.mark.parametrize(("layers", "words"), [(9, "6 weights travel"), (["nothing"], "no weight that travels")])
+@pytest.mark.parametrize(
+    ("layers", "words"), [(9, "there are 6 shared weights"), (["nothing"], "no shared weight matches")]
+)
 def test_layers_that_are_not_there(layers, words):
     with pytest.raises(ConfigError, match=rf"^model\.layers=.*{words}"):
         client_of(layers=layers)

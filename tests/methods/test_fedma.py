@@ -475,7 +475,7 @@ class Poison(L.Callback):
                     parameter.fill_(torch.nan)
 
 
-@pytest.mark.filterwarnings("ignore:Round . goes on without one upload")
+@pytest.mark.filterwarnings("ignore:Round . continues without one upload")
 def test_a_client_that_is_refused_heals_in_the_next_communication_round():
     federation = Federation(fedma(), seed=3, threads=1)
     trainer(2 * DEPTH, callbacks=[Poison()]).fit(federation, datamodule=digits(3))
@@ -507,7 +507,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path):
         assert whole.rows == resumed.rows
 
 
-def test_heads_stay_at_home_where_labels_differ():
+def test_heads_are_kept_local_where_labels_differ():
     federation = run(fedma(), digits(3, permute_labels=True), rounds=2 * DEPTH)
     server = federation.coordinator.server
     assert {name.rpartition(".")[0] for name in server.model} == {name for name, _ in federation.clients[0].layers[:-1]}

@@ -372,7 +372,7 @@ def test_errors(option, value):
 
 
 def test_a_density_below_what_has_no_masks_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.density=0\.1: biases and normalisation layers, .* are 0\.1 of what"):
+    with pytest.raises(ConfigError, match=r"model\.density=0\.1: biases and .* 0\.1 of the shared"):
         run(client(FedSpa, density=0.1), digits(2), rounds=1)
 
 

@@ -35,7 +35,7 @@ MORE = {
     "of its own as a Standardized": lambda: nn.Sequential(nn.Identity(), Standardized(4, 4, 3)),
     "tied weights": tied,
     "forward hooks": hooked,
-    "compiled by itself": lambda: nn.ModuleDict({"1": nn.ModuleDict({"_orig_mod": nn.Linear(4, 4)})}),
+    "compiled on its own": lambda: nn.ModuleDict({"1": nn.ModuleDict({"_orig_mod": nn.Linear(4, 4)})}),
 }
 
 

@@ -147,7 +147,7 @@ def test_the_classifiers_mask_is_what_the_released_code_learns_by():
 
 
 def test_errors():
-    with pytest.raises(ConfigError, match="start='sparse' is no way to start; choose one of paper, released, dense"):
+    with pytest.raises(ConfigError, match="start='sparse' is not a way to start; choose one of paper, released, dense"):
         factorize(nn.Linear(2, 2), start="sparse")
     broken = nn.Linear(3, 2)
     nn.init.constant_(broken.weight, torch.nan)

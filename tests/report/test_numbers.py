@@ -70,7 +70,7 @@ def test_the_table_is_what_numpy_says(groups):
     scores = {
         "accuracy (%)": "test/acc",
         "deviation over clients": "test/acc_std",
-        "worst tenth of clients": "test/acc_worst10",
+        "worst 10 % of clients": "test/acc_worst10",
     }
     assert table.columns == ["method", "seeds", *scores, "sent, both ways"]
     for place, name in enumerate(scores.values(), start=2):
@@ -269,7 +269,7 @@ def test_what_is_no_number_is_named(tmp_path):
 
 def test_what_is_no_table_is_named(tmp_path):
     (tmp_path / "metrics.csv").write_bytes(b"round,val/acc\n1,\xff\xfe\n")
-    with pytest.raises(ConfigError, match=f"{tmp_path}/metrics.csv is no CSV file"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/metrics.csv is not a CSV file"):
         check([read(tmp_path)])
 
 
@@ -319,7 +319,7 @@ def test_states_stand_side_by_side(tmp_path):
     acc = "accuracy (%)"
     assert list(table.columns[2:]) == [
         f"{acc}, as trained", f"{acc}, as aggregated", f"{acc}, global model",
-        "worst tenth of clients, as trained", "worst tenth of clients, as aggregated",
+        "worst 10 % of clients, as trained", "worst 10 % of clients, as aggregated",
         f"{acc}, GKR model, as aggregated",
     ]  # fmt: skip
     assert [list(row[2:]) for row in table.rows] == [

@@ -105,7 +105,7 @@ def test_a_method_that_is_right_passes(right):
         (ForgetsOnTheServer, "resumed equals uninterrupted"),
         (Impure, ".*"),
         (Draws, ".*"),
-        (SharesHeads, "heads stay at home"),
+        (SharesHeads, "heads are kept local"),
     ],
 )
 def test_a_wrong_method_is_caught(wrong, rule):

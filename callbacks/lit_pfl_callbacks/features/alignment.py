@@ -36,8 +36,8 @@ class FeatureAlignment(L.Callback):
 
     It works on any LightningModule that is a classifier: its ``forward`` maps a batch's inputs to (B, classes) logits.
     Inputs and (B,) labels are a batch's first two entries, or those of a dict that have usual names, such as ``image``
-    and ``label``. Validation data are used, or training data where there are none. A module that is no such classifier
-    is not measured, which a warning says. A federation tells its clients
+    and ``label``. Validation data are used, or training data where there are none. A module that is not a such
+    classifier is not measured, which a warning says. A federation has clients
     (:class:`~lit_pfl_callbacks.protocols.HasClients`), modules with their ``data``; then each is measured on its own.
 
     Args:
@@ -81,12 +81,12 @@ class FeatureAlignment(L.Callback):
         self._measured = -1
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Look whether it can measure, and go on with its files."""
+        """Look whether it can measure, and continue its files."""
         for name in ("features.csv", "preferences.csv") if writes(trainer) else ():
             checked_rows(run_folder(trainer) / name, ["epoch"], "epoch")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure every so many epochs."""
+        """Measure once every few epochs."""
         if self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             self._measure(trainer, pl_module, trainer.current_epoch + 1)
 

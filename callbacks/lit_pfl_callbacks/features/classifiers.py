@@ -54,18 +54,18 @@ def looked(
     clients: Sequence[int] | None = None,
     as_scored: bool = False,
 ) -> dict[int | str, T] | None:
-    """Return what a look at every classifier gives, by client id, or under "" for a module by itself.
+    """Return what a look at every classifier gives, by client id, or under "" for a module on its own.
 
     Args:
         trainer: the Trainer.
-        pl_module: a module, or one that tells its clients.
+        pl_module: a module, or one that has clients.
         asker: the callback that asks.
         look: a function of a classifier and its batches: validation data, or training data where there are none.
         clients: whom to look at; by default all.
         as_scored: whether clients are looked at in the state in which they are scored.
 
     Returns:
-        The answers; None, and a warning, for a module by itself that is no classifier.
+        The answers; None, and a warning, for a module on its own that is not a classifier.
     """
     if isinstance(pl_module, HasClients):
         answers: dict[int | str, T] = {}

@@ -24,11 +24,11 @@ FEWEST = 4
 class FeatureMap(L.Callback):
     """Writes a place on a map for every sample into ``feature_map.csv``, by what a classifier's last layer sees of it.
 
-    When the training has ended, t-SNE draws the map of every client by itself: samples that are represented alike are
+    When the training has ended, t-SNE draws the map of every client on its own: samples with similar features are
     near each other. How far apart groups are, and how wide, means little.
 
     It works on any LightningModule that is a classifier, as :class:`~lit_pfl_callbacks.FeatureAlignment` says it, and
-    on validation data, or on training data where there are none. A federation tells its clients
+    on validation data, or on training data where there are none. A federation has clients
     (:class:`~lit_pfl_callbacks.protocols.HasClients`); of each its personalized model is looked at.
 
     Args:

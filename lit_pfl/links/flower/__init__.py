@@ -1,6 +1,6 @@
 """Separate institutions: a ServerApp and a ClientApp of Flower for any method and any learner.
 
-Clients stay in their SuperNodes, with their data and all that is personal. What a method shares travels through the
+Clients stay in their SuperNodes, with their data and all that is personal. What a method shares is sent through the
 SuperLink, encrypted, as Flower's arrays. The numbers are those of a :class:`~lit_pfl.Federation` in one process.
 """
 

@@ -20,8 +20,8 @@ SIZE = "size/"
 def pack(payloads: Mapping[int, Payload]) -> RecordDict:
     """Return payloads as records: of each one array of bytes, its encoding, so that what is counted is what is sent.
 
-    Beside it goes what the encoding leaves out and in-process clients see, so that sums are made in the same order: the
-    order of the names, and which tensors are known as sparse.
+    Next to it goes what the encoding leaves out and in-process clients see, so that sums are made in the same order:
+    the order of the names, and which tensors are known as sparse.
     """
     arrays, layout = ArrayRecord(), ConfigRecord()
     for client, payload in payloads.items():
@@ -34,7 +34,7 @@ def clients_in(records: RecordDict) -> list[int]:
     """Return the ids of the clients that a message holds payloads of."""
     names = records.array_records.get(PAYLOADS, ())
     if wrong := [name for name in names if not re.fullmatch("0|[1-9][0-9]{0,17}", name)]:
-        raise ValueError(f"{wrong[0][:20]!r} is no client's id")  # of which 7 and 07 would be two
+        raise ValueError(f"{wrong[0][:20]!r} is not a client's id")  # of which 7 and 07 would be two
     return sorted(map(int, names))
 
 

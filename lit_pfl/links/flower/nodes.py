@@ -46,11 +46,11 @@ class Nodes:
         self._known: set[int] = set()
 
     def begin(self, run: str, clients: Iterable[int], answered: Mapping[int, int] | None = None) -> None:
-        """Take note of the run and of its clients, and of what they have answered if they go on."""
+        """Take note of the run and of its clients, and of what they have answered if they continue."""
         self.run, self.answered = run, dict(answered or dict.fromkeys(sorted(clients), 0))
 
     def gather(self, clients: int) -> dict[int, ClientInfo]:
-        """Wait until so many clients have joined, or time is over; return who has, by id."""
+        """Wait until this many clients have joined, or time is over; return who has, by id."""
         infos: dict[int, ClientInfo] = {}
         until = time.monotonic() + self.timeout
         while True:
@@ -204,5 +204,5 @@ def _scored(name: str, record: Mapping[str, Any]) -> Scored:
     client, model = name.split("/")
     values = {metric: value for metric, value in record.items() if metric != "n"}
     if wrong := [metric for metric, value in values.items() if isinstance(value, list)]:
-        raise ValueError(f"{wrong[0]} is no number")
+        raise ValueError(f"{wrong[0]} is not a number")
     return int(client), model, int(record["n"]), values

@@ -33,7 +33,7 @@ def server_app(method: MakeMethod, spec: MakeSpec | None = None) -> ServerApp:
     """Return a ServerApp: rounds of a method among the clients of all SuperNodes.
 
     In the folder that the run's configuration names it keeps ``checkpoint.ckpt``, from which a run that was interrupted
-    goes on, ``metrics.csv`` with a row a round, ``refused.csv`` with the uploads that were refused, if there are any,
+    continues, ``metrics.csv`` with a row a round, ``refused.csv`` with the uploads that were refused, if there are any,
     and after the last round ``clients.csv`` with everybody's test scores.
 
     Args:
@@ -133,7 +133,7 @@ class FlowerServer:
         self.metrics, self.refused = state["metrics"], state.get("refused", [])
         self.nodes.begin(state["run"], infos, state["answered"])
         self.nodes.gather(self.plan.clients)
-        rank_zero_info(f"The run in {self.folder} goes on after round {self.coordinator.round}.")
+        rank_zero_info(f"The run in {self.folder} continues after round {self.coordinator.round}.")
 
     def _identity(self) -> dict[str, Any]:
         own = {name: getattr(self.plan, name) for name in ("clients", "participation", "seed")}

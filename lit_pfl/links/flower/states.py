@@ -10,7 +10,7 @@ from lit_pfl.lightning_internals import AtomicCheckpointIO, read_whole
 class States:
     """A client's state after its latest two rounds.
 
-    The server says with every message which of a client's answers was the last that it got. The client goes on from
+    The server says with every message which of a client's answers was the last that it got. The client continues from
     the state that belongs to it, also where it has trained further since: then the answer was lost on the way, came too
     late, or the server has been restarted from a checkpoint. So client and server always agree.
 

@@ -108,7 +108,7 @@ class FedDPA(FedIT, TwoModels):
 
         Args:
             mixing: by which weights.
-            common: tensors in place of the common learner's own, none of which get gradients; None: as they are.
+            common: tensors instead of the common learner's own, none of which get gradients; None: as they are.
         """
         with ExitStack() as stack:
             for path in self._layers:
@@ -175,7 +175,7 @@ class MixedLayer:
     Args:
         common: the other one.
         mixing: the weight of the layer that has the hook.
-        tensors: in place of the other's own.
+        tensors: instead of the other's own.
     """
 
     def __init__(self, common: nn.Module, mixing: Mixing, tensors: dict[str, Tensor] | None) -> None:

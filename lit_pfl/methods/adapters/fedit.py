@@ -46,7 +46,7 @@ def needs_lora(learner: L.LightningModule, method: str) -> dict[str, str]:
     factors = lora_factors(learner)
     if not factors:
         raise ConfigError(
-            f"model.learner: {method} tells the factors A and B of a LoRA apart, and the adapters of {_named(learner)} "
+            f"model.learner: {method} needs the factors A and B of a LoRA, and the adapters of {_named(learner)} "
             "have none; use peft.LoraConfig, or FedIT."
         )
     return factors

@@ -1,4 +1,4 @@
 """Weights in factors, in groups, or sparse.
 
-Part of them is shared, and less travels.
+Part of them is shared, and less is sent.
 """

@@ -146,7 +146,7 @@ class MatchingRule:
 
 
 class FactorizedFLServer(MixingServer):
-    """Mixes what clients share by the similarity of one v of theirs.
+    """Mixes what clients share by the similarity of one of their v.
 
     Args:
         rule: how similarities become weights.

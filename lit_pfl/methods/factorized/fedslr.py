@@ -26,11 +26,11 @@ MIXED, GKR = "mixed", "GKR"
 
 @dataclass(frozen=True)
 class Solver:
-    """How the common model is found.
+    """How the global model is found.
 
     Args:
         corrected: whether clients are held near it and corrected by their dual variables.
-        local: whether it is the clients that shrink it, after each of their steps, in place of the server.
+        local: whether it is the clients that shrink it, after each of their steps, instead of the server.
     """
 
     corrected: bool
@@ -105,7 +105,7 @@ class FedSLR(TwoModels):
     ) -> None:
         super().__init__(**kwargs)
         if self.factorization is not None:
-            raise ConfigError("model.factorization: FedSLR makes dense weights low-rank by itself; leave it out.")
+            raise ConfigError("model.factorization: FedSLR makes dense weights low-rank on its own; leave it out.")
         self.lam, self.mu, self.eta_g, self.solver = lam, mu, eta_g, SOLVERS[solver]
         self.p_init, self.personal_epochs, self.server_memory = p_init, personal_epochs, server_memory
         self.common, self.personal_structure = STRUCTURES[common], STRUCTURES[personal]
@@ -134,7 +134,7 @@ class FedSLR(TwoModels):
         if local_epochs <= self.personal_epochs:
             raise ConfigError(
                 f"model.personal_epochs={self.personal_epochs} leaves none of federation.local_epochs={local_epochs} "
-                f"for the common model; give at least {self.min_local_epochs} local epochs."
+                f"for the global model; set at least {self.min_local_epochs} local epochs."
             )
 
     def configure_server(self) -> "FedSLRServer":  # noqa: D102

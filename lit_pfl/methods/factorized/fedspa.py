@@ -96,8 +96,8 @@ class FedSpa(Client):
         except ValueError:
             small, total = (sum(shapes[name].numel() for name in names) for names in (shapes.keys() - masked, shapes))
             raise ConfigError(
-                f"model.density={self.density}: biases and normalisation layers, which have no masks, are "
-                f"{small / total:.2g} of what travels already; give more."
+                f"model.density={self.density}: biases and normalization layers, which have no masks, are "
+                f"{small / total:.2g} of the shared values already; set more."
             ) from None
 
     def _mask_gradient(self, name: str, weight: Tensor) -> None:

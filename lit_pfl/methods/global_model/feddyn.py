@@ -100,11 +100,11 @@ class FedDyn(Client):
 
 
 class FedDynServer(UniformServer):
-    """Averages models and goes on by the mean of all clients' deviations.
+    """Averages models and continues from the mean of all clients' deviations.
 
     Args:
         weights: names of the trained parameters among what is uploaded; all else is averaged only.
-        alpha: told to every client as ``alpha mean(n) / n_i``; None: not told.
+        alpha: sent to every client as ``alpha mean(n) / n_i``; None: not sent.
         shows_mean: whether what is evaluated is the mean that the next round's model is made of.
 
     Attributes:

@@ -231,7 +231,7 @@ def chain(learner: nn.Module) -> list[tuple[str, nn.Conv2d | nn.Linear]]:
 
 
 def _resize(layer: nn.Conv2d | nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    """Give a layer other weights. Its parameters stay the same objects, so the optimizer and its schedule go on."""
+    """Give a layer other weights. Its parameters stay the same objects, so the optimizer and its schedule continue."""
     layer.weight.data = weight.to(layer.weight)
     if bias is not None and layer.bias is not None:
         layer.bias.data = bias.to(layer.bias)

@@ -56,7 +56,7 @@ class FedNova(Client):
         )
         if not plain or len({group["momentum"] for group in groups}) > 1:
             raise ConfigError(
-                "model.optimizer: FedNova divides by the steps that a client took, which tell how far it went for SGD "
+                "model.optimizer: FedNova divides a client's change by its number of steps, which is valid for SGD "
                 "only; use torch.optim.SGD, with one momentum for all parameters, and neither nesterov nor dampening."
             )
         if groups[0]["momentum"] and not self.reset_optimizer:

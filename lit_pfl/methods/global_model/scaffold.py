@@ -71,8 +71,8 @@ class Scaffold(Client):
         )
         if not plain or len(optimizer.param_groups) > 1:
             raise ConfigError(
-                "model.optimizer: Scaffold reads mean gradients off the way that a client went, which tells them for "
-                "plain SGD only; use torch.optim.SGD without momentum, with one learning rate for all parameters."
+                "model.optimizer: Scaffold computes a client's mean gradient from its weight change, which is valid "
+                "for plain SGD only; use torch.optim.SGD without momentum, with one learning rate for all parameters."
             )
         optimizer.register_step_post_hook(self._note_step)
         return configured

@@ -19,7 +19,7 @@ class Mutual(TwoModels, Classifying):
     needs_labels = "compares class probabilities"
 
     def both(self, batch: Any, batch_idx: int) -> tuple[Tensor, HeadCall, Tensor, HeadCall]:
-        """Return the loss of the common model and what its head was called with, and both of the personal one."""
+        """Return the loss of the global model and what its head was called with, and both of the personal one."""
         with self.same_draws(), self.at_head() as common:
             loss = super().objective(batch, batch_idx)
         head = find_head(self.personal, self.head_names, self.head is not None, type(self).__name__)

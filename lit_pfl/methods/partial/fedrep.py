@@ -61,7 +61,7 @@ class FedRep(Client):
             raise ConfigError("model.backbone: FedRep trains a body, and this one has no weights.")
         if not self._trained["head"] and self.mode == "alternating":
             raise ConfigError(
-                "model.head: FedRep trains a head by itself, and this one has no weights of its own: they are frozen, "
+                "model.head: FedRep trains the head alone, and this one has no weights of its own: they are frozen, "
                 "or the body's too (tied weights); say by a regular expression which others are the head's."
             )
 

@@ -122,7 +122,7 @@ class FLUTEServer(Server):
     """Averages bodies, and takes a step of each participant's head towards a simplex.
 
     Args:
-        head: names of the head's tensors in an upload; none where heads stay at home.
+        head: names of the head's tensors in an upload; none where heads are kept local.
         weight: the name of its last weight.
         lr: learning rate.
         weighting: the mean of the bodies.

@@ -20,7 +20,7 @@ class GPFL(Classifying):
     With features h, the conditional layer is ``cov(h, c) = ReLU(h * (gamma(c) + 1) + beta(c))``, gamma and beta a
     linear layer, ReLU and layer norm each. From its class embeddings E, (C, d), a client makes two conditions: generic,
     the mean over classes, and personal, the mean weighted by its own class shares. It minimizes its loss with ``cov(h,
-    personal)`` in place of the head's input, plus, with ``g = cov(h, generic)``, the cross entropy of ``cos(g, E)`` and
+    personal)`` instead of the head's input, plus, with ``g = cov(h, generic)``, the cross entropy of ``cos(g, E)`` and
     ``lam * |g - E'_y|_F``, the norm over the whole batch, where E' is E as it was received. What is evaluated has the
     head see ``cov(h, personal)``.
 

@@ -27,7 +27,7 @@ class Phases:
         for part, weights in self.parts.items():
             if not weights:
                 option = "model.head" if part == "head" else "model.backbone"
-                raise ConfigError(f"{option}: {method} trains the {part} by itself, and this one has no weights.")
+                raise ConfigError(f"{option}: {method} trains the {part} alone, and this one has no weights.")
 
     def train(self, *parts: str) -> None:
         """Let only these of ``head`` and ``body`` train."""

@@ -205,7 +205,7 @@ class APPLEServer(Server):
         return name != RELATIONS
 
     def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Return the lay-out on joining, with as many relations as there are clients."""
+        """Return the layout on joining, with as many relations as there are clients."""
         prior = self.priors[client]
         return {**self.layouts[client], RELATIONS: (prior.shape, prior.dtype)}
 

@@ -73,12 +73,14 @@ class FedALA(Client):
         weights = self.shared_weights()
         if isinstance(self.layers, int):
             if self.layers > len(weights):
-                raise ConfigError(f"model.layers={self.layers}: {len(weights)} weights travel; give at most as many.")
+                raise ConfigError(
+                    f"model.layers={self.layers}: there are {len(weights)} shared weights; set at most as many."
+                )
             names = list(weights)[-self.layers :]
         else:
             names = [name for name in weights if any(re.search(pattern, name) for pattern in self.layers)]
             if not names:
-                raise ConfigError(f"model.layers={self.layers}: no weight that travels is named so.")
+                raise ConfigError(f"model.layers={self.layers}: no shared weight matches a pattern.")
         self.mixed = Memory({name: torch.ones_like(weights[name]) for name in names})
         self.register_buffer("begun", torch.tensor(False))
 

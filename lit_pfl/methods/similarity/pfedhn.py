@@ -52,7 +52,7 @@ class PFedHN(Client):
         Shamsian et al. 2021, Algorithm 1.
     """
 
-    needs_automatic = "has its one optimizer begin anew in every round"
+    needs_automatic = "restarts its one optimizer in every round"
     may_unfreeze = False
 
     shares = EVERYTHING

@@ -57,7 +57,7 @@ class PFedSim(Client):
         if not rows:
             raise ConfigError(
                 "model.head: PFedSim compares the rows of a linear layer in the heads that clients send, and none is "
-                "sent; let the head travel, with a linear layer that is not factorized."
+                "sent; share the head, with a linear layer that is not factorized."
             )
         self.compared = rows[-1]
 
@@ -66,7 +66,7 @@ class PFedSim(Client):
 
 
 class PFedSimServer(MixingServer):
-    """Averages at first, then mixes bodies by how alike heads are.
+    """Averages at first, then mixes bodies by how similar heads are.
 
     Args:
         warmup_rounds: see :class:`PFedSim`.

@@ -40,6 +40,10 @@ class SimFed(Client):
             weights of rank 1, clients learn more slowly than without a factorization.
         kwargs: see :class:`~lit_pfl.Client`.
 
+    Raises:
+        ConfigError: for a learner without an encoder or an example of its input, and when the clients' embeddings
+            differ in size.
+
     Source:
         SimFed, Eq. 1 to 8 and Algorithm 1.
     """
@@ -79,7 +83,7 @@ class SimFed(Client):
         self.criteria_input = Memory({name: torch.zeros_like(x) for name, x in self._inputs().items()})
 
     def _inputs(self) -> dict[str, Tensor]:
-        """Return those tensors of the example that noise takes the place of, by the names they travel under."""
+        """Return those tensors of the example that noise takes the place of, by the names they are sent under."""
         inputs = noisy_tensors(self.spec.example)
         return {CRITERIA if len(inputs) == 1 else f"{CRITERIA}.{i}": x for i, x in enumerate(inputs)}
 

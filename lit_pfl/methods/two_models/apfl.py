@@ -55,7 +55,7 @@ class APFL(TwoModels):
     ) -> None:
         super().__init__(**kwargs)
         if not 0 <= alpha <= 1:
-            raise ConfigError(f"model.alpha={alpha}: give a weight from 0, the common model, to 1, the personal one.")
+            raise ConfigError(f"model.alpha={alpha}: give a weight from 0, the global model, to 1, the personal one.")
         self.first_alpha, self.adaptive, self.mixing = alpha, adaptive, mixing
         self._adapts = False
 
@@ -75,7 +75,7 @@ class APFL(TwoModels):
         self._adapts = self.adaptive
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the sum of the common model's loss, felt by w alone, and of the mixture's, felt by v alone."""
+        """Return the sum of the global model's loss, felt by w alone, and of the mixture's, felt by v alone."""
         alpha = self.alpha.clone().requires_grad_(self._adapts)
         outputs: list[Tensor] = []
         with self.same_draws(), self._watched(outputs):

@@ -1,4 +1,4 @@
-"""What methods have in common whose clients train a second, personal model beside the common one."""
+"""What methods have in common whose clients train a second, personal model next to the common one."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ class TwoModels(Client):
         return super().objective(batch, batch_idx)
 
     def personal_loss(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return what the personal learner minimizes by itself, see :meth:`Client.loss`."""
+        """Return what the personal learner minimizes on its own, see :meth:`Client.loss`."""
         with silenced(self.personal):
             return self.loss(self.personal, batch, batch_idx)
 

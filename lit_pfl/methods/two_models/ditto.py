@@ -61,7 +61,7 @@ class Ditto(TwoModels):
         if self.schedule == "separate" and local_epochs <= self.personal_epochs:
             raise ConfigError(
                 f"model.personal_epochs={self.personal_epochs} leaves none of federation.local_epochs={local_epochs} "
-                f"for the common model; give at least {self.personal_epochs + 1} local epochs."
+                f"for the global model; set at least {self.personal_epochs + 1} local epochs."
             )
 
     def configure_server(self) -> Server:  # noqa: D102
@@ -75,7 +75,7 @@ class Ditto(TwoModels):
         return configured
 
     def begin_round(self) -> None:
-        """Note w_t, with what of it does not travel."""
+        """Note w_t, with what of it is not sent."""
         self.received = {name: weight.detach().clone() for name, weight in self.learner.named_parameters()}
 
     def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102

@@ -59,7 +59,7 @@ class KNNPer(Classifying):
     ) -> None:
         super().__init__(**kwargs)
         if lam != "val" and not 0 <= lam <= 1:
-            raise ConfigError(f"model.lam={lam}: give a weight from 0, the model alone, to 1, the neighbours; or val.")
+            raise ConfigError(f"model.lam={lam}: give a weight from 0, the model alone, to 1, the neighbors; or val.")
         self.k, self.lam, self.scale, self.capacity = k, lam, scale, capacity
 
     @contextmanager

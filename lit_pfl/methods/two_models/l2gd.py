@@ -40,7 +40,7 @@ class L2GD(Client):
 
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:
-        """Go a part of the way to the mean; what is no weight, as running statistics are, becomes its mean."""
+        """Go a part of the way to the mean; what is not a weight, as running statistics are, becomes its mean."""
         own = super().upload()  # as it is sent: what is not is added to any reply
         weights = self.shared_weights()
         mixed = {
