@@ -173,7 +173,7 @@ def test_a_model_is_made_as_the_paper_says(made):
     began: dict[int, int] = {}
     stale = 0
     for i in range(8):
-        step = federation._schedule.step(i)
+        step = federation.timetable._schedule.step(i)
         began |= dict.fromkeys(step.starts, i)
         own = watch.uploads[i]
         assert own.keys() == step.staleness.keys()
@@ -195,12 +195,12 @@ def test_a_model_is_made_as_the_paper_says(made):
 
 def test_what_a_client_begins_with_is_counted_when_it_begins():
     federation = run(client(FedAvg), digits(5), rounds=4, asynchronous=FedBuff(2, speeds=SLOW))
-    begun = sum(len(federation._schedule.step(i).starts) for i in range(4))
+    begun = sum(len(federation.timetable._schedule.step(i).starts) for i in range(4))
     size = federation.coordinator.server.model.nbytes
     assert sum(down for _, down in federation.traffic.clients.values()) == begun * size
     assert sum(up for up, _ in federation.traffic.clients.values()) == 8 * size
     assert len(federation.coordinator.in_training.models) == begun - 8
-    assert federation.coordinator.clock == federation._schedule.step(3).clock
+    assert federation.coordinator.clock == federation.timetable._schedule.step(3).clock
 
 
 def test_a_bad_upload_is_refused_and_its_client_begins_anew():

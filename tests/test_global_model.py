@@ -54,8 +54,8 @@ def test_fedma_has_one_when_all_its_layers_are_done():
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        (client(SimFed), "SimFed has no model of all"),
-        (client(StandAlone), "StandAlone has no model of all"),
+        (client(SimFed), "SimFed has no global model"),
+        (client(StandAlone), "StandAlone has no global model"),
         (client(FedPer, norm_stats="averaged"), "with FedPer .*'backbone.head.weight'"),
         (client(FedAvg), "with FedAvg .*running_mean.*set model.norm_stats=averaged"),
     ],

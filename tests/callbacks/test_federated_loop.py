@@ -205,7 +205,7 @@ def test_a_lazy_layer_is_named_until_it_has_seen_a_batch():
     module.net[3] = nn.LazyLinear(10)
     hub = LocalHub()
     hub.add(0, lambda: quiet_trainer(FederatedLoop(hub.link), max_epochs=1).fit(module, loaders()[3]))
-    with pytest.raises(MisconfigurationException, match=r"'net.3.weight' of PlainModule .* run one through") as error:
+    with pytest.raises(MisconfigurationException, match=r"'net.3.weight' of PlainModule .* run one batch") as error:
         hub.run()
     assert "\n" not in str(error.value)
     module.net(torch.zeros(2, 64))

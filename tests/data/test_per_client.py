@@ -190,7 +190,7 @@ OWN_BATCHES = DataLoader(torch.zeros(4, 1), batch_sampler=BatchSampler(OWN_SAMPL
             r"Made: .*generator of its own \(Stream.rng\), which a resumed run does not know; leave it out",
         ),
         (lambda: ready([with_loaders(train=DataLoader(Stream(n=0)))]).client(0), "its train_dataloader has no samples"),
-        (lambda: ready([with_loaders(train=[1, 2])]).client(0), "Made: .*of type list does not tell its samples apart"),
+        (lambda: ready([with_loaders(train=[1, 2])]).client(0), "Made: .*of type list does not keep its samples apart"),
         (lambda: ready([with_loaders(train=None)]).client(0), "Made: its train_dataloader returns nothing"),
         (lambda: ready([with_loaders(train=DataLoader([]))]).client(0), "Made: its train_dataloader has no samples"),
         (

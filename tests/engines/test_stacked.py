@@ -191,7 +191,7 @@ def test_a_stack_is_what_trains(monkeypatch):
 @pytest.mark.parametrize("method", [M.Ditto, M.APFL, M.FedProx, M.FedDyn, M.Scaffold, M.PerFedAvg, M.FedSLR])
 def test_methods_with_more_than_a_learners_loss_are_refused(method):
     with pytest.raises(
-        ConfigError, match=rf"^federation\.engine=Stacked: {method.__name__} minimises more than its"
+        ConfigError, match=rf"^federation\.engine=Stacked: {method.__name__} minimizes more than its"
     ) as e:
         run(client(method, backbone=Normed, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), engine=Stacked())
     assert str(e.value).endswith("use federation.engine=Local.")

@@ -316,7 +316,7 @@ class Scaled(nn.Linear):
 @pytest.mark.parametrize("method", [FFALoRA, FedSALoRA, FlexLoRA])
 def test_adapters_without_factors_are_refused(method):
     backbone = lambda channels, classes: Parts(nn.Sequential(nn.Flatten(), Scaled()), nn.Linear(6, classes))  # noqa: E731
-    with pytest.raises(ConfigError, match=rf"^model\.learner: {method.__name__} tells the factors A and B of a LoRA"):
+    with pytest.raises(ConfigError, match=rf"^model\.learner: {method.__name__} needs the factors A and B of a LoRA"):
         run(of(method, backbone=backbone), data(), rounds=1)
     for other in (FedIT, FedDPA):
         run(of(other, backbone=backbone), data(), rounds=1)

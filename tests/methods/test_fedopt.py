@@ -194,7 +194,7 @@ def test_servers_with_a_step_of_their_own_refuse(kind):
 
 
 def test_factorized_weights_are_refused():
-    with pytest.raises(ConfigError, match=r"^model\.server_optimizer goes with dense weights"):
+    with pytest.raises(ConfigError, match=r"^model\.server_optimizer needs dense weights"):
         run(client(FedAvg, server_optimizer=ServerAdam(), factorization=Factorization()), rounds=1)
 
 
