@@ -22,7 +22,7 @@ from tiny import TinyNet, client
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray", allow_module_level=True)
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full  # two nodes of Ray on two cores: too slow beside other tests
 
 
 class Nodes:
