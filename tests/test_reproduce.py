@@ -94,6 +94,14 @@ table1:
     return tmp_path
 
 
+def declared(reproduce, folder: Path, text: str, *scale: str):
+    """Write the file of tables of the small paper anew; return its one table."""
+    path = folder / "papers" / "tiny" / "tables.yaml"
+    path.write_text(text)
+    [name] = yaml.safe_load(text)
+    return reproduce.tables.Table(path.parent, name, *scale)
+
+
 def arguments(folder: Path, *options: str) -> list[str]:
     places = ["--papers", folder / "papers", "--runs", folder / "runs", "--results", folder / "results"]
     return ["tiny", "table1", *map(str, places), "--at_once=2", *options]
@@ -156,17 +164,16 @@ def test_what_a_paper_prints_twice_is_the_same_number(printed):
 
 
 def test_a_run_lays_files_and_options_over_each_other(reproduce, tiny):
-    path = tiny / "papers" / "tiny" / "tables.yaml"
     (tiny / "papers" / "rows").mkdir()
     (tiny / "papers" / "rows" / "shared.yaml").write_text("model: {class_path: SimFed}")
-    path.write_text("""
+    text = """
 table1:
   title: Tiny
   about: Digits.
   columns: {Digits: {run: [digits, "model.backbone.width={width}", data.train_fraction=null], width: 2}}
   rows: {SimFed: {run: [rows/shared, model.alpha=1.0e-3], over: [model.class_path=FedAvg, trainer.max_epochs=3]}}
-""")
-    run = reproduce.tables.Table(path.parent, "table1", "middle").cell("SimFed", "Digits").run
+"""
+    run = declared(reproduce, tiny, text, "middle").cell("SimFed", "Digits").run
     backbone = {"class_path": "MLP", "init_args": {"width": 2}}
     assert run.configuration["model"] == {"class_path": "FedAvg", "init_args": {"alpha": 0.001, "backbone": backbone}}
     assert (run.rounds, run.configuration["data"]["init_args"]["train_fraction"]) == (3, None)
@@ -314,8 +321,7 @@ def test_the_page_has_both_numbers_and_says_which_orderings_hold(reproduce, tiny
 
 
 def test_one_table_shows_both_states_and_counts_orders(reproduce, tiny):
-    path = tiny / "papers" / "tiny" / "tables.yaml"
-    path.write_text("""
+    text = """
 table3:
   title: Tiny
   about: Digits.
@@ -323,8 +329,8 @@ table3:
   columns: {All: digits, Few: [digits, data.train_fraction=0.1]}
   rows: {FedAvg: rows/averaged, Stand-Alone: rows/alone, Never: [rows/alone, model.lr=1.0]}
   printed: {FedAvg: [50, 40], Stand-Alone: [40, 50]}
-""")
-    table = reproduce.tables.Table(path.parent, "table3")
+"""
+    table = declared(reproduce, tiny, text)
     results = reproduce.results.Results(tiny / "tiny.jsonl")
     both = {"test/acc": 0.9, "test/acc_worst10": 0.8, "test/aggregated/acc": 0.3}
     for seed in (1, 2):
@@ -342,8 +348,7 @@ table3:
 
 
 def test_costs_parameters_and_other_models_are_shown(reproduce, tiny):
-    path = tiny / "papers" / "tiny" / "tables.yaml"
-    path.write_text("""
+    text = """
 table2:
   title: Tiny
   about: Digits.
@@ -351,8 +356,8 @@ table2:
   columns: {Cost: {run: digits, show: cost}, Size: {run: digits, show: parameters}, Acc: digits}
   rows: {FedAvg: rows/averaged, GKR: {run: rows/averaged, model: GKR}, None: {show: nothing}}
   printed: {FedAvg: [893.92, 11.17, 50], GKR: [1, 2, 3], None: [1, 2, 3]}
-""")
-    table = reproduce.tables.Table(path.parent, "table2", "middle")
+"""
+    table = declared(reproduce, tiny, text, "middle")
     results = reproduce.results.Results(tiny / "tiny.jsonl")
     similarity = {"u": {"1": [0.9, 0.5], "4": [0.8, 0.4]}}
     results.add(result(table.cell("FedAvg", "Cost").run, 1, [0.9], "middle", similarity=similarity))

@@ -56,7 +56,7 @@ class Engine(ABC):
         return None
 
     def stacked(self, clients: int) -> int:
-        """Return how many of this many clients train in one step."""
+        """Return how many clients train in one step if this many do in a round."""
         return 1
 
     @abstractmethod
