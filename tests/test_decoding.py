@@ -402,3 +402,11 @@ def test_mutants_are_payloads_or_refused_in_little_memory():
     process.start()
     process.join()
     assert process.exitcode == 0  # what was wrong is in its output
+
+
+def test_a_small_mutant_takes_little_memory():
+    random, known = Random(1), seeds()
+    for _ in range(300):
+        data = mutated(random.choice(known), random, known)
+        with suppress(PayloadError):
+            decoded_in_bounds(data)
