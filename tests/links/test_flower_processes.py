@@ -94,7 +94,7 @@ def start_until_it_joins(federation: Loopback, node: str) -> None:
 def test_nodes_and_superlink_are_killed_and_started_again(federation, tmp_path, monkeypatch):
     """A SuperNode in round 2, which then is missing; and the SuperLink, once the node has taken part again."""
     folder = federation.folder / "killed"
-    config = {"method": "Ditto", "folder": str(folder), "participation": 1.0, "rounds": 9, "timeout": 25.0}
+    config = {"method": "Ditto", "participation": 1.0, "rounds": 9, "timeout": 25.0}
 
     def uploads() -> list[int]:
         return [int(row["uploads"]) for row in read_rows(folder / "metrics.csv")]
@@ -102,7 +102,7 @@ def test_nodes_and_superlink_are_killed_and_started_again(federation, tmp_path, 
     log = federation.folder / "south.log"
     start = log.stat().st_size
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(federation.run, **config)
+        running = pool.submit(federation.run, **config, folder=str(folder))
         until(lambda: b"ROUND 2]" in log.read_bytes()[start:])
         federation.stop("south", signal=9)
         start_until_it_joins(federation, "south")
@@ -112,7 +112,7 @@ def test_nodes_and_superlink_are_killed_and_started_again(federation, tmp_path, 
             running.result()
     done = len(uploads())
     federation.start_superlink()
-    assert "continues after round" in federation.run(**config).stdout
+    assert "continues after round" in federation.run(**config, folder=str(folder)).stdout
     assert uploads()[:2] == [6, 4]
     assert len(uploads()) == 9 > done
     assert uploads()[-1] == 6
