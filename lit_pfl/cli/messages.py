@@ -129,8 +129,9 @@ def explained(message: str, known: list[str]) -> str:
     found, kind = GIVEN.search(reason), option.rpartition(".")[2]
     given = (found[1] or found[2]) if found else ""
     if kind in CLASSES and re.search("path string|instantiatable class", reason):
-        names = names_of_subclasses(CLASSES[kind])
-        problem = f"there is no {given!r}" if given.isidentifier() else "it has options, but no name"
+        names = names_of_subclasses(CLASSES[kind]) or [CLASSES[kind].__name__]
+        options = not given or given.startswith(("{", "Namespace("))
+        problem = "it has options, but no name" if options else f"there is no {given!r}"
         choice = ALSO.get(kind, "") + ("give" if kind in UNLISTED else f"choose one of {', '.join(names)}, or")
         return f"{option}: {problem}; {choice} a class path of your own.{_did_you_mean([given], names)}"
     said = [line for line in reason.split("\n") if line and not line.startswith(FRAME)]

@@ -93,6 +93,7 @@ REFUSED = [
     ("--data.partition broken.Partition --data.partition.n 7", "data.partition.n=7: give another."),
     ("--data.partition Domains --data.partition.within broken.Partition", "data.partition.n=2: give another."),
     ("--data.partition.alpha 3", "data.partition: it has options, but no name; choose one of "),
+    ("--federation.deadline 5", "federation.deadline: there is no '5'; choose one of Deadline, or a class path"),
     ("--data.partition ClassShards --data.partition.classes_per_client 11", "data.partition.classes_per"),
     ("--model.backbone ResNet9 --model.backbone.fc_layers 3", "model.backbone.fc_layers=3: "),
     ("--model PFedPara --model.factorization.rank 1", "model.factorization: "),
