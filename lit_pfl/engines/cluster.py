@@ -39,9 +39,14 @@ def connect(address: str | None, cores: float) -> Any:
     Raises:
         ConfigError: when Ray is not installed, or a cluster cannot be reached.
     """
-    if address is None and "ray" not in sys.modules:  # which reads this when it is imported
-        for name, value in {**AT_HOME, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
+    if address is None and "ray" not in sys.modules:  # which reads this when it is imported, and later
+        for name, value in {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
             os.environ.setdefault(name, value)
+    with _environment({} if address else AT_HOME):
+        return _connect(address, cores)
+
+
+def _connect(address: str | None, cores: float) -> Any:
     try:
         import ray
         from ray._private import ray_constants
@@ -50,8 +55,6 @@ def connect(address: str | None, cores: float) -> Any:
     if ray.is_initialized():
         return ray
     if address is None:
-        for name, value in AT_HOME.items():
-            os.environ.setdefault(name, value)
         # what RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 sets, on any system: nothing but 127.0.0.1 is listened at
         ray_constants.ENABLE_RAY_CLUSTER = False
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
@@ -69,6 +72,18 @@ def connect(address: str | None, cores: float) -> Any:
         options |= {"num_cpus": max(1, round(cores)), "include_dashboard": False, "_temp_dir": str(folder)}
         ray.init(address="local", **options)  # also where RAY_ADDRESS names another
     return ray
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables that are not set, for as long as Ray is begun: other processes of this one are not to have them."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @contextmanager
