@@ -609,3 +609,15 @@ def test_a_client_without_a_batch_is_named():
 def test_a_module_without_a_method_is_told_how(given):
     with pytest.raises(ConfigError, match=r"^LightningModule is not a method; .*Federation\(FedAvg\(learner=Light"):
         Federation(given)
+
+
+def test_what_is_sent_on_joining_is_made_once():
+    made = []
+
+    class Counted(FedAvg):
+        def initial(self):
+            made.append(self.spec.client_id)
+            return super().initial()
+
+    run(client(Counted), digits(3), rounds=2)
+    assert sorted(made) == [0, 0, 1, 2]  # the first time of one that stands for all, to see what the data need

@@ -153,15 +153,7 @@ class FederatedLoop(L.Callback):
                 "ended, and the server's reply would undo what was trained in it. Resume from one that was saved at an "
                 "epoch's end: ModelCheckpoint(save_on_train_epoch_end=True)."
             )
-        if not _decides(pl_module):
-            frozen = {name: weight for name, weight in frozen_weights(pl_module).items() if self.share(name)}
-            self._frozen = set(frozen)
-            shared = self._shared(pl_module)
-            if frozen:
-                shared = {**shared, FROZEN: table_of(frozen)}
-        else:
-            shared = getattr(pl_module, "joining", pl_module.initial)()
-        info = JoinInfo(self._count_samples(trainer), shared)
+        info = self._join_info(trainer, pl_module)
         with self._waiting():
             reply = self._answer(trainer, lambda: self.link.join(info))
         self._load(trainer, pl_module, reply, trainer.current_epoch // self.every_n_epochs + 1)
@@ -194,6 +186,17 @@ class FederatedLoop(L.Callback):
         """Tell the link what it said."""
         link: Any = self.link
         link.load_state_dict(state_dict)
+
+    def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
+        if _decides(pl_module):
+            shared = getattr(pl_module, "joining", pl_module.initial)()
+        else:
+            frozen = {name: weight for name, weight in frozen_weights(pl_module).items() if self.share(name)}
+            self._frozen = set(frozen)
+            shared = self._shared(pl_module)
+            if frozen:
+                shared = {**shared, FROZEN: table_of(frozen)}
+        return JoinInfo(self._count_samples(trainer), shared)
 
     def _answer(self, trainer: L.Trainer, ask: Callable[[], Reply]) -> Reply:
         """Return what the link says, in all processes of the client."""

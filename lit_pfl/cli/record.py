@@ -146,6 +146,11 @@ def taken(before: dict[str, Any], now: dict[str, Any], scoring: bool) -> dict[st
     differing = differences(before, now)
     for name, (old, new) in differing.items():
         if not may_change(name) and (not scoring or name.split(".")[0] in OF_A_MODEL):
+            if not {name, name.rpartition(".")[0]} & now.keys():
+                raise ConfigError(
+                    f"{name}={old} is what the run has that wrote the checkpoint, and there is no such option here. "
+                    "If another version wrote it, load it in Python: trainer.fit(federation, ckpt_path=...)."
+                )
             raise ConfigError(
                 f"{name}={new}: the run that wrote the checkpoint has {name}={old}. Give that, or "
                 f"{'score another run' if scoring else 'begin a run of its own, without --ckpt_path'}."

@@ -25,12 +25,19 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, limit_batches, make_lean
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
-from lit_pfl_callbacks.federated_loop import next_epoch
+from lit_pfl_callbacks.federated_loop import JoinInfo, next_epoch
 from lit_pfl_callbacks.tensors import copied
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
 T = TypeVar("T")
+
+
+class _AlreadyJoined(FederatedLoop):
+    """The loop of a client whose server has what it sends on joining, from before it had a Trainer."""
+
+    def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
+        return JoinInfo(0, {})
 
 
 class Local(Engine):
@@ -186,9 +193,7 @@ class Local(Engine):
         self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
 
     def _trainer(self, module: Client, memory: MemoryCheckpointIO) -> tuple[L.Trainer, FederatedLoop]:
-        assert module.data is not None
-        epochs, n = self.work.local_epochs, module.data.num_samples
-        loop = FederatedLoop(self.hub.link, every_n_epochs=epochs, num_samples=n)
+        loop = _AlreadyJoined(self.hub.link, every_n_epochs=self.work.local_epochs)
         return self.work.client_trainer(module, loop, memory), loop
 
     def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:

@@ -21,6 +21,7 @@ import yaml
 
 from cli.typed import TINY, contents, rows, typed
 from lit_pfl.cli import main
+from lit_pfl.cli.record import taken
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
 from lit_pfl.methods import FedAvg, SimFed
@@ -521,3 +522,10 @@ class TestInPython:
         fitting: L.Trainer = trainer(1, logger=logger)
         fitting.fit(Federation(client(SimFed), seed=3), datamodule=digits(3))
         assert len(rows(tmp_path / "run/metrics.csv")) == 1
+
+
+def test_an_option_that_is_no_more_is_told_from_one_that_differs():
+    with pytest.raises(ConfigError, match=r"federation.stack_size=32 is .*, and there is no such option here. If"):
+        taken({"federation.stack_size": 32}, {"federation.engine": None}, scoring=False)
+    with pytest.raises(ConfigError, match="model.mu=None: the run that wrote the checkpoint has model.mu=1"):
+        taken({"model": "A", "model.mu": 1}, {"model": "A"}, scoring=False)
