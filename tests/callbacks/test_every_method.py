@@ -64,7 +64,8 @@ class Classifier(L.LightningModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.body, self.head = BODIES[kind](), nn.Linear(6, CLASSES)
-        self.example_input_array = inputs(kind, 2, torch.Generator().manual_seed(0))
+        example = inputs(kind, 4, torch.Generator().manual_seed(0))
+        self.example_input_array = example, torch.arange(4) % CLASSES  # as what its training step gets
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
