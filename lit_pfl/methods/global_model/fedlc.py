@@ -17,7 +17,7 @@ class FedLC(Classifying):
     n_c is the client's own number of training samples of class c, so that rare classes get a larger margin. A class
     without samples gets no probability, and no gradient. What is evaluated is the model without calibration. The loss
     is the learner's own, of the changed logits. A loss whose sum leaves the sample's own class out, as some read the
-    paper, has no lower bound; here it is the cross entropy.
+    paper, has no lower bound; here it is the cross entropy. PFLlib takes n_c of all clients together.
 
     Args:
         tau: strength; 0 is FedAvg.

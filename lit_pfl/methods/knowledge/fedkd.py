@@ -32,6 +32,7 @@ class FedKD(Mutual):
     needs all of its singular values is not sent at all; here it is sent whole.
 
     v starts as a copy of w; in the paper it is a larger network, and BERT's hidden states and attention are compared.
+    In PFLlib's code gradients go through teachers and s too, and a divergence is divided by the number of classes.
 
     Args:
         energy_start: T of the first round.

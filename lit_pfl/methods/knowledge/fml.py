@@ -36,7 +36,8 @@ class FML(Mutual):
     v. With ``alpha=beta=1`` v is Stand-Alone's model and w the one of FedAvg with the same weighting, bit for bit.
 
     v starts as a copy of w; in the paper it may be another network. The authors' code makes a new optimizer for w in
-    every round; here both keep their optimizers, unless ``reset_optimizer``.
+    every round; here both keep their optimizers, unless ``reset_optimizer``. In PFLlib's code gradients go through the
+    teachers too, and a divergence is divided by the number of classes.
 
     Args:
         alpha: how much v's own loss counts, next to what w teaches it.

@@ -32,7 +32,7 @@ class FedAS(Classifying):
     Alignment and F_i are in evaluation mode, on the samples in their order and without augmentation. In a client's
     first round m_c is of the received body. F_i grows with the loss, so a client that fits its data badly in evaluation
     mode may have nearly all of the weight. The authors shuffle, send heads too, which nobody uses, and take F_i of
-    clients that do not take part.
+    clients that do not take part. In PFLlib's code one client after another aligns one and the same body.
 
     Args:
         align_lr: learning rate of the alignment; 0 leaves it out.

@@ -32,7 +32,8 @@ class FedPAC(Classifying):
 
     The server averages the body by samples and prototypes by class counts. The head of client i is ``sum_j a_j H_j``
     over the participants, with a on the simplex that minimizes ``a^T (diag(V) + D) a``, ``D_jl = sum_k <h_ik - h_jk,
-    h_ik - h_lk>``. Weights of at most 0.001 are set to 0. Who does not take part keeps its head.
+    h_ik - h_lk>``. Weights of at most 0.001 are set to 0. Who does not take part keeps its head. PFLlib averages
+    prototypes without weights, does not divide what is left of a by its sum, and mixes heads that are mixed already.
 
     Args:
         lam: strength of the term.

@@ -21,7 +21,8 @@ class FedAMP(Client):
     The server mixes ``u_i = sum_j xi_ij w_j`` of the clients' latest models, for j other than i with
     ``xi_ij = alpha / sigma * exp(-|w_i - w_j|^2 / sigma)``: those that are near already draw each other nearer. What is
     left to 1 is the client's own weight; where the others come to more than 1, they are divided by their sum. Distances
-    are over the trained weights that are sent. With ``lam=0`` and ``start="own"`` this is StandAlone, bit for bit.
+    are over the trained weights that are sent. With ``lam=0`` and ``start="own"`` this is StandAlone, bit for bit. In
+    PFLlib's code the term has no gradient, so that is what its clients do.
 
     Args:
         lam: how strongly a model is drawn to its mixture, together with alpha.

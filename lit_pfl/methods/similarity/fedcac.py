@@ -27,6 +27,7 @@ class FedCAC(Client):
 
     Where clients are absent, the last model and marks of everybody who has ever taken part count, in the partners'
     mean and in overlaps; the authors have all clients in every round. A client sends one bit more for every weight.
+    PFLlib takes t + 1 for t.
 
     Args:
         tau: share of critical entries; 0.4 in the authors' run on CIFAR-100.

@@ -1,0 +1,142 @@
+"""Every method on classifiers of images, tables and texts, by the callback alone: stopped, it goes on with its bits."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lit_pfl.methods
+from lit_pfl import Client
+from lit_pfl.links import LocalHub
+from lit_pfl.methods import FedBN, FedIT, FedMA, PsiNet
+from lit_pfl_callbacks import FederatedLoop
+from tiny import assert_equal, trainer
+
+METHODS = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__}
+#: those that ask for networks of another kind, tried on them in tests of their own
+OTHERS = (FedBN, FedIT, FedMA, PsiNet)
+#: what they do on a reply depends on what they hold. A checkpoint of a round's end holds it as loaded, and it is loaded
+#: once more by the fit that continues from it
+TWICE = {"FedAH", "FedALA", "FedAS", "FedCP", "FedFOMO", "FedGen", "FedKD", "Floco", "GPFL", "L2GD"}
+SITES, ROUNDS, EPOCHS, CLASSES = 3, 3, 2, 3
+
+
+class Pooled(nn.Module):
+    """(B, T) characters to (B, 6) features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.recurrent, self.out = nn.Embedding(20, 6), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 6)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        return self.out(self.recurrent(self.embedding(characters))[0].mean(1))
+
+
+def images() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 6), nn.ReLU()
+    )
+
+
+def table() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU())
+
+
+def inputs(kind: str, number: int, generator: torch.Generator) -> Tensor:
+    if kind == "text":
+        return torch.randint(20, (number, 7), generator=generator)
+    return torch.randn(number, *{"image": (1, 8, 8), "table": (5,)}[kind], generator=generator)
+
+
+BODIES: dict[str, Callable[[], nn.Module]] = {"image": images, "table": table, "text": Pooled}
+
+
+class Classifier(L.LightningModule):
+    """Somebody's module, that knows nothing of any method."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body, self.head = BODIES[kind](), nn.Linear(6, CLASSES)
+        example = inputs(kind, 4, torch.Generator().manual_seed(0))
+        self.example_input_array = example, torch.arange(4) % CLASSES  # as what its training step gets
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def samples(kind: str, site: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(site)
+    labels = torch.arange(12) % CLASSES
+    labels[site] = labels[site - 1]  # sites differ in how many samples a class has
+    return DataLoader(TensorDataset(inputs(kind, 12, generator), labels), 4)
+
+
+def run(
+    method: type[Client], kind: str, folder: Path, state: Any = None, paths: Any = None
+) -> tuple[list[Client], list[Any], Any]:
+    """Run sites under Trainers of their own; return their modules, the server's states and checkpoints by round."""
+    hub, modules, states, paths_of = LocalHub(seed=1), [], [], []
+    for site in range(SITES):
+        torch.manual_seed(0)
+        module = method(learner=Classifier(kind), head="^head", encoder="body")
+        each = ModelCheckpoint(
+            folder / f"{site}",
+            filename="{epoch}",
+            save_top_k=-1,
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
+        )
+        fitting = trainer(
+            ROUNDS * EPOCHS, callbacks=[FederatedLoop(hub.link, every_n_epochs=EPOCHS), each], enable_checkpointing=True
+        )
+        data, start = samples(kind, site), None if paths is None else paths[site]
+        hub.add(
+            site,
+            lambda t=fitting, m=module, x=data, p=start: t.fit(m, x, x, ckpt_path=p, weights_only=p is not None),
+        )
+        modules.append(module)
+        paths_of.append(folder / f"{site}" / f"epoch={EPOCHS - 1}.ckpt")
+    hub.run(
+        modules[0].configure_server(),
+        state=state,
+        after_round=lambda coordinator: states.append(copy.deepcopy(coordinator.state_dict())),
+    )
+    return modules, states, paths_of
+
+
+def cells() -> list[Any]:
+    again = pytest.mark.xfail(reason="the last reply is loaded twice", strict=True)
+    names = [name for name, method in METHODS.items() if not issubclass(method, OTHERS)]
+    return [pytest.param(name, kind, marks=again if name in TWICE else ()) for name in names for kind in BODIES]
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize(("name", "kind"), cells())
+def test_every_method_by_the_callback_alone(name, kind, tmp_path):
+    whole, states, paths = run(METHODS[name], kind, tmp_path / "whole")
+    assert [state["round"] for state in states] == [1, 2, 3]
+    resumed, _, _ = run(METHODS[name], kind, tmp_path / "resumed", states[0], paths)
+    first = dict(METHODS[name](learner=Classifier(kind), head="^head", encoder="body").learner.named_parameters())
+    for one, other in zip(resumed, whole, strict=True):
+        assert_equal(one.state_dict(), other.state_dict())
+        own = dict(other.learner.named_parameters())
+        assert all(weight.isfinite().all() for weight in own.values())
+        assert any(not torch.equal(own[name], weight) for name, weight in first.items() if name in own)
