@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from lit_pfl_callbacks.frozen import FROZEN, frozen_weights, table_of
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
-from lit_pfl_callbacks.tensors import load_tensors, tensors_of
+from lit_pfl_callbacks.tensors import copied, load_tensors, tensors_of
 
 # Running statistics of normalization layers describe one client's data, so they stay with the client.
 NOT_RUNNING_STATISTICS = r"^(?!.*(running_mean|running_var|num_batches_tracked)$)"
@@ -127,6 +127,7 @@ class FederatedLoop(L.Callback):
         self.watchers: list[Watcher] = []
         self._frozen: set[str] = set()  # names of what never trains, and so is not sent
         self.seconds = {"link": 0.0}
+        self._trained: dict[str, Any] = {}  # what was trained before the last reply was loaded
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join. A run resumed from a checkpoint joins too and learns where the federation stands now.
@@ -160,6 +161,7 @@ class FederatedLoop(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell a module that wants to know which of a round's local epochs begins."""
+        self._trained = {}
         if _decides(pl_module):
             pl_module.start_epoch(trainer.current_epoch % self.every_n_epochs, self.every_n_epochs)
 
@@ -197,6 +199,21 @@ class FederatedLoop(L.Callback):
             if frozen:
                 shared = {**shared, FROZEN: table_of(frozen)}
         return JoinInfo(self._count_samples(trainer), shared)
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save a module that decides for itself as it was trained: who resumes from that loads the reply again.
+
+        What such a module does with a reply may depend on what it holds.
+        """
+        checkpoint["state_dict"].update(self._trained)
+
+    def _keep(self, pl_module: L.LightningModule) -> None:
+        """Keep what a reply may change, until an epoch trains from it."""
+        fixed = frozen_weights(pl_module)
+        state = pl_module.state_dict()
+        self._trained = copied({name: value for name, value in state.items() if name not in fixed})
 
     def _answer(self, trainer: L.Trainer, ask: Callable[[], Reply]) -> Reply:
         """Return what the link says, in all processes of the client."""
@@ -248,6 +265,7 @@ class FederatedLoop(L.Callback):
             return
         self._tell(round, "down", reply)
         if _decides(pl_module):
+            self._keep(pl_module)
             pl_module.download(reply)
         else:
             load_tensors(pl_module, reply)

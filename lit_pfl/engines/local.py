@@ -39,6 +39,9 @@ class _AlreadyJoined(FederatedLoop):
     def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
         return JoinInfo(0, {})
 
+    def _keep(self, pl_module: L.LightningModule) -> None:
+        """Keep nothing: such a client is saved while it waits for a reply."""
+
 
 class Local(Engine):
     """Trains a federation's clients one after another in this process.
