@@ -1,5 +1,7 @@
 """Robust means as an option of methods."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,14 @@ def test_the_trimmed_mean_cuts_a_share_at_each_end():
     for share in (-0.1, 0.5):
         with pytest.raises(ConfigError, match=r"model.mean.share=.*below 0.5"):
             TrimmedMean(share)
+
+
+def test_a_trimmed_mean_of_so_few_uploads_that_none_is_left_out_is_told():
+    with pytest.warns(UserWarning, match=r"model.mean.share=0.05: of 10 uploads none is left out"):
+        averaged(TrimmedMean(0.05))
+    with warnings.catch_warnings(action="error"):
+        averaged(TrimmedMean(0.1))
+        averaged(TrimmedMean(0.0))
 
 
 def test_krum_returns_an_upload_and_multi_krum_a_mean_of_some():

@@ -14,6 +14,7 @@ from lightning.fabric.loggers.csv_logs import _ExperimentWriter
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl_callbacks.files import write_whole
 
@@ -104,7 +105,13 @@ class RunLogger(CSVLogger):
         Raises:
             MisconfigurationException: when it cannot.
         """
-        checked_rows(Path(self.log_dir) / "metrics.csv", ["round"])
+        path = Path(self.log_dir) / "metrics.csv"
+        rows = checked_rows(path, ["round"])
+        lines = len(path.read_text().splitlines()) if path.exists() else 1
+        if lines != 1 + len(rows):  # it is written whole, never in part
+            rank_zero_warn(
+                f"{path}: was cut off after line {min(lines, 1 + len(rows))}; the run continues without the rest."
+            )
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -158,10 +165,11 @@ def checked_rows(path: Path, columns: Sequence[str], step: str = "round") -> lis
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
+            names = reader.fieldnames or columns  # of an empty file none
             lines = [(reader.line_num, row) for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
         raise MisconfigurationException(f"{path}: is not a CSV file ({error}); {_REMEDY}.") from None
-    missing = [name for name in columns if name not in (reader.fieldnames or columns)]
+    missing = [name for name in columns if name not in names]
     if missing:
         raise MisconfigurationException(f"{path}: has no column {missing[0]!r}; {_REMEDY}.")
     for number, row in lines:

@@ -133,6 +133,12 @@ def quoted(value: Any) -> str:
     return f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def options_of(words: Iterable[str]) -> dict[str, Any]:
+    """Return what is written NAME=VALUE."""
+    config = dict(word.split("=", 1) for word in words)
+    return {name: int(value) if value.isdigit() else value for name, value in config.items()}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -152,12 +158,11 @@ def wait_for(port: int, process: subprocess.Popen[bytes], seconds: float = 60) -
 def main(options: list[str]) -> None:
     folder = Path(tempfile.mkdtemp(prefix="lit-pfl-flower-"))
     print(f"Logs, certificates and results are in {folder}.")
-    config = dict(option.split("=", 1) for option in options)
     with Loopback(folder) as federation:
         for node, clients in {"north": [0, 1], "south": [2, 3], "west": [4, 5]}.items():
             federation.register(node)
             federation.start_supernode(node, clients)
-        print(federation.run(**{k: int(v) if v.isdigit() else v for k, v in config.items()}).stdout)
+        print(federation.run(**options_of(options)).stdout)
 
 
 if __name__ == "__main__":

@@ -228,6 +228,7 @@ class FederatedCLI(LightningCLI):
         with self.stops.listening():
             try:
                 self._run(self.trainer.fit, model, **kwargs)
+                self.stops.ended()
             except (Stopped, SIGTERMException) as stopped:
                 signal = stopped if isinstance(stopped, Stopped) else Stopped(15)
                 self._say_how_to_go_on(signal.name)

@@ -57,7 +57,12 @@ class Stops(L.Callback):
         self._written()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The last round is written."""
+        """The last round is written. From now on signals wait for :meth:`ended`: a Trainer's end cannot be redone."""
+        self._written()
+        self._writing = True
+
+    def ended(self) -> None:
+        """The fit has ended."""
         self._written()
 
     def _written(self) -> None:

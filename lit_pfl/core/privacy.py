@@ -68,8 +68,8 @@ class ClientPrivacy:
         accountant: Literal["rdp", "pld"] = "rdp",
     ) -> None:
         for name, value, good, right in (
-            ("noise_multiplier", noise_multiplier, noise_multiplier >= 0, "a number from 0"),
-            ("clip", clip, clip > 0, "a number above 0"),
+            ("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < math.inf, "a number from 0"),
+            ("clip", clip, 0 < clip < math.inf, "a number above 0"),
             ("where", where, where in ("central", "local"), "central or local"),
             ("delta", delta, 0 < delta < 1, "a number above 0 and below 1"),
             ("budget", budget, budget is None or budget > 0, "a number above 0"),

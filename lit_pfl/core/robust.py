@@ -99,6 +99,11 @@ class TrimmedMean(CoordinateMedian):
         self.share = share
 
     def location(self, values: Tensor) -> Tensor:  # noqa: D102
+        if 0 < self.share * len(values) < 1 - 1e-9:
+            rank_zero_warn(
+                f"model.mean.share={self.share}: of {len(values)} uploads none is left out, so this is the plain mean; "
+                "give a larger share, or let more clients take part."
+            )
         return trimmed_mean(values, self.share)
 
 

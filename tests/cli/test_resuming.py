@@ -444,6 +444,17 @@ def test_a_damaged_table_is_refused_before_a_round_is_computed(command, name, co
     refused(capsys, run, [command, *resume(run)[1:]], f"run/{name}: {said}")
 
 
+@pytest.mark.parametrize("empty", [True, False])
+def test_metrics_that_were_cut_off_lose_a_line_and_not_the_run(empty, run, capsys):
+    path = run / "metrics.csv"
+    whole = path.read_bytes()
+    path.write_bytes(b"" if empty else whole[: whole.rindex(b",")])
+    lines = 0 if empty else len(whole.splitlines()) - 1
+    with pytest.warns(UserWarning, match=rf"run/metrics.csv: was cut off after line {lines}; the run continues"):
+        assert typed(capsys, *resume(run, "--trainer.max_epochs", "3")).errors == []
+    assert [row["round"] for row in rows(path)][-1] == "3"
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["communication", "times", "sparsity", "similarity", "matching", "embeddings"])
 def test_a_damaged_table_of_a_callback_is_refused_before_a_round_is_computed(name, run, capsys):

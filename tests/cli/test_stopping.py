@@ -15,6 +15,7 @@ from random import Random
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from cli.typed import TINY, rows, typed
 from lit_pfl.cli.folders import alone_in
@@ -286,3 +287,18 @@ def test_two_that_begin_at_once_get_a_folder_each(tmp_path):
     assert [one.make_folder().name, other.make_folder().name] == ["version_0", "version_1"]
     with pytest.raises(FileExistsError):
         RunLogger(str(tmp_path), name="a", version=0).make_folder()
+
+
+def test_a_stop_while_the_trainer_ends_is_a_stop(monkeypatch, capsys):
+    teardown, reset, ending = L.Trainer._teardown, CombinedLoader.reset, []
+
+    def stopped_once(loader):
+        reset(loader)
+        if ending and ending.pop():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(L.Trainer, "_teardown", lambda trainer: (ending.append(True), teardown(trainer)))
+    monkeypatch.setattr(CombinedLoader, "reset", stopped_once)
+    came = typed(capsys, "fit", *TINY, "--trainer.max_epochs", "1")
+    assert came.code == 143
+    assert "Stopped by SIGTERM" in came.out

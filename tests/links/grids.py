@@ -1,8 +1,10 @@
 """A grid of Flower without its processes: messages are encoded, and nodes answer at once or as a test wants."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -40,6 +42,8 @@ class DirectGrid:
         self.change: Callable[[Message, Message], Message | None] = lambda message, answer: answer
         self.payload_bytes = {"train": [0, 0]}
         self.asked: list[tuple[int, str]] = []
+        self.kept: defaultdict[int, RecordDict] = defaultdict(RecordDict)  # what a node's mods keep
+        self.run = SimpleNamespace(run_id=1)
 
     def get_node_ids(self) -> list[int]:
         return sorted(self.nodes)
@@ -53,7 +57,7 @@ class DirectGrid:
             self._count(message, 1)
             if node in self.down | self.down_in.get(message.metadata.group_id, set()):
                 continue
-            context = Context(1, node, self.nodes[node], RecordDict(), self.config)
+            context = Context(1, node, self.nodes[node], self.kept[node], self.config)
             try:
                 answer = self.app(sent(message), context)
             except Exception as error:
