@@ -17,7 +17,7 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.engines.cluster import connect
 from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
 from lit_pfl.engines.local import Local
-from lit_pfl.engines.parcels import alike, packed
+from lit_pfl.engines.parcels import Replies, alike, packed
 from lit_pfl.engines.placement import Placement
 from lit_pfl.engines.trainers import planned_rounds
 from lit_pfl.engines.work import Work
@@ -159,7 +159,7 @@ class Ray(Engine):
         if self._crew.at_work and (self.address is not None or self.recover):
             self._crew.call_up(*self._wanted)
             self._crew.welcome()
-        sent = self._sent(replies)
+        sent = Replies(self.ray, replies)
         trained: dict[int, Trained] = {}
         while left := self._next(client for client in replies if client not in trained):
             self._settle(left)
@@ -169,7 +169,7 @@ class Ray(Engine):
             def begin(worker: Handle, some: Sequence[int], kept: Any = kept, states: Any = states) -> Any:
                 train = worker.actor.train.options(num_returns=2)
                 own = states.get(worker, {})
-                answer, kept[worker] = train.remote(*sent(some), completed, self.recover, dict(batches), own)
+                answer, kept[worker] = train.remote(*sent.of(some), completed, self.recover, dict(batches), own)
                 return answer
 
             for worker, answer in self._some(begin, left, copy=False).items():
@@ -194,14 +194,14 @@ class Ray(Engine):
         return True
 
     def ask(self, question: Callable[[Client], T], replies: Mapping[int, Payload | None]) -> dict[int, T]:  # noqa: D102
-        asked, sent, modes = self.ray.put(packed(question)), self._sent(replies), Modes.now("cpu")
+        asked, sent, modes = self.ray.put(packed(question)), Replies(self.ray, replies), Modes.now("cpu")
         answers: dict[int, T] = {}
         while left := self._next(client for client in replies if client not in answers):
             self._settle()
             states = self._lacking(left)
 
             def put(worker: Handle, some: Sequence[int], states: Any = states) -> Any:
-                return worker.actor.ask.remote(asked, *sent(some), modes, states.get(worker, {}))
+                return worker.actor.ask.remote(asked, *sent.of(some), modes, states.get(worker, {}))
 
             found = self._some(put, left)
             answers |= {client: answer for own in found.values() for client, answer in own.items()}
@@ -313,22 +313,6 @@ class Ray(Engine):
         return {worker: {client: self.files.read(client) for client in own} for worker, own in lacking.items()}
 
     # ------------------------------------------------------------------------------------------------- calling workers
-
-    def _sent(self, replies: Mapping[int, Payload | None]) -> Callable[[Sequence[int]], tuple[Any, dict[int, Any]]]:
-        """Return what gives the replies of some clients, distinct ones, and by client which it is.
-
-        One reply for all is put into Ray's memory once.
-        """
-        distinct = {id(reply): reply for reply in replies.values() if reply is not None}
-        common = self.ray.put(packed(list(distinct.values()))) if len(distinct) <= 1 else None
-
-        def sent(some: Sequence[int]) -> tuple[Any, dict[int, Any]]:
-            own = {id(replies[client]): replies[client] for client in some if replies[client] is not None}
-            places = {key: place for place, key in enumerate(own)}
-            which = {client: places.get(id(replies[client])) for client in some}
-            return (self.ray.put(packed(list(own.values()))) if common is None else common), which
-
-        return sent
 
     def _some(
         self, call: Callable[[Handle, list[int]], Any], clients: Sequence[int], copy: bool = True
