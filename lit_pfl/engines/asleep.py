@@ -2,10 +2,10 @@
 
 import copy
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import lightning as L
 import torch
@@ -18,7 +18,7 @@ from lit_pfl.data import ClientData
 from lit_pfl.data.batches import tensors_in
 from lit_pfl.engines.frozen import constant
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import ASLEEP, FOLDER, SavedStates, StateFiles, lent_trainer
+from lit_pfl.lightning_internals import ASLEEP, FOLDER, Content, SavedStates, StateFiles, lent_trainer
 from lit_pfl.randomness import random_state_kept
 from lit_pfl_callbacks.run_folder import run_folder
 
@@ -31,6 +31,14 @@ T = TypeVar("T")
 GARBAGE = 2**28
 
 
+class States(Protocol):
+    """Where states of clients are that are not in memory."""
+
+    def read(self, client: int) -> Content | None: ...  # noqa: D102
+
+    def put(self, client: int, state: Content, trained: bool) -> None: ...  # noqa: D102
+
+
 class Asleep:
     """Lets the clients of an engine sleep on disk, those first that have not been needed for longest.
 
@@ -40,14 +48,11 @@ class Asleep:
     Args:
         engine: whose clients they are.
         awake: how many are in memory at most.
-
-    Raises:
-        ConfigError: when the folder of their states cannot be written into.
+        states: where the states of the others are.
     """
 
-    def __init__(self, engine: "Local", awake: int) -> None:
-        self.engine, self.awake = engine, awake
-        self.files = StateFiles(*_folder(engine.work.trainer))
+    def __init__(self, engine: "Local", awake: int, states: States) -> None:
+        self.engine, self.awake, self.states = engine, awake, states
         self._changed: set[int] = set()  # of those awake, who has trained since its state was written
         self._initial: dict[int, Payload] = {}  # what is said to be sent by clients on joining that were not asked
         self._garbage = 0
@@ -76,8 +81,8 @@ class Asleep:
         engine = self.engine
         engine.make([client])
         sent = engine.work.joined(engine.clients[client]).initial  # which may give its tensors their shapes
-        if (file := self.files.latest.get(client)) is not None:
-            state = file.read()
+        if (stored := self.states.read(client)) is not None:
+            state = stored.state()
             engine.take_up({ASLEEP: True, **{part: {client: own} for part, own in state.items()}}, [client])
             if changed := _changed(engine.clients[client], state["clients"]["state_dict"]):
                 engine.frozen_weights.note(changed, engine.clients[client])
@@ -112,17 +117,17 @@ class Asleep:
         left_out = [name for name in own["state_dict"] if name in fixed]
         rest = {name: value for name, value in own["state_dict"].items() if name not in fixed}
         state = {"clients": {**own, "state_dict": rest}, "streams": stream, "constant": left_out}
-        self.files.put(client, state, len(own) > 1)
+        self.states.put(client, Content.of(state), len(own) > 1)
 
     # --------------------------------------------------------------------------------------------------------- joining
 
-    def joined(self) -> dict[int, ClientInfo]:
-        """Return what every client sends on joining; of those that are alike one is asked."""
+    def joined(self, clients: Iterable[int]) -> dict[int, ClientInfo]:
+        """Return what clients send on joining; of those that are alike one is asked."""
         work = self.engine.work
         kinds: dict[Any, Payload | None] = {}
         first: Payload | None = None
         infos: dict[int, ClientInfo] = {}
-        for client in work.data.clients:
+        for client in clients:
             data = work.data.client(client)
             kind = _kind(data)
             if kind not in kinds:
@@ -149,15 +154,18 @@ class Asleep:
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Write the states of those who have changed; return where all states are."""
+    def write(self) -> None:
+        """Write the states of those who have changed."""
         with _as_at_first(self.engine.work.trainer):
             for client in sorted(self._changed):
                 self._write(client)
-        return {ASLEEP: self.files.references()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], files: StateFiles) -> None:
         """Take over a state of any engine; nobody is awake then.
+
+        Args:
+            state: the state.
+            files: where the states go.
 
         Raises:
             ConfigError: when it is of another network.
@@ -168,9 +176,9 @@ class Asleep:
         with _as_at_first(self.engine.work.trainer):
             if isinstance(state["clients"], SavedStates):
                 self._try(state)
-                self.files.take_over(state["clients"].files)
+                files.take_over(state["clients"].files)
             else:
-                self._write_all(state)
+                self._write_all(state, files)
 
     def _try(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
         """See that the first client can take up a state; return what it had before, and what of that is constant."""
@@ -185,9 +193,9 @@ class Asleep:
         self._forget(first)
         return begun, fixed
 
-    def _write_all(self, state: Mapping[str, Any]) -> None:
+    def _write_all(self, state: Mapping[str, Any], files: StateFiles) -> None:
         begun, fixed = self._try(state)
-        self.files.forget()
+        files.forget()
         for client in self.engine.work.data.clients:
             own = state["clients"][client]
             there = own["state_dict"]
@@ -201,13 +209,17 @@ def _changed(client: Client, stored: Collection[str]) -> list[str]:
     return [name for name in client.frozen if any(f"{part}.{name}" in stored for part in client.learners)]
 
 
-def _folder(trainer: L.Trainer) -> tuple[Path | None, Path | None]:
-    """Return the folder of states next to a Trainer's checkpoints; if it writes none, near what the run writes else."""
+def files_of(trainer: L.Trainer) -> StateFiles:
+    """Return files in a folder next to a Trainer's checkpoints; if it writes none, near what the run writes else.
+
+    Raises:
+        ConfigError: when that folder cannot be written into.
+    """
     if trainer.state.fn == "fit":
         for callback in trainer.checkpoint_callbacks:
             if (path := getattr(callback, "dirpath", None)) is not None:
-                return Path(path) / FOLDER, None
-    return None, run_folder(trainer) if trainer.loggers and trainer.state.fn == "fit" else None
+                return StateFiles(Path(path) / FOLDER)
+    return StateFiles(None, run_folder(trainer) if trainer.loggers and trainer.state.fn == "fit" else None)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import LateLoader
-from lit_pfl.engines.asleep import Asleep
+from lit_pfl.engines.asleep import Asleep, States, files_of
 from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
 from lit_pfl.engines.frozen import FrozenWeights, constant, keep_apart, share_frozen
 from lit_pfl.engines.greenlets import LocalHub
@@ -70,23 +70,28 @@ class Local(Engine):
         if awake is not None and awake < 1:
             raise ConfigError(f"federation.engine.awake={awake}: give 1 or more.")
         self.awake = awake
-        self._asleep: Asleep | None = None
+        self.asleep: Asleep | None = None
         self.hub = LocalHub()
         self._frozen: FrozenWeights | None = None
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
 
-    def setup(self, work: Work, own: Sequence[int] | None = None) -> None:
+    def setup(self, work: Work, own: Sequence[int] | None = None, states: States | None = None) -> None:
         """Make the clients the first time; move them to the Trainer's device.
 
         Args:
             work: see :class:`~lit_pfl.engines.Engine`.
             own: ids of the clients to make; by default all.
+            states: where the states of clients are that are not in memory; by default files.
+
+        Raises:
+            ConfigError: when these files cannot be written.
         """
         self.work = work
         if self.awake is not None:
-            if self._asleep is None:
-                self.hub.seed, self._asleep = work.seed, Asleep(self, int(self.awake))
-                self.files = self._asleep.files
+            if self.asleep is None:
+                if states is None:
+                    states = self.files = files_of(work.trainer)
+                self.hub.seed, self.asleep = work.seed, Asleep(self, int(self.awake), states)
         elif not self.clients:
             self.hub.seed = work.seed
             self.make(work.data.clients if own is None else own)
@@ -104,10 +109,11 @@ class Local(Engine):
         self.clients.update(made)
 
     def drop(self, client: int) -> None:
-        """Let a client go, which lives elsewhere from now on."""
-        self.hub.drop(client)
-        self.release(client)
+        """Let a client go, which lives elsewhere from now on, and may be asleep."""
         self.left.discard(client)
+        if client in self.clients:
+            self.hub.drop(client)
+            self.release(client)
 
     def release(self, client: int) -> None:
         """Keep nothing of a client in memory that is not training."""
@@ -121,9 +127,14 @@ class Local(Engine):
             module.place_on(self.work.trainer.strategy.root_device)
             share_frozen(module, first)
 
-    def joined(self) -> dict[int, ClientInfo]:  # noqa: D102
-        if self._asleep is not None:
-            return self._asleep.joined()
+    def joined(self, own: Sequence[int] | None = None) -> dict[int, ClientInfo]:
+        """Return what clients send on joining, by id.
+
+        Args:
+            own: ids of the clients that live here; by default all.
+        """
+        if self.asleep is not None:
+            return self.asleep.joined(self.work.data.clients if own is None else own)
         return {client: self.work.joined(module) for client, module in self.clients.items()}
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -142,8 +153,8 @@ class Local(Engine):
 
     def _prepare(self, client: int, reply: Payload, completed: int, batches: int | None) -> LastGoodState:
         """Start a client's fit, if it has not been; return how the client is before it loads a reply."""
-        if self._asleep is not None:
-            self._asleep.wake(client, trains=True)
+        if self.asleep is not None:
+            self.asleep.wake(client, trains=True)
         module = self.clients[client]
         if client not in self.hub:
             self._visitors.forget()  # their Trainer may say that it checks sanity
@@ -159,7 +170,7 @@ class Local(Engine):
     def frozen_weights(self) -> FrozenWeights:
         """Sees whether frozen weights stay as they are."""
         if self._frozen is None:
-            self._frozen = FrozenWeights(self.clients, asleep=self._asleep is not None)
+            self._frozen = FrozenWeights(self.clients, asleep=self.asleep is not None)
         return self._frozen
 
     def _conclude(
@@ -217,8 +228,8 @@ class Local(Engine):
         return {client: self._ask(question, client, reply) for client, reply in replies.items()}
 
     def _ask(self, question: Callable[[Client], T], client: int, reply: Payload | None) -> T:
-        if self._asleep is not None:
-            self._asleep.wake(client)
+        if self.asleep is not None:
+            self.asleep.wake(client)
         with scoring_draws(self.hub.seed, client), self._holding(client, reply) as module:
             return question(module)
 
@@ -244,8 +255,10 @@ class Local(Engine):
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
         left = {"left": dict.fromkeys(sorted(self.left))} if self.left else {}
-        states = self.states(self.clients) if self._asleep is None else self._asleep.state_dict()
-        return {**states, **left}
+        if self.asleep is None or self.files is None:
+            return {**self.states(self.clients), **left}
+        self.asleep.write()
+        return {ASLEEP: self.files.references(), **left}
 
     def states(self, clients: Iterable[int]) -> dict[str, Any]:
         """Return the same of some clients."""
@@ -271,10 +284,10 @@ class Local(Engine):
         self._restored.clear()
         self.hub.streams.clear()
         self.left = set(state.get("left", ()))
-        if self._asleep is None:
+        if self.asleep is None or self.files is None:
             self.take_up(state, self.clients)
         else:
-            self._asleep.load_state_dict(state)
+            self.asleep.load(state, self.files)
 
     def take_up(self, state: Mapping[str, Any], clients: Iterable[int]) -> None:
         """Put some clients into their states, as :meth:`states` returns them; whoever is training is not asked."""

@@ -3,7 +3,7 @@
 import io
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -112,6 +112,27 @@ class _Unpickler(pickle.Unpickler):
             return torch.empty(shape, dtype=dtype, requires_grad=grad)
         flat = torch.from_numpy(np.array(array) if self._copy else array).view(dtype)
         return flat.as_strided(shape, stride).requires_grad_(grad)
+
+
+class Replies:
+    """Replies on their way to workers. One reply for all is put into Ray's memory once.
+
+    Args:
+        ray: the module ``ray``, connected.
+        replies: by client id; None where there is none.
+    """
+
+    def __init__(self, ray: Any, replies: Mapping[int, Payload | None]) -> None:
+        self.ray, self.replies = ray, replies
+        distinct = {id(reply): reply for reply in replies.values() if reply is not None}
+        self._common = ray.put(packed(list(distinct.values()))) if len(distinct) <= 1 else None
+
+    def of(self, some: Sequence[int]) -> tuple[Any, dict[int, Any]]:
+        """Return a reference to the distinct replies of some clients, and by client which of them it is."""
+        own = {id(reply): reply for client in some if (reply := self.replies[client]) is not None}
+        places = {key: place for place, key in enumerate(own)}
+        which = {client: places.get(id(self.replies[client])) for client in some}
+        return (self.ray.put(packed(list(own.values()))) if self._common is None else self._common), which
 
 
 def alike(payloads: Mapping[int, Payload]) -> dict[int, Payload]:

@@ -52,8 +52,9 @@ class Placement(Generic[W]):
             rebalance: whether clients may leave a worker that has too much to do.
         """
         places = {id(worker): place for place, worker in enumerate(workers)}
-        homes = {client: None if home is None else places[id(home)] for client, home in self.homes.items()}
-        some = dict.fromkeys([*training, *(client for client, home in homes.items() if home is None)])
+        homeless = [] if self.complete else [client for client, home in self.homes.items() if home is None]
+        some = dict.fromkeys([*training, *homeless])
+        homes = {client: None if (home := self.homes[client]) is None else places[id(home)] for client in some}
         slack = SLACK if rebalance or not self.complete else float("inf")
         dealt = assigned(self.expected(some), homes, len(workers), slack)
         return {client: workers[place] for client, place in dealt.items() if place != homes[client]}

@@ -4,6 +4,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -15,14 +16,15 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.engines.cluster import connect
 from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
-from lit_pfl.engines.parcels import alike, packed
+from lit_pfl.engines.local import Local
+from lit_pfl.engines.parcels import Replies, alike, packed
 from lit_pfl.engines.placement import Placement
 from lit_pfl.engines.trainers import planned_rounds
 from lit_pfl.engines.work import Work
 from lit_pfl.engines.worker import Answer, Modes, Outer
 from lit_pfl.engines.workforce import Handle, Workforce
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import ASLEEP
+from lit_pfl.lightning_internals import ASLEEP, Content
 from lit_pfl_callbacks.run_folder import run_folder
 
 T = TypeVar("T")
@@ -47,10 +49,14 @@ class Ray(Engine):
             machine alone, where nobody can reach it from outside, and ends with this process.
         recover: whether the states of clients are kept in Ray's memory, so that a lost worker's clients can train
             elsewhere, and clients move to workers that have less to do.
+        awake: how many clients are in memory at most, of all workers together, but at least one in each; the states of
+            all lie in files as with :class:`~lit_pfl.engines.Local`, on the machine of the Trainer, and a client's
+            state is sent with its work. Default: all are in memory.
 
     Raises:
-        ConfigError: for fewer than one worker, for a Trainer that is not on the CPU, for a method or data that cannot
-            go to another process, and when no worker can be started.
+        ConfigError: for fewer than one worker or client in memory, for ``awake`` without ``recover``, for a Trainer
+            that is not on the CPU, for a method or data that cannot go to another process, and when no worker can be
+            started.
 
     Example::
 
@@ -67,11 +73,18 @@ class Ray(Engine):
         resources: dict[str, float] | None = None,
         address: str | None = None,
         recover: bool = True,
+        awake: PositiveInt | None = None,
     ) -> None:
         super().__init__()
         if workers is not None and workers < 1:
             raise ConfigError(f"federation.engine.workers={workers}: give 1 or more.")
-        self.workers, self.address, self.recover = workers, address, recover
+        self._keeper = None if awake is None else Local(awake)  # has the files, and no client
+        if awake is not None and not recover:
+            raise ConfigError(
+                "federation.engine.recover=false: federation.engine.awake keeps the states of all clients in files, so "
+                "leave one of the two out."
+            )
+        self.workers, self.address, self.recover, self.awake = workers, address, recover, awake
         self.resources = {"num_cpus": 1.0, **(resources or {})}
         self._states: dict[int, Any] = {}  # references to kept states
         self._ended = False
@@ -90,13 +103,16 @@ class Ray(Engine):
                 "workers train on GPUs by federation.engine.resources={num_gpus: 1}."
             )
         self.work = work
+        if self._keeper is not None:
+            self._keeper.setup(work)
+            self.files = self._keeper.files
         if hasattr(self, "_placement"):
             self._crew.all(self._set_up)
             return
         wanted, cores = self.workers, self.resources["num_cpus"]
         here = cores * wanted if wanted else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self.ray = connect(self.address, here)
-        self._crew = Workforce(self.ray, self.resources, (sys.path, *self._job()), self._set_up, self._lose)
+        self._crew = Workforce(self.ray, self.resources, (sys.path, *self._job(), self.awake), self._set_up, self._lose)
         self._crew.gather(*self._wanted)
         self._placement = Placement({client: work.data.client(client).num_samples for client in work.data.clients})
         self._settle()
@@ -132,7 +148,7 @@ class Ray(Engine):
     # -------------------------------------------------------------------------------------------------------- the verbs
 
     def joined(self) -> dict[int, ClientInfo]:  # noqa: D102
-        found = self._everybody(lambda worker: worker.actor.joined.remote())
+        found = self._everybody(lambda worker: worker.actor.joined.remote(self._placement.of(worker)))
         infos = {client: info for own in found.values() for client, info in own.items()}
         initial = alike({client: infos[client].initial for client in self._placement.homes})
         return {client: ClientInfo(infos[client].num_samples, initial[client]) for client in initial}
@@ -143,16 +159,17 @@ class Ray(Engine):
         if self._crew.at_work and (self.address is not None or self.recover):
             self._crew.call_up(*self._wanted)
             self._crew.welcome()
-        sent = self._sent(replies)
+        sent = Replies(self.ray, replies)
         trained: dict[int, Trained] = {}
-        while left := [client for client in replies if client not in trained]:
+        while left := self._next(client for client in replies if client not in trained):
             self._settle(left)
             kept: dict[Handle, Any] = {}
+            states = self._lacking(left)
 
-            def begin(worker: Handle, some: Sequence[int], kept: dict[Handle, Any] = kept) -> Any:
-                distinct, which = sent(some)
+            def begin(worker: Handle, some: Sequence[int], kept: Any = kept, states: Any = states) -> Any:
                 train = worker.actor.train.options(num_returns=2)
-                answer, kept[worker] = train.remote(distinct, which, completed, self.recover, dict(batches))
+                own = states.get(worker, {})
+                answer, kept[worker] = train.remote(*sent.of(some), completed, self.recover, dict(batches), own)
                 return answer
 
             for worker, answer in self._some(begin, left, copy=False).items():
@@ -162,7 +179,12 @@ class Ray(Engine):
 
     def _noted(self, answer: Answer, worker: Handle, states: Any) -> bool:
         """Note what came of a worker's round; say whether the states are kept, if they are to be."""
-        if self.recover:
+        if self.files is not None:
+            if (changed := self._crew.fetched(worker, states)) is None:
+                return False
+            for client, state in changed.items():
+                self.files.put(client, state, trained=True)
+        elif self.recover:
             states = self._crew.kept(worker, states)
             if states is None:
                 return False
@@ -172,15 +194,23 @@ class Ray(Engine):
         return True
 
     def ask(self, question: Callable[[Client], T], replies: Mapping[int, Payload | None]) -> dict[int, T]:  # noqa: D102
-        asked, sent, modes = self.ray.put(packed(question)), self._sent(replies), Modes.now("cpu")
+        asked, sent, modes = self.ray.put(packed(question)), Replies(self.ray, replies), Modes.now("cpu")
         answers: dict[int, T] = {}
-        while left := [client for client in replies if client not in answers]:
+        while left := self._next(client for client in replies if client not in answers):
             self._settle()
-            found = self._some(lambda worker, some: worker.actor.ask.remote(asked, *sent(some), modes), left)
+            states = self._lacking(left)
+
+            def put(worker: Handle, some: Sequence[int], states: Any = states) -> Any:
+                return worker.actor.ask.remote(asked, *sent.of(some), modes, states.get(worker, {}))
+
+            found = self._some(put, left)
             answers |= {client: answer for own in found.values() for client, answer in own.items()}
         return {client: answers[client] for client in replies}
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
+        if self._keeper is not None:
+            self._keeper.left = self.left
+            return self._keeper.state_dict()
         found = self._everybody(lambda worker: worker.actor.states.remote())
         parts = {key: {k: v for own in found.values() for k, v in own[key].items()} for key in ("clients", "streams")}
         left = {"left": dict.fromkeys(sorted(self.left))} if self.left else {}
@@ -190,6 +220,10 @@ class Ray(Engine):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
         self.work.seed = state.get("seed", self.work.seed)
         self.left = set(state.get("left", ()))
+        if self._keeper is not None:
+            self._keeper.load_state_dict(state)
+            self._crew.all(lambda worker: worker.actor.renew.remote(self.work.seed))
+            return
 
         def load(worker: Handle) -> Any:
             own = self._placement.of(worker)
@@ -264,23 +298,21 @@ class Ray(Engine):
         )
         self._placement.take_from(worker)
 
+    # ------------------------------------------------------------------------------------------------ who is in memory
+
+    def _next(self, clients: Iterable[int]) -> list[int]:
+        """Return the clients that come next: all, or as many as may be in memory, since as many states are sent."""
+        return list(islice(clients, self.awake))
+
+    def _lacking(self, clients: Sequence[int]) -> dict[Handle, dict[int, Content | None]]:
+        """Return the states of those clients that are not in the memory of their workers, by worker and id."""
+        if self.files is None or self.awake is None:
+            return {}
+        share = max(1, self.awake // len(self._crew.at_work))
+        lacking = self._some(lambda worker, some: worker.actor.lacks.remote(some, share), clients)
+        return {worker: {client: self.files.read(client) for client in own} for worker, own in lacking.items()}
+
     # ------------------------------------------------------------------------------------------------- calling workers
-
-    def _sent(self, replies: Mapping[int, Payload | None]) -> Callable[[Sequence[int]], tuple[Any, dict[int, Any]]]:
-        """Return what gives the replies of some clients, distinct ones, and by client which it is.
-
-        One reply for all is put into Ray's memory once.
-        """
-        distinct = {id(reply): reply for reply in replies.values() if reply is not None}
-        common = self.ray.put(packed(list(distinct.values()))) if len(distinct) <= 1 else None
-
-        def sent(some: Sequence[int]) -> tuple[Any, dict[int, Any]]:
-            own = {id(replies[client]): replies[client] for client in some if replies[client] is not None}
-            places = {key: place for place, key in enumerate(own)}
-            which = {client: places.get(id(replies[client])) for client in some}
-            return (self.ray.put(packed(list(own.values()))) if common is None else common), which
-
-        return sent
 
     def _some(
         self, call: Callable[[Handle, list[int]], Any], clients: Sequence[int], copy: bool = True

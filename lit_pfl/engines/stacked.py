@@ -1,6 +1,6 @@
 """All clients in this process, many trained in one step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -30,9 +30,10 @@ class Stacked(Local):
 
     Args:
         size: how many clients there are in a stack at most.
+        awake: see :class:`~lit_pfl.engines.Local`; a stack has no more clients than that.
 
     Raises:
-        ConfigError: when ``size`` is not a number of clients.
+        ConfigError: when ``size`` or ``awake`` is not a number of clients.
 
     Example::
 
@@ -41,12 +42,19 @@ class Stacked(Local):
 
     all_at_once = True
 
-    def __init__(self, size: PositiveInt = 32) -> None:
-        super().__init__()
+    def __init__(self, size: PositiveInt = 32, awake: PositiveInt | None = None) -> None:
+        super().__init__(awake)
         if size < 1:
             raise ConfigError(f"federation.engine.size={size}: give 1 or more.")
-        self.size = int(size)
+        self.size = int(size if awake is None else min(size, awake))
         self._checked: set[int] = set()
+
+    def make(self, clients: Iterable[int]) -> None:  # noqa: D102
+        clients = list(clients)
+        super().make(clients)
+        for client in clients:
+            if isinstance(learner := self.clients[client].learner, ImageClassifier):
+                learner.channels_last = False  # a lay-out of four dimensions; stacked images have five
 
     def stacked(self, clients: int) -> int:  # noqa: D102
         return min(self.size, clients)
@@ -84,8 +92,6 @@ class Stacked(Local):
     def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:
         assert module.data is not None
         make_lean(trainer, module, loop, lambda *epoch: self.hub.link.lend(Epoch(module, *epoch)), module.data.module)
-        if isinstance(module.learner, ImageClassifier):
-            module.learner.channels_last = False  # a lay-out of four dimensions; stacked images have five
 
 
 def _check(client: Client, message: Any) -> None:

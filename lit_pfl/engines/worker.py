@@ -5,7 +5,7 @@ import pickle
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,12 +16,13 @@ import torch
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
+from lit_pfl.engines.carried import Carried
 from lit_pfl.engines.engine import Trained
 from lit_pfl.engines.local import Local
 from lit_pfl.engines.parcels import Parcel, alike, packed, unpacked
 from lit_pfl.engines.threads import keep_freed_memory
 from lit_pfl.engines.work import Work
-from lit_pfl.lightning_internals import undisturbed
+from lit_pfl.lightning_internals import Content, undisturbed
 from lit_pfl.randomness import random_state_kept
 
 
@@ -125,15 +126,18 @@ class Worker:
 
     Args:
         path: where the commanding process finds its modules.
-        job: prototype, data, what of the data is only read, local epochs and options of the clients' Trainers.
+        job: prototype, data, local epochs and options of the clients' Trainers.
+        samples: what of the data is only read.
+        awake: how many clients are in memory at most; None for all.
     """
 
-    def __init__(self, path: Sequence[str], job: Parcel, samples: Parcel) -> None:
+    def __init__(self, path: Sequence[str], job: Parcel, samples: Parcel, awake: int | None = None) -> None:
         sys.path += [entry for entry in path if entry not in sys.path]
         keep_freed_memory()
         self.prototype, self.data, self.epochs, self.options = unpacked(job)
         vars(self.data).update(unpacked(samples, copy=False))
-        self.engine = Local()
+        self.carried, self.awake = Carried(), awake
+        self.engine = Local(awake)
 
     def ready(self) -> tuple[str, str]:
         """Return the names of the machine and of its node of Ray, once the process is at work."""
@@ -154,12 +158,12 @@ class Worker:
                 self.prototype, self.data, outer.seed, self.epochs, self.options, trainer, outer.rounds, outer.threads
             )
         self.work.trainer, self.work.rounds = trainer, outer.rounds
-        self.engine.setup(self.work, [])
+        self.engine.setup(self.work, [], self.carried)
 
     @carefully
-    def joined(self) -> dict[int, ClientInfo]:
-        """Return what clients send on joining."""
-        infos = self.engine.joined()
+    def joined(self, own: Sequence[int]) -> dict[int, ClientInfo]:
+        """Return what the clients that live here send on joining."""
+        infos = self.engine.joined(own)
         initial = alike({client: info.initial for client, info in infos.items()})
         return {client: ClientInfo(info.num_samples, initial[client]) for client, info in infos.items()}
 
@@ -174,6 +178,8 @@ class Worker:
         """
         for client in go:
             self.engine.drop(client)
+        if self.awake is not None:  # each is made when it is needed
+            return
         self.engine.make(come)
         with random_state_kept():
             for client in come:
@@ -181,9 +187,26 @@ class Worker:
         for number, state in enumerate(states):
             self.engine.take_up(unpacked(state), [client for client, place in come.items() if place == number])
 
+    @carefully
+    def lacks(self, clients: Sequence[int], awake: int) -> list[int]:
+        """Return which of the clients that are to work next are not in memory.
+
+        Args:
+            clients: their ids.
+            awake: how many are to be in memory at most from now on.
+        """
+        assert self.engine.asleep is not None
+        self.engine.asleep.awake = awake
+        return [client for client in clients if client not in self.engine.clients]
+
+    def _in_turn(self, clients: Iterable[int]) -> list[int]:
+        """Return clients in the order in which they work: first those in memory, before others take their places."""
+        return sorted(clients, key=lambda client: client not in self.engine.clients)
+
     def train(
-        self, replies: Parcel, which: Mapping[int, int], completed: int, keep: bool, batches: Mapping[int, int]
-    ) -> tuple[Parcel, Parcel | None]:
+        self, replies: Parcel, which: Mapping[int, int], completed: int, keep: bool, batches: Mapping[int, int],
+        sent: Mapping[int, Content | None],
+    ) -> tuple[Parcel, Any]:  # fmt: skip
         """Train clients; return the answer, and their states if they are to be kept.
 
         Args:
@@ -192,8 +215,16 @@ class Worker:
             completed: number of rounds before this one.
             keep: whether states are returned.
             batches: by client id how many batches it trains at most.
+            sent: states of those clients that are not in memory, see :meth:`lacks`.
+
+        Returns:
+            The answer. Then the states of all who have trained: a parcel, or by client what goes into its file where
+            not all clients are in memory.
         """
+        self.carried.sent, self.carried.changed = sent, {}
         answer = self._train(replies, which, completed, batches)
+        if self.awake is not None:
+            return answer, self.carried.changed
         return answer, packed(self.engine.states(which)) if keep else None
 
     @carefully
@@ -202,18 +233,24 @@ class Worker:
         trained: dict[int, Trained] = {}
         seconds: dict[int, float] = {}
         with torch.autocast(self.device, enabled=False, cache_enabled=False):
-            for client, place in which.items():
+            for client in self._in_turn(which):
                 began = time.perf_counter()
-                trained |= self.engine.train({client: distinct[place]}, completed, batches)
+                trained |= self.engine.train({client: distinct[which[client]]}, completed, batches)
                 seconds[client] = time.perf_counter() - began
+        if self.engine.asleep is not None:
+            self.engine.asleep.write()
         return Answer(trained, seconds, self.engine.left.intersection(which))
 
     @carefully
-    def ask(self, question: Parcel, replies: Parcel, which: Mapping[int, int | None], modes: Modes) -> dict[int, Any]:
+    def ask(
+        self, question: Parcel, replies: Parcel, which: Mapping[int, int | None], modes: Modes,
+        sent: Mapping[int, Content | None],
+    ) -> dict[int, Any]:  # fmt: skip
         """Ask clients; see :meth:`~lit_pfl.engines.Engine.ask`."""
+        self.carried.sent = sent
         asked: Callable[[Client], Any] = unpacked(question)
         distinct = unpacked(replies)
-        shown = {client: None if place is None else distinct[place] for client, place in which.items()}
+        shown = {client: None if (n := which[client]) is None else distinct[n] for client in self._in_turn(which)}
         with modes.active(self.device):
             return self.engine.ask(asked, shown)
 
@@ -226,6 +263,13 @@ class Worker:
     def load(self, state: Parcel) -> None:
         """Take over a state of all clients that live here."""
         self.engine.load_state_dict(unpacked(state))
+
+    @carefully
+    def renew(self, seed: int) -> None:
+        """Let all clients go, since their states have become others elsewhere."""
+        self.engine.abort()
+        self.engine, self.work.seed = Local(self.awake), seed
+        self.engine.setup(self.work, [], self.carried)
 
     @carefully
     def stop(self) -> None:

@@ -168,8 +168,13 @@ class Workforce:
         """
         if worker.node == self.ray.get_runtime_context().get_node_id():
             return reference
+        content = self.fetched(worker, reference)
+        return None if content is None else self.ray.put(content)
+
+    def fetched(self, worker: Handle, reference: Any) -> Any:
+        """Return what a worker has answered with; None where the worker has been lost, and the answer with it."""
         try:
-            return self.ray.put(self.ray.get(reference))
+            return self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
             self._lose(worker, error)
             return None

@@ -25,7 +25,7 @@ from lit_pfl.lightning_internals.inside import (
     told_evaluating,
 )
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
-from lit_pfl.lightning_internals.state_files import ASLEEP, FOLDER, SavedStates
+from lit_pfl.lightning_internals.state_files import ASLEEP, FOLDER, Content, SavedStates
 from lit_pfl.lightning_internals.state_writing import StateFiles
 from lit_pfl.lightning_internals.undisturbed import looked_up_once, undisturbed
 
@@ -33,6 +33,7 @@ __all__ = [
     "ASLEEP",
     "FOLDER",
     "AtomicCheckpointIO",
+    "Content",
     "LastCheckpoint",
     "MemoryCheckpointIO",
     "NoProfiler",

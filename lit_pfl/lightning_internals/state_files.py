@@ -17,6 +17,29 @@ ENDING = ".state"
 PARTS = ("clients", "streams", "constant")
 
 
+class Content(NamedTuple):
+    """What is in a client's file.
+
+    Args:
+        content: the bytes.
+        weights_only: whether to load nothing but tensors and plain values: of a checkpoint that is not trusted.
+    """
+
+    content: bytes
+    weights_only: bool = False
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "Content":
+        """Return what goes into the file of a state."""
+        buffer = io.BytesIO()
+        torch.save(dict(state), buffer)
+        return cls(buffer.getvalue())
+
+    def state(self) -> dict[str, Any]:
+        """Return the state, on the CPU."""
+        return torch.load(io.BytesIO(self.content), map_location="cpu", weights_only=self.weights_only)
+
+
 class StateFile(NamedTuple):
     """Where a client's state is.
 
@@ -37,8 +60,8 @@ class StateFile(NamedTuple):
         """The file."""
         return self.folder / self.name
 
-    def read(self) -> dict[str, Any]:
-        """Return what is in it, on the CPU.
+    def read(self) -> Content:
+        """Return what is in it.
 
         Raises:
             ConfigError: when it is not there, or is not what was written.
@@ -49,7 +72,7 @@ class StateFile(NamedTuple):
             raise ConfigError(f"{_not_there(self.path)} ({error.strerror or error}).") from None
         if digest(content) != self.path.stem.rpartition("-")[2]:
             raise ConfigError(f"{self.path} is damaged: it is not what its checkpoint refers to.")
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=self.weights_only)
+        return Content(content, self.weights_only)
 
 
 class SavedStates(Mapping[int, Any]):
@@ -65,7 +88,7 @@ class SavedStates(Mapping[int, Any]):
         self._has = [client for client, file in files.items() if part != "streams" or file.trained]
 
     def __getitem__(self, client: int) -> Any:
-        return self.files[client].read()[self.part]
+        return self.files[client].read().state()[self.part]
 
     def __contains__(self, client: object) -> bool:
         return client in self.files and (self.part != "streams" or self.files[client].trained)  # type: ignore[index]
@@ -96,9 +119,10 @@ def with_states(federation: dict[str, Any], checkpoint: Path, weights_only: bool
 def references_to(files: Mapping[int, StateFile]) -> str:
     """Return what a checkpoint holds of files: their names, a line each; those of who has never trained end in ``?``.
 
-    It is text, since Python takes longer to save a table of many clients than all the rest.
+    They are in the order of the clients' ids. They are text, since Python takes longer to save a table of many clients
+    than all the rest.
     """
-    return "\n".join(file.name if file.trained else f"{file.name}?" for file in files.values())
+    return "\n".join(file.name if file.trained else f"{file.name}?" for _, file in sorted(files.items()))
 
 
 def referred_to(names: str, checkpoint: Path, weights_only: bool = True) -> dict[int, StateFile]:

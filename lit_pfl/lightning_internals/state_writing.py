@@ -4,7 +4,6 @@ A file's name says whose state it is and what is in it, so it is never changed: 
 every checkpoint with just the states that it was written with. A file is deleted once no checkpoint refers to it.
 """
 
-import io
 import os
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +22,7 @@ from lit_pfl.lightning_internals.state_files import (
     ASLEEP,
     ENDING,
     FOLDER,
+    Content,
     StateFile,
     digest,
     references_to,
@@ -72,15 +72,22 @@ class StateFiles:
         self._checkpoints: dict[tuple[int, int], int | frozenset[str] | None] = {}  # see _refers
         self._swept = False
 
-    def put(self, client: int, state: Mapping[str, Any], trained: bool) -> None:
+    def read(self, client: int) -> Content | None:
+        """Return a client's latest state; None for one that is as it was made.
+
+        Raises:
+            ConfigError: when its file is not there, or is not what was written.
+        """
+        file = self.latest.get(client)
+        return None if file is None else file.read()
+
+    def put(self, client: int, state: Content, trained: bool) -> None:
         """Write a client's state.
 
         Raises:
             SaveError: when it cannot be written.
         """
-        buffer = io.BytesIO()
-        torch.save(dict(state), buffer)
-        content = buffer.getvalue()
+        content = state.content
         file = StateFile(self.folder, f"{client // EACH}/{client}-{digest(content)}{ENDING}", trained)
         since = self._count
         try:

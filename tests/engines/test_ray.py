@@ -78,10 +78,15 @@ def test_what_comes_out_of_a_parcel(copy):
     assert other.outer is None
 
 
-@pytest.mark.parametrize(("options", "name"), [({"workers": 0}, "workers")])
+@pytest.mark.parametrize(("options", "name"), [({"workers": 0}, "workers"), ({"awake": 0}, "awake")])
 def test_what_cannot_be_is_refused(options, name):
     with pytest.raises(ConfigError, match=rf"^federation\.engine\.{name}=0: give 1 or more\.$"):
         Ray(**options)
+
+
+def test_files_keep_the_states_of_clients_anyway():
+    with pytest.raises(ConfigError, match=r"^federation\.engine\.recover=false: federation\.engine\.awake keeps"):
+        Ray(recover=False, awake=2)
 
 
 # ------------------------------------------------------------------------------------------------------- on two cores
@@ -144,6 +149,45 @@ def test_a_checkpoint_of_one_engine_resumes_in_the_other(cluster, tmp_path):
         resumed.engine.abort()
 
 
+class InMemory(L.Callback):
+    """Counts the clients in the memory of each worker after each round's training and validation."""
+
+    def __init__(self):
+        self.most = 0
+
+    def count(self, trainer, pl_module, *args):
+        engine = pl_module.engine
+        for worker in engine._crew.at_work:
+            here = worker.actor.__ray_call__.remote(lambda self: len(self.engine.clients))
+            self.most = max(self.most, engine.ray.get(here))
+
+    on_train_batch_end = on_validation_end = count
+
+
+@pytest.mark.parametrize("method", [M.FedAvg, M.Ditto, M.SimFed])
+def test_states_on_disk_come_to_the_same_bits(cluster, method, tmp_path):
+    """With states of clients in files as without, of any number of workers, and resumed in either engine."""
+    whole = fit_saved(client(method), Local(), tmp_path / "whole", 3)
+    one = fit_saved(client(method), Local(awake=2), tmp_path / "one", 3)
+    further = fit_saved(client(method), Local(), tmp_path / "further", 4, tmp_path / "whole" / "last.ckpt")
+    for workers, share in ((1, 2), (2, 1)):
+        folder, counted = tmp_path / str(workers), InMemory()
+        other = fit_saved(client(method), Ray(workers, awake=2), folder, 3, callbacks=[counted])
+        assert counted.most == share
+        same(whole, other)
+        same_files(tmp_path / "one", folder)
+        other.engine.abort()
+        back = fit_saved(client(method), Local(awake=2), tmp_path / f"back {workers}", 4, folder / "last.ckpt")
+        same(further, back)
+    for before in ("one", "whole"):
+        after = tmp_path / f"after {before}"
+        resumed = fit_saved(client(method), Ray(2, awake=3), after, 4, tmp_path / before / "last.ckpt")
+        same(further, resumed)
+        same_files(tmp_path / "back 2", after)
+        resumed.engine.abort()
+    assert not one.engine.left
+
+
 class Kill(L.Callback):
     """Ends a worker before a round's training."""
 
@@ -164,6 +208,10 @@ def test_a_lost_worker_costs_time_only(cluster):
     whole = fit(Local())
     with pytest.warns(match=r"A worker on .* is lost \(.*\); its 2 clients continue from where they were"):
         lost = fit(Ray(2), Kill(1))
+    same(whole, lost)
+    lost.engine.abort()
+    with pytest.warns(match=r"A worker on .* is lost"):
+        lost = fit(Ray(2, awake=2), Kill(1))
     same(whole, lost)
     lost.engine.abort()
     with pytest.raises(RuntimeError, match="engine.recover=false keeps no states of its clients"):

@@ -11,8 +11,8 @@ from lit_pfl.data import ClassShards, Dirichlet
 from lit_pfl.engines import Local, Stacked
 from lit_pfl.engines.stack import Epoch, Stack, train_together
 from lit_pfl.errors import ConfigError
-from lit_pfl_callbacks.tensors import tensors_of
-from tiny import GroupNet, Parts, client, digits, run, spec, trainer, weights
+from lit_pfl_callbacks.tensors import copied, tensors_of
+from tiny import GroupNet, Parts, assert_equal, client, digits, run, spec, trainer, weights
 
 
 class Normed(Parts):
@@ -70,6 +70,32 @@ def test_clients_in_a_stack_learn_what_they_would_by_themselves(method):
 
 def test_what_stays_at_home_does_in_a_stack():
     assert_close(*both(M.FedAvg, model={"local": "norm", "norm_stats": "averaged"}))
+
+
+def own_state(module):
+    return copied(module.state_dict())
+
+
+@pytest.mark.parametrize("channels_last", [None, True])
+@pytest.mark.parametrize("method", [M.FedAvg, M.SimFed])
+def test_clients_that_sleep_come_to_the_same_bits(method, channels_last, tmp_path):
+    """And a checkpoint with states in files resumes with all in memory."""
+
+    def fit(engine, rounds, path=None):
+        make = {"backbone": Normed, "channels_last": channels_last}
+        federation = Federation(client(method, **make), seed=3, threads=1, participation=3, engine=engine)
+        fitting = trainer(rounds)
+        fitting.fit(federation, datamodule=digits(6), ckpt_path=path, weights_only=False)
+        return federation, fitting
+
+    whole, _ = fit(Stacked(2), 4)
+    half, fitting = fit(Stacked(32, awake=2), 2)
+    assert len(half.clients) == 2
+    fitting.save_checkpoint(tmp_path / "last.ckpt")
+    for engine in (Stacked(2), Stacked(2, awake=3)):
+        resumed, _ = fit(engine, 4, tmp_path / "last.ckpt")
+        assert_equal(whole.ask(own_state), resumed.ask(own_state))
+        assert whole.rows == resumed.rows
 
 
 def adam(parameters):
