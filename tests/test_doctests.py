@@ -45,4 +45,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", ROOT / "docs", tmp_path]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    assert "What a client sends" in (tmp_path / "methods/SimFed.html").read_text()
+    method, tutorial = ((tmp_path / f"{page}.html").read_text() for page in ("methods/SimFed", "tutorial"))
+    assert "What a client sends" in method
+    assert "After the last round, on test data" in tutorial  # what its command printed
+    assert len(list((tmp_path / "_images").glob("tutorial_*.svg"))) == 2
