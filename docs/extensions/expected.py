@@ -57,7 +57,9 @@ Longer, with the method's own configuration:
 
 ```
 lit-pfl fit --config {config}
-```"""
+```
+
+In Python: `trainer.fit(Federation({method}(...)), datamodule=Digits())`."""
 #: what a method is to be compared with
 BASELINES = ("StandAlone", "FedAvg")
 COLUMNS = ("method", "seed", *STATES, "megabytes", "seconds")
@@ -109,7 +111,9 @@ def shown(method: str) -> str:
     mine = measured[method]
     short = "short" in arguments(method)
     baselines = [f"{name} has {scores(measured[name])}" for name in BASELINES if name != method]
-    more = MORE.format(baselines=f"With the same options, {'; '.join(baselines)}. ", config=method.lower())
+    more = MORE.format(
+        baselines=f"With the same options, {'; '.join(baselines)}. ", config=method.lower(), method=method
+    )
     return SHOWN.format(
         about=SHORT if short else ADAPTERS,
         command=" ".join(["lit-pfl", *arguments(method), "--seed_everything 1"]),

@@ -90,8 +90,6 @@ PAGE = """\
 
 {expected}
 
-In Python: `trainer.fit(Federation({name}(...)), datamodule=Digits())`.
-
 ## How it works, and its options
 
 ```{{eval-rst}}
