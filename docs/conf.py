@@ -19,6 +19,7 @@ extensions = [
     "sphinxcontrib.bibtex",
     "mathml",
     "method_pages",
+    "run_blocks",
 ]
 exclude_patterns = ["_build", "extensions"]
 bibtex_bibfiles = ["references.bib"]

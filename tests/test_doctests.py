@@ -7,11 +7,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
+import torch
 
 import lit_pfl
+import lit_pfl.data
+import lit_pfl.engines
+import lit_pfl.methods
 import lit_pfl_callbacks
+from lit_pfl.data import Digits
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
@@ -28,14 +35,64 @@ def test_docstring(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
+def blocks_of(page: str) -> list[str]:
+    """Return a page's programs."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
 @pytest.mark.parametrize("name", ["your_module", "your_data", "your_method", "existing_project"])
 def test_guide(name, monkeypatch, tmp_path):
     """Its blocks are run as one program."""
-    guide = (ROOT / f"docs/{name}.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    blocks = blocks_of(f"docs/{name}.md")
     assert len(blocks) >= 3
     monkeypatch.chdir(tmp_path)
     exec(compile("\n".join(blocks), f"docs/{name}.md", "exec"), {"__name__": "guide"})
+
+
+class OneRound(L.Trainer):
+    """What a page's Trainer is here."""
+
+    def __init__(self, max_epochs: int, **options: Any) -> None:
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        short = {"max_epochs": 1, "limit_test_batches": 0, "limit_val_batches": 0}
+        super().__init__(**{**options, **quiet, **short, "accelerator": "cpu"})
+
+
+def few_digits(**options: Any) -> Digits:
+    """Return what a page's data are here."""
+    return Digits(**{**options, "num_clients": 5}, train_fraction=0.05, test_fraction=0.1)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "docs/command_line.md",
+        "docs/export.md",
+        "docs/factorized_fl.md",
+        pytest.param("docs/engines.md", marks=pytest.mark.slow),
+    ],
+)
+def test_program(page, monkeypatch, tmp_path):
+    """A page's first program runs as it stands, but for one round on a few digits."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(L, "Trainer", OneRound)
+    for name in ("Digits", "CIFAR10"):
+        monkeypatch.setattr(lit_pfl.data, name, few_digits)
+    given = {"__name__": "page", "L": L, "Federation": lit_pfl.Federation, "SimFed": lit_pfl.methods.SimFed}
+    given |= {"CIFAR10": few_digits, "Ray": lambda workers: lit_pfl.engines.Ray(workers=2)}
+    exec(compile(blocks_of(page)[0], page, "exec"), given)
+
+
+def test_the_readme(monkeypatch):
+    """Its programs are parts: they run with what the text around them names."""
+    monkeypatch.setattr(L, "Trainer", OneRound)
+    federate, simulate, ring = blocks_of("README.md")
+    names = {"L": L, "torch": torch, "Federation": lit_pfl.Federation, "SimFed": lit_pfl.methods.SimFed}
+    names |= {"CIFAR10": few_digits, "Client": lit_pfl.Client, "MixingServer": lit_pfl.MixingServer}
+    exec(simulate, names)
+    exec(ring, names)
+    assert names["RingServer"]().mixing_matrix(1, dict.fromkeys(range(3))).sum(1).tolist() == [1.0] * 3
+    compile(federate, "README.md", "exec")
 
 
 @pytest.mark.slow
@@ -45,4 +102,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", ROOT / "docs", tmp_path]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    assert "What a client sends" in (tmp_path / "methods/SimFed.html").read_text()
+    method, tutorial = ((tmp_path / f"{page}.html").read_text() for page in ("methods/SimFed", "tutorial"))
+    assert "What a client sends" in method
+    assert "After the last round, on test data" in tutorial  # what its command printed
+    assert len(list((tmp_path / "_images").glob("tutorial_*.svg"))) == 2

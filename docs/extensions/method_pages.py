@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import expected
 import lightning as L
 import matplotlib
 import torch
@@ -87,13 +88,7 @@ PAGE = """\
 {refusals}
 ## Run it
 
-On the bundled digits, with the method's own configuration:
-
-```
-lit-pfl fit --config {config}
-```
-
-In Python: `trainer.fit(Federation({name}(...)), datamodule=Digits())`.
+{expected}
 
 ## How it works, and its options
 
@@ -171,7 +166,7 @@ def watched(method: type[Client]) -> Watched:
     """Run a few rounds of a method."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    data = Digits(num_clients=4, partition=Dirichlet(1.0), image_size=16, train_fraction=0.05, test_fraction=0.9)
+    data = Digits(num_clients=4, partition=Dirichlet(1.0), image_size=16, train_fraction=0.05, test_fraction=0.05)
     backbone = LoRANet if issubclass(method, lit_pfl.methods.FedIT) else CNN
     made = method() if method.__name__ in OWN_NETWORK else method(backbone=backbone)
     federation = Watched(made, local_epochs=2, seed=1)
@@ -294,9 +289,9 @@ def write_pages(app: object) -> None:
             page.write_text(
                 PAGE.format(
                     name=name, about=about[0].upper() + about[1:], family=family[0].lower() + family[1:],
-                    sends=sends, server=server, made_for=made_for, refusals=refusals(method), config=name.lower(),
-                    formula=formula[name], caption=draw(method, folder), defaults=defaults(sources[name]),
-                    differences=differences(method),
+                    sends=sends, server=server, made_for=made_for, refusals=refusals(method),
+                    expected=expected.shown(name), formula=formula[name], caption=draw(method, folder),
+                    defaults=defaults(sources[name]), differences=differences(method),
                 )
             )  # fmt: skip
 
