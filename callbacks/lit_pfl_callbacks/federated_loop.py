@@ -200,9 +200,7 @@ class FederatedLoop(L.Callback):
                 shared = {**shared, FROZEN: table_of(frozen)}
         return JoinInfo(self._count_samples(trainer), shared)
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save a module that decides for itself as it was trained: who resumes from that loads the reply again.
 
         What such a module does with a reply may depend on what it holds.
