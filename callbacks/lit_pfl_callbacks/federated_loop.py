@@ -205,7 +205,8 @@ class FederatedLoop(L.Callback):
 
         What such a module does with a reply may depend on what it holds.
         """
-        checkpoint["state_dict"].update(self._trained)
+        # that of Lightning's WeightAveraging is the average
+        checkpoint.get("current_model_state", checkpoint["state_dict"]).update(self._trained)
 
     def _keep(self, pl_module: L.LightningModule) -> None:
         """Keep what a reply may change, until an epoch trains from it."""

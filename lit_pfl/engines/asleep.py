@@ -20,6 +20,7 @@ from lit_pfl.engines.frozen import constant
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import ASLEEP, FOLDER, Content, SavedStates, StateFiles, lent_trainer
 from lit_pfl.randomness import random_state_kept
+from lit_pfl_callbacks.frozen import FROZEN, read_table
 from lit_pfl_callbacks.run_folder import run_folder
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Asleep:
             engine.take_up({ASLEEP: True, **{part: {client: own} for part, own in state.items()}}, [client])
             if changed := _changed(engine.clients[client], state["clients"]["state_dict"]):
                 engine.frozen_weights.note(changed, engine.clients[client])
-        elif not _same(sent, self._initial.get(client, sent)):
+        elif not _begins_as(sent, self._initial.get(client, sent)):
             raise ConfigError(
                 f"federation.engine.awake: client {client} begins with other tensors than clients like it, so all "
                 "have to be made at the start; leave federation.engine.awake out."
@@ -249,6 +250,16 @@ def _watched(thing: T, names: set[str], note: Callable[[str], None]) -> T:
     other = copy.copy(thing)
     object.__setattr__(other, "__class__", type(kind.__name__, (kind,), {"__getattribute__": asked}))
     return other
+
+
+def _begins_as(sent: Payload, initial: Payload) -> bool:
+    """Say whether a client sends on joining what those like it do.
+
+    Weights that a module has been seen to change since are no longer among a client's frozen ones.
+    """
+    frozen, expected = (read_table(one[FROZEN]) if FROZEN in one else {} for one in (sent, initial))
+    rest, other = ({name: one[name] for name in one if name != FROZEN} for one in (sent, initial))
+    return frozen.items() <= expected.items() and _same(rest, other)
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -124,6 +124,11 @@ def test_clients_that_sleep_come_to_the_same_bits(tmp_path, method, options):
     assert files(tmp_path / "two") == referred(last(tmp_path / "two"))
 
 
+def test_a_client_that_wakes_after_others_have_changed_a_frozen_weight(tmp_path):
+    everybody, one = fit(tmp_path / "all", "moving"), fit(tmp_path / "one", "moving", awake=1)
+    assert_same_run(everybody, one, tmp_path / "all", tmp_path / "one")
+
+
 class Stopped(Exception):
     pass
 
