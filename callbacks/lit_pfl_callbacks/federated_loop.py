@@ -205,8 +205,12 @@ class FederatedLoop(L.Callback):
 
         What such a module does with a reply may depend on what it holds.
         """
-        # that of Lightning's WeightAveraging is the average
-        checkpoint.get("current_model_state", checkpoint["state_dict"]).update(self._trained)
+        saved = checkpoint.get("current_model_state", checkpoint["state_dict"])  # the latter may be an average
+        saved.update({name: value for name, value in self._trained.items() if name in saved})
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep nothing any more: what is saved from now on is the module as it is."""
+        self._trained = {}
 
     def _keep(self, pl_module: L.LightningModule) -> None:
         """Keep what a reply may change, until an epoch trains from it."""
