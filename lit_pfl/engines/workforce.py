@@ -120,8 +120,16 @@ class Workforce:
 
     def _wait(self) -> None:
         """Wait for the first worker, unless none is coming."""
+        told = False
         while self.coming and not self.at_work:
-            self.ray.wait([worker.ready for worker in self.coming])
+            come, _ = self.ray.wait([worker.ready for worker in self.coming], timeout=GATHERING)
+            if not come and not told:
+                free, told = self.ray.available_resources(), True
+                rank_zero_warn(
+                    f"federation.engine=Ray: no worker has started in {GATHERING:.0f} s, and the run waits. Each takes "
+                    f"{self.resources}; of {self.ray.cluster_resources().get('CPU', 0):g} cores "
+                    f"{free.get('CPU', 0):g} are free. Another federation or program may have them."
+                )
             self.welcome()
 
     def end(self) -> None:

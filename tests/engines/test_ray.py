@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -20,6 +21,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.engines import Local, Ray
 from lit_pfl.engines.parcels import packed, unpacked
 from lit_pfl.engines.placement import assigned
+from lit_pfl.engines.workforce import Handle, Workforce
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.testing import MethodTester
 from lit_pfl_callbacks import FeatureMap, PersonalizedModels, RunLogger, Similarity, SparsityMonitor
@@ -82,6 +84,25 @@ def test_what_comes_out_of_a_parcel(copy):
 def test_what_cannot_be_is_refused(options, name):
     with pytest.raises(ConfigError, match=rf"^federation\.engine\.{name}=0: give 1 or more\.$"):
         Ray(**options)
+
+
+def test_who_waits_for_cores_is_told_once_what_is_lacking():
+    waits = iter([([], ["ready"]), ([], ["ready"]), (["ready"], []), (["ready"], [])])
+    fake = SimpleNamespace(
+        remote=lambda _: SimpleNamespace(options=lambda **_: None),
+        wait=lambda *_, timeout=None: next(waits) if timeout else (["ready"] if next(come) else [], []),
+        cluster_resources=lambda: {"CPU": 2.0},
+        available_resources=lambda: {},
+        get=lambda answer: ("here", "node") if answer == "ready" else answer,
+    )
+    come = iter([False, False, True])
+    crew = Workforce(fake, {"num_cpus": 1.0}, (), lambda _: None, lambda *_: None)
+    crew._opened = lambda answer: answer
+    crew.coming = [Handle(None, "ready")]
+    with pytest.warns(match=r"no worker has started in 60 s, .* takes {'num_cpus': 1.0}; of 2 cores 0 are") as said:
+        crew._wait()
+    assert len(said) == 1
+    assert [worker.where for worker in crew.at_work] == ["here"]
 
 
 def test_files_keep_the_states_of_clients_anyway():
