@@ -280,3 +280,8 @@ def test_robust_means_by_name_on_the_command_line(capsys, tmp_path):
         "'share' is not accepted. It has byzantine"
         in typed(capsys, *words, "--model.mean", "Krum", "--model.mean.share", "0.3").errors[0]
     )
+
+
+def test_a_trusted_client_that_there_is_not_is_refused():
+    with pytest.raises(ConfigError, match=r"^model\.mean\.trusted=9: no client has this id; ids end at 2\.$"):
+        run(client(FedAvg, mean=FLTrust(9)), digits(3), rounds=1)

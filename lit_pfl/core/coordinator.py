@@ -79,8 +79,10 @@ class Coordinator:
 
         Raises:
             ConfigError: when there is no client, or one without samples, or with a tensor that cannot be sent, or
-                that is not finite.
+                that is not finite; when the robust mean cannot do with these clients.
         """
+        if self.server.robust is not None:
+            self.server.robust.check(clients)
         clients, frozen = without_frozen(clients)
         self._checks = Checks(clients, frozen, self.server, self.max_update_norm)
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())

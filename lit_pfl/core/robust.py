@@ -4,7 +4,7 @@ A new one is a subclass of :class:`RobustMean` with one method, and then works b
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
@@ -55,6 +55,13 @@ class RobustMean(ABC):
 
         Raises:
             UploadError: when there are too few uploads.
+        """
+
+    def check(self, clients: Collection[int]) -> None:  # noqa: B027 - most means do with any
+        """See that the mean can do with these clients, by id.
+
+        Raises:
+            ConfigError: when it cannot.
         """
 
 
@@ -248,6 +255,10 @@ class FLTrust(Rescaled):
 
     def __init__(self, trusted: NonNegativeInt = 0) -> None:
         self.trusted = trusted
+
+    def check(self, clients: Collection[int]) -> None:  # noqa: D102
+        if self.trusted not in clients:
+            raise ConfigError(f"model.mean.trusted={self.trusted}: no client has this id; ids end at {max(clients)}.")
 
     def scale(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> list[float]:  # noqa: D102
         if self.trusted not in uploads:
