@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import re
 import sys
 import warnings
 from contextlib import ExitStack
@@ -76,6 +77,8 @@ def run(args: ArgsType) -> None:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ConfigError | MisconfigurationException):
             cause = cause.__cause__
-        if cause is None:
+        # of an option of several kinds it only tells what the first of them says
+        line = re.search(r"^\s*- ((?:federation|model|data)\.[\w.]+=.*)$", str(error), re.MULTILINE)
+        if cause is None and line is None:
             raise
-        fail(str(cause))
+        fail(line[1] if cause is None and line else str(cause))

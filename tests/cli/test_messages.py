@@ -104,6 +104,8 @@ REFUSED = [
     ("--data CIFAR100", "CIFAR100 is not in "),
     ("--data Digitz", "data: there is no 'Digitz'; choose one of "),
     ("--federation.participation 1.5", "federation.participation=1.5"),
+    ("--federation.participation Bernoulli --federation.participation.probability 0",
+     "federation.participation.probability=0.0: give one above 0"),
     ("--trainer.logger.save_dir /proc/no", "The run folder cannot be written"),
     ("fit --model FedAvg --model.learner foreign.Regression",
      "model.learner: Regression has no training loss for a batch of this data, (float32["),
