@@ -19,7 +19,7 @@ class APFL(TwoModels):
 
     On every batch w takes FedAvg's step; v takes one with the gradient of the mixture's loss by v, which is
     ``alpha * grad f(alpha * v + (1 - alpha) * w)``, at v and w as they were before either step, as in the paper's
-    Algorithm 1 (some codes take w's step first). w does not feel that loss. What is evaluated is the mixture. With
+    Algorithm 1 (some codes take w's step first; in FL-bench's w takes it twice). w does not feel that loss. What is evaluated is the mixture. With
     ``alpha=0`` that is FedAvg's model, with ``alpha=1`` Stand-Alone's, bit for bit.
 
     Weight decay and the L1 norm of a factorization apply to v, not to the mixture.
