@@ -24,8 +24,7 @@ class Scaffold(Client):
     A client that trained from w_t to w_i reads its new c_i off the way that it went (option II): ``c_i - c + (w_t -
     w_i) / s``, where s is the sum of the learning rates of all steps it took, whatever the schedule. It sends w_i and
     the change of c_i, and is sent w and c: twice the traffic of FedAvg. The server takes the plain mean of the
-    participants' models and adds their changes to c, each divided by the number of all clients. In PFLlib's code s is
-    that of one local epoch, so c_i is too large with several.
+    participants' models and adds their changes to c, each divided by the number of all clients.
 
     Weight decay counts as a part of the gradient; with gradient clipping c_i is the mean of what was stepped along.
 
