@@ -34,7 +34,7 @@ class CCVR(Classifying):
     head of the model that the statistics are of on them, by SGD on the cross entropy. That model is evaluated with
     ``federation.evaluate=after``, and as the global model: it is the one that the round began with, while the paper
     calibrates once after the last round. Training continues from the plain mean, so clients are those of FedAvg, bit
-    for bit.
+    for bit. In FL-bench's code S_ck is divided by n_ck.
 
     Args:
         samples_per_class: virtual features of every class.

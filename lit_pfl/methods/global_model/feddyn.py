@@ -24,7 +24,7 @@ class FedDyn(Client):
     w_t is the global model that a round begins with; after training, a client adds ``w - w_t`` to its h_i. The server
     takes the plain mean of the participants' models and adds the mean of all clients' h_i, each as it was when its
     client last took part. Where this comes to rest, ``-alpha h_i`` is the gradient of client i's loss, and these sum
-    to zero.
+    to zero. PFLlib's code does not square the norm.
 
     With ``federation.evaluate=after``, what is evaluated is that sum, the model that the next round begins with, or
     the participants' mean alone (``scored_model``).

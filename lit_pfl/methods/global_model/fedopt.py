@@ -42,7 +42,7 @@ class FedAdagrad(FedAvg):
     """FedAvg whose server takes Adagrad's steps: ``v <- v + D^2``, ``w <- w + lr m / (sqrt(v) + tau)``.
 
     D is the mean of the models less w, ``m <- beta1 m + (1 - beta1) D``, and v starts at ``tau^2``. It is
-    ``FedAvg(server_optimizer=ServerAdagrad(...))``. Clients train with their own optimizer.
+    ``FedAvg(server_optimizer=ServerAdagrad(...))``. Clients train with their own optimizer. In Flower v starts at 0.
 
     Args:
         lr: the server's learning rate, the paper's eta; it tries 0.001 to 10.
@@ -64,7 +64,8 @@ class FedAdam(FedAvg):
     """FedAvg whose server takes Adam's steps, ``w <- w + lr m / (sqrt(v) + tau)``, the first ones uncorrected.
 
     D is the mean of the models less w, ``m <- beta1 m + (1 - beta1) D``, ``v <- beta2 v + (1 - beta2) D^2``, and v
-    starts at ``tau^2``. It is ``FedAvg(server_optimizer=ServerAdam(...))``. Clients train with their own optimizer.
+    starts at ``tau^2``. It is ``FedAvg(server_optimizer=ServerAdam(...))``. Clients train with their own optimizer. In
+    Flower v starts at 0, and the first steps are corrected.
 
     Args:
         lr: the server's learning rate, the paper's eta; it tries 0.001 to 10.
@@ -91,7 +92,7 @@ class FedAdam(FedAvg):
 class FedYogi(FedAvg):
     """FedAvg whose server takes Yogi's steps: FedAdam's with ``v <- v - (1 - beta2) D^2 sign(v - D^2)``.
 
-    It is ``FedAvg(server_optimizer=ServerYogi(...))``. Clients train with their own optimizer.
+    It is ``FedAvg(server_optimizer=ServerYogi(...))``. Clients train with their own optimizer. In Flower v starts at 0.
 
     Args:
         lr: the server's learning rate, the paper's eta; it tries 0.001 to 10.

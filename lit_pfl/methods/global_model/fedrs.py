@@ -14,7 +14,8 @@ class FedRS(Classifying):
     """Federated averaging of clients that train on scaled logits: ``s_c * w_c h`` with s_c = alpha for missing classes.
 
     So the classifier's weights of classes that a client does not have are pushed away less. A bias of the head's last
-    layer is not scaled (the paper's classifier has none). What is evaluated is the model without scaling.
+    layer is not scaled (the paper's classifier has none). What is evaluated is the model without scaling. In the
+    authors' code each step scales by what the step before has made of the scale, so that it comes near 1 in a round.
 
     Args:
         alpha: scale of the logits of missing classes; 1 is FedAvg.

@@ -28,7 +28,8 @@ class FedGen(Classifying):
     The generator G makes features of a class y from uniform noise. After every round the server trains it with the
     uploaded heads H_i: for classes y that some participant has, it minimizes ``sum_i w_iy CE(H_i(G(y)), y)``, with w_iy
     the share of participant i of the samples of class y, plus ``eta`` times ``exp(-mean |G - G'|_1 |e - e'|^2)`` over
-    pairs with noise e and e', which keeps features of different noise apart.
+    pairs with noise e and e', which keeps features of different noise apart. In the authors' code every feature of a
+    batch has the batch's mean of w_iy.
 
     From the federation's second round on, a client minimizes its loss plus ``gen_batch_size / B * a_t CE(H(G(y')),
     y')``, for classes y' drawn among those that anybody has, plus ``b_t KL(softmax H(G(y)) || p(x))`` for its own batch

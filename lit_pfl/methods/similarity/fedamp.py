@@ -75,7 +75,7 @@ class HeurFedAMP(FedAMP):
     """FedAMP whose server compares models by their cosine, and gives a client's own a fixed weight.
 
     For j other than i, ``xi_ij = (1 - self_weight) exp(sigma cos(w_i, w_j)) / sum_h exp(sigma cos(w_i, w_h))``, the sum
-    over all h other than i. A client that is alone has the weight 1.
+    over all h other than i. A client that is alone has the weight 1. PFLlib's early code never keeps the mixture.
 
     Args:
         self_weight: the weight xi_ii of a client's own model.

@@ -39,7 +39,8 @@ class FedFOMO(Client):
         num_models: number of models M that a client is sent in a round; Factorized-FL compares with 10.
         epsilon: probability that one of them is chosen at random.
         epsilon_decay: how much less that becomes with every round.
-        norm: how the distance of two models is measured. The paper has ``l2``, the released code by default ``l1``.
+        norm: how the distance of two models is measured. The paper has ``l2``, the released code by default ``l1``,
+            and its ``l2`` is squared.
         val_fraction: share of the training data that is held back.
         kwargs: see :class:`~lit_pfl.Client`.
 

@@ -25,8 +25,9 @@ class PFedLA(Client):
     layer is a module with weights. Before a client's first upload, w_j is what all start with. Where all weights of a
     layer are 0 they are 1 for the client itself.
 
-    There is no code by the authors. FL-bench and KarhouTam/pFedLA step the other way, away from w_i. HeurpFedLA,
-    whose clients keep some layers, is not here.
+    There is no code by the authors. FL-bench and KarhouTam/pFedLA step the other way, away from w_i; in FL-bench each
+    tensor has weights of its own, and w_i is the former w_i plus what training has changed. HeurpFedLA, whose clients
+    keep some layers, is not here.
 
     Args:
         embedding_dim: size of the embeddings.

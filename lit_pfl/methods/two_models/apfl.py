@@ -17,10 +17,10 @@ from lit_pfl_callbacks.tensors import evaluating
 class APFL(TwoModels):
     """Next to FedAvg's model w, every client trains a model v such that ``alpha * v + (1 - alpha) * w`` suits its data.
 
-    On every batch w takes FedAvg's step; v takes one with the gradient of the mixture's loss by v, which is
-    ``alpha * grad f(alpha * v + (1 - alpha) * w)``, at v and w as they were before either step, as in the paper's
-    Algorithm 1 (some codes take w's step first). w does not feel that loss. What is evaluated is the mixture. With
-    ``alpha=0`` that is FedAvg's model, with ``alpha=1`` Stand-Alone's, bit for bit.
+    On every batch w takes FedAvg's step; v takes one with the gradient of the mixture's loss by v, which is ``alpha *
+    grad f(alpha * v + (1 - alpha) * w)``, at v and w as they were before either step, as in the paper's Algorithm 1
+    (some codes take w's step first; in FL-bench's w takes it twice). w does not feel that loss. What is evaluated is
+    the mixture. With ``alpha=0`` that is FedAvg's model, with ``alpha=1`` Stand-Alone's, bit for bit.
 
     Weight decay and the L1 norm of a factorization apply to v, not to the mixture.
 

@@ -18,7 +18,8 @@ class L2GD(Client):
     Loopless gradient descent for ``sum f_i(x_i) / n + lam / (2 n) sum |x_i - x|^2``, x the mean of the models, takes
     either a local step or, with probability p, the step ``x_i <- (1 - mix) x_i + mix x`` with ``mix = eta lam / (n
     p)``. Here a round has the federation's local epochs instead of a random number of local steps, and the clients mix
-    as it begins. With ``mix=0`` this is StandAlone, with ``mix=1`` FedAvg with the same weighting, bit for bit.
+    as it begins. With ``mix=0`` this is StandAlone, with ``mix=1`` FedAvg with the same weighting, bit for bit. In
+    the code of kNN-Per's authors, which has this method too, clients never take the mixture over.
 
     Args:
         mix: how far a client goes, from 0 to 1; further would overshoot.
