@@ -2,6 +2,7 @@
 
 import importlib.util
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ def test_a_page_has_the_command_and_its_result(expected, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_command_is_accepted(expected, method, capsys, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)  # adapters: examples/
+    for name in [name for name in sys.modules if name.partition(".")[0] == "examples"]:  # of another package
+        monkeypatch.delitem(sys.modules, name)
     if issubclass(getattr(lit_pfl.methods, method), lit_pfl.methods.FedIT):
         pytest.importorskip("peft")
     came = typed(capsys, *expected.arguments(method), "--seed_everything=1", "--print_config")
