@@ -1,5 +1,8 @@
 """The command line, from words to files."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -222,3 +225,27 @@ def test_somebodys_own_module_of_the_current_folder_is_trained_resumed_scored_an
     with pytest.raises(SystemExit):
         main(["fit", "--model", "Ditto", "--model.learner", "their_module.Nobody", *data])
     assert capsys.readouterr().err.strip().endswith("model.learner: module 'their_module' has no attribute 'Nobody'.")
+
+
+def test_a_module_of_the_current_folder_comes_before_an_installed_one_of_its_name(tmp_path):
+    for folder, content in (("installed", ""), ("here", "from lit_pfl.data import Digits\nclass Own(Digits): ...\n")):
+        (tmp_path / folder / "mine").mkdir(parents=True)
+        (tmp_path / folder / "mine" / "data.py").write_text(content)
+    paths = os.pathsep.join([str(tmp_path / "installed"), *sys.path])
+    typed = ["fit", "--model", "FedAvg", "--data", "mine.data.Own", "--print_config"]
+    came = subprocess.run(  # -P: as where `lit-pfl` is typed, the current folder is not there by itself
+        [sys.executable, "-P", "-c", f"from lit_pfl.cli import main; main({typed})"],
+        cwd=tmp_path / "here", env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert came.returncode == 0, came.stderr
+    assert "class_path: mine.data.Own" in came.stdout
+
+
+@pytest.mark.parametrize("typed", ["--help", "methods"])
+def test_who_reads_no_further_gets_no_traceback(typed):
+    answer = subprocess.Popen(
+        [sys.executable, "-m", "lit_pfl", typed], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    answer.stdout.close()
+    assert answer.stderr.read() == ""
+    assert answer.wait() == 0

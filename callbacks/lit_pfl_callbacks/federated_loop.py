@@ -189,17 +189,6 @@ class FederatedLoop(L.Callback):
         link: Any = self.link
         link.load_state_dict(state_dict)
 
-    def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
-        if _decides(pl_module):
-            shared = getattr(pl_module, "joining", pl_module.initial)()
-        else:
-            frozen = {name: weight for name, weight in frozen_weights(pl_module).items() if self.share(name)}
-            self._frozen = set(frozen)
-            shared = self._shared(pl_module)
-            if frozen:
-                shared = {**shared, FROZEN: table_of(frozen)}
-        return JoinInfo(self._count_samples(trainer), shared)
-
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save a module that decides for itself as it was trained: who resumes from that loads the reply again.
 
@@ -211,6 +200,17 @@ class FederatedLoop(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Keep nothing any more: what is saved from now on is the module as it is."""
         self._trained = {}
+
+    def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
+        if _decides(pl_module):
+            shared = getattr(pl_module, "joining", pl_module.initial)()
+        else:
+            frozen = {name: weight for name, weight in frozen_weights(pl_module).items() if self.share(name)}
+            self._frozen = set(frozen)
+            shared = self._shared(pl_module)
+            if frozen:
+                shared = {**shared, FROZEN: table_of(frozen)}
+        return JoinInfo(self._count_samples(trainer), shared)
 
     def _keep(self, pl_module: L.LightningModule) -> None:
         """Keep what a reply may change, until an epoch trains from it."""

@@ -1,5 +1,6 @@
 """The command line: ``lit-pfl fit|validate|test|predict``, and the tools next to them."""
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,14 @@ def main(args: "ArgsType" = None) -> None:
     Args:
         args: the arguments; by default those of the process.
     """
+    try:
+        _answer_or_run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _answer_or_run(args: "ArgsType") -> None:
     words = sys.argv[1:] if args is None else args
     text = answer(words)
     if text is not None:

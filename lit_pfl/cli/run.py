@@ -26,10 +26,10 @@ def execute(held: ExitStack, args: ArgsType) -> FederatedCLI:
         held: what is to be let go of in the end, such as the run folder's lock.
         args: the arguments; None for those of the process.
     """
-    # So that class paths may name modules of the current folder; by its name, since a configuration file is read in its
-    # own folder.
+    # So that class paths may name modules of the current folder, before installed ones of the same name, as with
+    # `python -m`; by its name, since a configuration file is read in its own folder.
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+        sys.path.insert(0, here)
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*", category=FutureWarning)  # Lightning's, of PyTorch's
     warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")  # a resumed run's own
     # a command beside Lightning's makes its own arguments of those of the process
@@ -77,7 +77,7 @@ def run(args: ArgsType) -> None:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ConfigError | MisconfigurationException):
             cause = cause.__cause__
-        # of an option of several kinds it only tells what the first of them says
+        # for an option of several kinds, such as a number or a class, it raises from the first kind's error only
         line = re.search(r"^\s*- ((?:federation|model|data)\.[\w.]+=.*)$", str(error), re.MULTILINE)
         if cause is None and line is None:
             raise

@@ -2,8 +2,6 @@
 
 import argparse
 import importlib
-import os
-import sys
 from typing import Any
 
 #: by the command's name: its module, and what it does, for the overview. The module has ``add_options(parser)`` and
@@ -31,8 +29,8 @@ def run_tool(name: str, args: list[str]) -> None:
     tool.add_options(parser)
     try:
         tool.run(parser.parse_args(args))
-    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        raise
     except (ConfigError, OSError) as error:
         parser.exit(2, f"lit-pfl: error: {' '.join(str(error).split())}\n")
     except KeyboardInterrupt:

@@ -258,8 +258,7 @@ def _begins_as(sent: Payload, initial: Payload) -> bool:
     Weights that a module has been seen to change since are no longer among a client's frozen ones.
     """
     frozen, expected = (read_table(one[FROZEN]) if FROZEN in one else {} for one in (sent, initial))
-    rest, other = ({name: one[name] for name in one if name != FROZEN} for one in (sent, initial))
-    return frozen.items() <= expected.items() and _same(rest, other)
+    return frozen.items() <= expected.items() and _same(sent.without(FROZEN), initial.without(FROZEN))
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

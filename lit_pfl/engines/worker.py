@@ -132,7 +132,7 @@ class Worker:
     """
 
     def __init__(self, path: Sequence[str], job: Parcel, samples: Parcel, awake: int | None = None) -> None:
-        sys.path += [entry for entry in path if entry not in sys.path]
+        sys.path[:] = dict.fromkeys([*path, *sys.path])
         keep_freed_memory()
         self.prototype, self.data, self.epochs, self.options = unpacked(job)
         vars(self.data).update(unpacked(samples, copy=False))
