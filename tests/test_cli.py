@@ -239,13 +239,3 @@ def test_a_module_of_the_current_folder_comes_before_an_installed_one_of_its_nam
     )  # fmt: skip
     assert came.returncode == 0, came.stderr
     assert "class_path: mine.data.Own" in came.stdout
-
-
-@pytest.mark.parametrize("typed", ["--help", "methods"])
-def test_who_reads_no_further_gets_no_traceback(typed):
-    answer = subprocess.Popen(
-        [sys.executable, "-m", "lit_pfl", typed], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    answer.stdout.close()
-    assert answer.stderr.read() == ""
-    assert answer.wait() == 0

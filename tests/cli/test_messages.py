@@ -204,6 +204,14 @@ def test_a_list_may_be_cut_by_whoever_reads_it():
     assert (came.returncode, came.stderr, len(came.stdout.splitlines())) == (0, "", 1)
 
 
+@pytest.mark.parametrize("word", ["--help", "methods"])
+def test_nothing_need_be_read(word):
+    command = [sys.executable, "-m", "lit_pfl", word]
+    answer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    answer.stdout.close()
+    assert (answer.stderr.read(), answer.wait()) == ("", 0)
+
+
 @pytest.mark.parametrize("word", ["--help", "--version"])
 def test_help_and_version_come_without_the_libraries_that_take_seconds(word):
     """Counted in modules, since seconds depend on who else is at work on this machine."""
