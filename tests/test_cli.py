@@ -231,7 +231,7 @@ def test_a_module_of_the_current_folder_comes_before_an_installed_one_of_its_nam
     for folder, content in (("installed", ""), ("here", "from lit_pfl.data import Digits\nclass Own(Digits): ...\n")):
         (tmp_path / folder / "mine").mkdir(parents=True)
         (tmp_path / folder / "mine" / "data.py").write_text(content)
-    paths = os.pathsep.join([str(tmp_path / "installed"), *sys.path])
+    paths = os.pathsep.join([str(tmp_path / "installed"), *sys.path, str(tmp_path / "here")])
     typed = ["fit", "--model", "FedAvg", "--data", "mine.data.Own", "--print_config"]
     came = subprocess.run(  # -P: as where `lit-pfl` is typed, the current folder is not there by itself
         [sys.executable, "-P", "-c", f"from lit_pfl.cli import main; main({typed})"],

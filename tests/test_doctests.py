@@ -78,17 +78,17 @@ def test_program(page, monkeypatch, tmp_path):
     monkeypatch.setattr(L, "Trainer", OneRound)
     for name in ("Digits", "CIFAR10"):
         monkeypatch.setattr(lit_pfl.data, name, few_digits)
-    given = {"__name__": "page", "L": L, "Federation": lit_pfl.Federation, "SimFed": lit_pfl.methods.SimFed}
-    given |= {"CIFAR10": few_digits, "Ray": lambda workers: lit_pfl.engines.Ray(workers=2)}
-    exec(compile(blocks_of(page)[0], page, "exec"), given)
+    ray = lit_pfl.engines.Ray
+    monkeypatch.setattr(lit_pfl.engines, "Ray", lambda workers: ray(workers=2))
+    exec(compile(blocks_of(page)[0], page, "exec"), {"__name__": "page"})
 
 
 def test_the_readme(monkeypatch):
     """Its programs are parts: they run with what the text around them names."""
     monkeypatch.setattr(L, "Trainer", OneRound)
+    monkeypatch.setattr(lit_pfl.data, "CIFAR10", few_digits)
     federate, simulate, ring = blocks_of("README.md")
-    names = {"L": L, "torch": torch, "Federation": lit_pfl.Federation, "SimFed": lit_pfl.methods.SimFed}
-    names |= {"CIFAR10": few_digits, "Client": lit_pfl.Client, "MixingServer": lit_pfl.MixingServer}
+    names = {"torch": torch, "Client": lit_pfl.Client, "MixingServer": lit_pfl.MixingServer}
     exec(simulate, names)
     exec(ring, names)
     assert names["RingServer"]().mixing_matrix(1, dict.fromkeys(range(3))).sum(1).tolist() == [1.0] * 3

@@ -28,7 +28,7 @@ def execute(held: ExitStack, args: ArgsType) -> FederatedCLI:
     """
     # So that class paths may name modules of the current folder, before installed ones of the same name, as with
     # `python -m`; by its name, since a configuration file is read in its own folder.
-    if (here := str(Path.cwd())) not in sys.path:
+    if sys.path[0] not in ("", here := str(Path.cwd())):
         sys.path.insert(0, here)
     warnings.filterwarnings("ignore", message=r".*LeafSpec.*", category=FutureWarning)  # Lightning's, of PyTorch's
     warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")  # a resumed run's own
