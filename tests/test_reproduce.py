@@ -609,7 +609,7 @@ def kill(process: subprocess.Popen, with_children: bool) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_killed_again_and_again_gives_the_same_file(tiny):
-    kills_planned = 4
+    kills_planned = 2
     draw = random.Random(5)
     folders = (tiny / str(number) for number in itertools.count())
 

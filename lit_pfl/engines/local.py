@@ -22,7 +22,7 @@ from lit_pfl.engines.validation import check_monitored
 from lit_pfl.engines.visitors import Visitors
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, limit_batches, make_lean
+from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, limit_batches, make_lean, undisturbed
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.federated_loop import JoinInfo, next_epoch
@@ -158,8 +158,9 @@ class Local(Engine):
         module = self.clients[client]
         if client not in self.hub:
             self._visitors.forget()  # their Trainer may say that it checks sanity
-            self._add_fit(client)
-            self.hub.start(client)
+            with undisturbed():
+                self._add_fit(client)
+                self.hub.start(client)
             check_monitored(module)
         module.completed_rounds = completed
         limit_batches(module.trainer, batches)

@@ -5,12 +5,14 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
+from lightning.fabric.accelerators.cuda import num_cuda_devices
 from lightning.fabric.utilities import registry
+from lightning.pytorch.accelerators import cuda as accelerators_cuda
 
 
 @contextmanager
@@ -19,38 +21,47 @@ def undisturbed() -> Iterator[None]:
 
     Every fit installs a SIGTERM handler that calls the one it found, and puts that back when it ends: a thousand fits
     inside one another's would call each other, and leave a dead one's behind. And every Trainer tells of its device,
-    which the federation's own Trainer has done once.
+    which the federation's own Trainer has done once. Inside of another one this takes no time, which a level's change
+    does: every logger of the process forgets then what it lets through.
     """
     handler, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("lightning.pytorch")
     level = logger.level
-    logger.setLevel(logging.WARNING)
+    if talks := level < logging.WARNING:
+        logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():  # it is about metrics, which clients' Trainers do not write
             warnings.filterwarnings("ignore", message=r"The number of training batches .* logging interval")
             yield
     finally:
-        logger.setLevel(level)
+        if talks:
+            logger.setLevel(level)
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
 def looked_up_once() -> Iterator[None]:
-    """Let Trainers be made that look for other packages' callbacks as the process's first one did.
+    """Let Trainers be made that look for other packages' callbacks, and for GPUs, as the process's first one did.
 
-    A Trainer reads the lists of entry points of all packages, which may take several times as long as the rest of it.
+    A Trainer reads the lists of entry points of all packages, which may take several times as long as the rest of it,
+    and loads NVIDIA's library twice where there is no GPU, to tell so.
     """
-    names: dict[str, Any] = vars(registry)
-    before = names.get("entry_points")
-    if before is entry_points:
-        names["entry_points"] = _entry_points
-    try:
+    with ExitStack() as held:
+        for module, name, original, known in (
+            (registry, "entry_points", entry_points, _entry_points),
+            (accelerators_cuda, "num_cuda_devices", num_cuda_devices, _num_cuda_devices),
+        ):
+            if vars(module).get(name) is original:
+                setattr(module, name, known)
+                held.callback(setattr, module, name, original)
         yield
-    finally:
-        if before is entry_points:
-            names["entry_points"] = before
 
 
 @cache
 def _entry_points(**which: str) -> Any:
     return entry_points(**which)
+
+
+@cache
+def _num_cuda_devices() -> int:
+    return num_cuda_devices()

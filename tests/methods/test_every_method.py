@@ -25,17 +25,16 @@ METHODS = sorted(
 MADE_BY = {"backbone": "make_backbone", "scheduler": "make_scheduler"}
 
 
-#: what every method is tried in by default, what those of the papers are too, and what `pytest -m slow` adds for all
+#: what every method is tried in by default, and what those of the papers are too, and others with `pytest -m slow`
 FIRST = "two_rounds_are_logged"
 SECOND = "resumed_equals_uninterrupted"
-THIRD = (SECOND, "the_order_of_clients_does_not_matter", "other_networks_work_or_are_refused")
 
 
 def told(name: str, *values: Any, check: str = "") -> Any:
     """Return a method, with whatever else a test is given, as a parameter."""
     of_the_papers = name in OF_THE_PAPERS
     default = name in ALWAYS or check == FIRST or (of_the_papers and check == SECOND)
-    slow = of_the_papers or check in THIRD
+    slow = of_the_papers or check == SECOND
     return pytest.param(name, *values, marks=() if default else pytest.mark.slow if slow else pytest.mark.full)
 
 
