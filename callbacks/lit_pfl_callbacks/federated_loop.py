@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from lit_pfl_callbacks.frozen import FROZEN, frozen_weights, table_of
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
+from lit_pfl_callbacks.random_state import ResumedDraws
 from lit_pfl_callbacks.tensors import copied, load_tensors, tensors_of
 
 # Running statistics of normalization layers describe one client's data, so they stay with the client.
@@ -89,6 +90,9 @@ class FederatedLoop(L.Callback):
 
     A Trainer of several processes (``strategy="ddp"``) is one client: its processes load what the first one is sent.
 
+    A checkpoint that was saved at a round's end holds the process's random state, and a fit of one process that resumes
+    from it draws what it would have drawn.
+
     Args:
         link: how the upload is sent, for example :class:`lit_pfl.links.LocalLink`.
         every_n_epochs: number of local epochs between two exchanges, at least 1.
@@ -128,6 +132,14 @@ class FederatedLoop(L.Callback):
         self._frozen: set[str] = set()  # names of what never trains, and so is not sent
         self.seconds = {"link": 0.0}
         self._trained: dict[str, Any] = {}  # what was trained before the last reply was loaded
+        self._draws = ResumedDraws()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw as a run that was not interrupted; several processes would all draw the same, so they do not."""
+        if trainer.world_size == 1:
+            self._draws.begin()
+        else:
+            self._draws.forget()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join. A run resumed from a checkpoint joins too and learns where the federation stands now.
@@ -154,14 +166,16 @@ class FederatedLoop(L.Callback):
                 "ended, and the server's reply would undo what was trained in it. Resume from one that was saved at an "
                 "epoch's end: ModelCheckpoint(save_on_train_epoch_end=True)."
             )
-        info = self._join_info(trainer, pl_module)
+        info, begun = self._join_info(trainer, pl_module), self._draws.begun()
         with self._waiting():
             reply = self._answer(trainer, lambda: self.link.join(info))
-        self._load(trainer, pl_module, reply, trainer.current_epoch // self.every_n_epochs + 1)
+        with self._draws.loading(begun):
+            self._load(trainer, pl_module, reply, trainer.current_epoch // self.every_n_epochs + 1)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell a module that wants to know which of a round's local epochs begins."""
         self._trained = {}
+        self._draws.forget()
         if _decides(pl_module):
             pl_module.start_epoch(trainer.current_epoch % self.every_n_epochs, self.every_n_epochs)
 
@@ -180,14 +194,17 @@ class FederatedLoop(L.Callback):
             self._load(trainer, pl_module, reply, round + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the link keeps in a checkpoint: where the federation stands, if it is led from here."""
+        """Return what a checkpoint keeps: the random state, and where the federation stands, if it is led from here."""
         state: Callable[[], dict[str, Any]] | None = getattr(self.link, "state_dict", None)
-        return {} if state is None else state()
+        return {**({} if state is None else state()), **self._draws.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Tell the link what it said."""
+        """Take note of the random state; tell the link what it said."""
+        of_link = {**state_dict}
+        self._draws.load(of_link.pop("random", {}))
         link: Any = self.link
-        link.load_state_dict(state_dict)
+        if of_link:
+            link.load_state_dict(of_link)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save a module that decides for itself as it was trained: who resumes from that loads the reply again.
@@ -200,6 +217,7 @@ class FederatedLoop(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Keep nothing any more: what is saved from now on is the module as it is."""
         self._trained = {}
+        self._draws.forget()
 
     def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
         if _decides(pl_module):
@@ -214,6 +232,9 @@ class FederatedLoop(L.Callback):
 
     def _keep(self, pl_module: L.LightningModule) -> None:
         """Keep what a reply may change, until an epoch trains from it."""
+        self._draws.keep()
+        if not _decides(pl_module):
+            return
         fixed = frozen_weights(pl_module)
         state = pl_module.state_dict()
         self._trained = copied({name: value for name, value in state.items() if name not in fixed})
@@ -267,8 +288,8 @@ class FederatedLoop(L.Callback):
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
             return
         self._tell(round, "down", reply)
+        self._keep(pl_module)
         if _decides(pl_module):
-            self._keep(pl_module)
             pl_module.download(reply)
         else:
             load_tensors(pl_module, reply)

@@ -1,6 +1,7 @@
 """Every method on classifiers of images, tables and texts, by the callback alone: stopped, it goes on with its bits."""
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,6 @@ from tiny import assert_equal, trainer
 METHODS = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__}
 #: those that ask for networks of another kind, tried on them in tests of their own
 OTHERS = (FedBN, FedIT, FedMA, PsiNet)
-#: these draw random numbers, whose state is in no checkpoint of a Trainer
-DRAW = {"FedALA", "FedCP", "FedGen", "Floco"}
 SITES, ROUNDS, EPOCHS, CLASSES = 3, 3, 2, 3
 
 
@@ -123,12 +122,9 @@ def run(
 
 def cells() -> list[Any]:
     """Return every method on every kind of input; on one of them, in turn, without `-m full`."""
-    drawn = pytest.mark.xfail(reason="random states are not in a Trainer's checkpoint", strict=True)
     names = [name for name, method in METHODS.items() if not issubclass(method, OTHERS)]
     return [
-        pytest.param(
-            name, kind, marks=[drawn] * (name in DRAW) + [pytest.mark.full] * ((i + j) % len(BODIES) != 0)
-        )
+        pytest.param(name, kind, marks=[pytest.mark.full] * ((i + j) % len(BODIES) != 0))
         for i, name in enumerate(names)
         for j, kind in enumerate(BODIES)
     ]  # fmt: skip
@@ -146,3 +142,15 @@ def test_every_method_by_the_callback_alone(name, kind, tmp_path):
         own = dict(other.learner.named_parameters())
         assert all(weight.isfinite().all() for weight in own.values())
         assert any(not torch.equal(own[name], weight) for name, weight in first.items() if name in own)
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "Floco"])
+def test_a_site_that_shuffles_and_drops_out_goes_on_with_its_bits(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(BODIES, "table", lambda: nn.Sequential(table(), nn.Dropout()))
+    monkeypatch.setattr(
+        sys.modules[__name__], "samples", lambda kind, site, make=samples: DataLoader(make(kind, site).dataset, 4, True)
+    )
+    whole, states, paths = run(METHODS[name], "table", tmp_path / "whole")
+    resumed, _, _ = run(METHODS[name], "table", tmp_path / "resumed", states[0], paths)
+    for one, other in zip(resumed, whole, strict=True):
+        assert_equal(one.state_dict(), other.state_dict())

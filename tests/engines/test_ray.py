@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -185,24 +186,31 @@ class InMemory(L.Callback):
     on_train_batch_end = on_validation_end = count
 
 
-@pytest.mark.parametrize("method", [M.FedAvg, M.Ditto, M.SimFed])
-def test_states_on_disk_come_to_the_same_bits(cluster, method, tmp_path):
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(pytest.param(partial(client, one), id=one.__name__) for one in (M.FedAvg, M.Ditto, M.SimFed)),
+        pytest.param(MethodTester(M.PsiNet).method, id="PsiNet", marks=pytest.mark.slow),
+        pytest.param(MethodTester(M.Scaffold).method, id="Scaffold", marks=pytest.mark.slow),
+    ],
+)
+def test_states_on_disk_come_to_the_same_bits(cluster, make, tmp_path):
     """With states of clients in files as without, of any number of workers, and resumed in either engine."""
-    whole = fit_saved(client(method), Local(), tmp_path / "whole", 3)
-    one = fit_saved(client(method), Local(awake=2), tmp_path / "one", 3)
-    further = fit_saved(client(method), Local(), tmp_path / "further", 4, tmp_path / "whole" / "last.ckpt")
+    whole = fit_saved(make(), Local(), tmp_path / "whole", 3)
+    one = fit_saved(make(), Local(awake=2), tmp_path / "one", 3)
+    further = fit_saved(make(), Local(), tmp_path / "further", 4, tmp_path / "whole" / "last.ckpt")
     for workers, share in ((1, 2), (2, 1)):
         folder, counted = tmp_path / str(workers), InMemory()
-        other = fit_saved(client(method), Ray(workers, awake=2), folder, 3, callbacks=[counted])
+        other = fit_saved(make(), Ray(workers, awake=2), folder, 3, callbacks=[counted])
         assert counted.most == share
         same(whole, other)
         same_files(tmp_path / "one", folder)
         other.engine.abort()
-        back = fit_saved(client(method), Local(awake=2), tmp_path / f"back {workers}", 4, folder / "last.ckpt")
+        back = fit_saved(make(), Local(awake=2), tmp_path / f"back {workers}", 4, folder / "last.ckpt")
         same(further, back)
     for before in ("one", "whole"):
         after = tmp_path / f"after {before}"
-        resumed = fit_saved(client(method), Ray(2, awake=3), after, 4, tmp_path / before / "last.ckpt")
+        resumed = fit_saved(make(), Ray(2, awake=3), after, 4, tmp_path / before / "last.ckpt")
         same(further, resumed)
         same_files(tmp_path / "back 2", after)
         resumed.engine.abort()
