@@ -11,10 +11,11 @@ import torch
 
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and PyTorch's default generators, on the GPUs too if they are in use."""
-    name, key, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002
+    name, key, *rest = numpy_state
     return {
         "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(key.astype(np.int64)), position, has_gauss, gauss],
+        "numpy": [name, torch.from_numpy(key.astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
