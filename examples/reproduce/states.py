@@ -53,7 +53,7 @@ def figure(found: list[dict[str, Any]]) -> alt.TopLevelMixin:
             x=alt.X("epochs:O", title="local epochs"),
             y=alt.Y("accuracy:Q", title="test accuracy (%)", scale=alt.Scale(zero=False)),
             color=alt.Color("method:N"),
-            strokeDash=alt.StrokeDash("state:N"),
+            strokeDash=alt.StrokeDash("state:N", legend=alt.Legend(symbolType="stroke")),
         )
         .properties(width=220, height=200)
         .facet(column=alt.Column("statistics:N", title="running statistics"), row=alt.Row("split:N", title=None))
@@ -94,7 +94,7 @@ def write(table: Table, folder: Path) -> Path | None:
     lines = [
         f"# In which state do SimFed's orders hold? The {table.scale} scale", "",
         "SimFed's paper says neither in which state a client's model is scored nor how many local epochs a round has. "
-        "For each choice, this table says in which state a printed ordering holds (paired t-test over seeds), and by "
+        "For each choice, this table shows in which state a printed ordering holds (paired t-test over seeds), and by "
         "how many points of accuracy the first method is above the second.", "",
         *orders(table, results), "",
         f"![Test accuracy against local epochs, a line for each method and state]({name}.svg)", "",
