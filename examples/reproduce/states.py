@@ -53,7 +53,7 @@ def figure(found: list[dict[str, Any]]) -> alt.TopLevelMixin:
             x=alt.X("epochs:O", title="local epochs"),
             y=alt.Y("accuracy:Q", title="test accuracy (%)", scale=alt.Scale(zero=False)),
             color=alt.Color("method:N"),
-            strokeDash=alt.StrokeDash("state:N", legend=alt.Legend(symbolType="stroke")),
+            strokeDash=alt.StrokeDash("state:N", legend=alt.Legend(symbolType="stroke", symbolStrokeColor="black")),
         )
         .properties(width=220, height=200)
         .facet(column=alt.Column("statistics:N", title="running statistics"), row=alt.Row("split:N", title=None))
