@@ -46,15 +46,14 @@ def points(table: Table, results: Results) -> list[dict[str, Any]]:
 
 def figure(found: list[dict[str, Any]]) -> alt.TopLevelMixin:
     """Return accuracy against local epochs: a line a method and state, a panel a split and kind of statistics."""
+    base = alt.Chart(alt.Data(values=found)).encode(
+        x=alt.X("epochs:O", title="local epochs"),
+        y=alt.Y("accuracy:Q", title="test accuracy (%)", scale=alt.Scale(zero=False)),
+        color=alt.Color("method:N"),
+    )
+    points = base.mark_circle(size=40).encode(detail="state:N")
     return (
-        alt.Chart(alt.Data(values=found))
-        .mark_line(point=True)
-        .encode(
-            x=alt.X("epochs:O", title="local epochs"),
-            y=alt.Y("accuracy:Q", title="test accuracy (%)", scale=alt.Scale(zero=False)),
-            color=alt.Color("method:N"),
-            strokeDash=alt.StrokeDash("state:N", legend=alt.Legend(symbolType="stroke", symbolStrokeColor="black")),
-        )
+        alt.layer(base.mark_line().encode(strokeDash=alt.StrokeDash("state:N")), points)
         .properties(width=220, height=200)
         .facet(column=alt.Column("statistics:N", title="running statistics"), row=alt.Row("split:N", title=None))
         .resolve_scale(y="independent")
