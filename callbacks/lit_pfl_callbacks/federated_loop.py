@@ -90,8 +90,8 @@ class FederatedLoop(L.Callback):
 
     A Trainer of several processes (``strategy="ddp"``) is one client: its processes load what the first one is sent.
 
-    A checkpoint that was saved at a round's end holds the process's random state, and a fit of one process that resumes
-    from it draws what it would have drawn.
+    A checkpoint that is saved at the end of a round contains the process's random state. A fit of one process that
+    resumes from it draws the same random numbers as without the interruption.
 
     Args:
         link: how the upload is sent, for example :class:`lit_pfl.links.LocalLink`.
@@ -134,12 +134,15 @@ class FederatedLoop(L.Callback):
         self._trained: dict[str, Any] = {}  # what was trained before the last reply was loaded
         self._draws = ResumedDraws()
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Keep no random state of a checkpoint that was loaded before, to be tested."""
+        self._draws.forget()
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw as a run that was not interrupted; several processes would all draw the same, so they do not."""
-        if trainer.world_size == 1:
-            self._draws.begin()
-        else:
+        """Restore the random state, but not in several processes: all of them would draw the same."""
+        if trainer.world_size > 1:
             self._draws.forget()
+        self._draws.begin()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join. A run resumed from a checkpoint joins too and learns where the federation stands now.
@@ -194,12 +197,12 @@ class FederatedLoop(L.Callback):
             self._load(trainer, pl_module, reply, round + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the random state, and where the federation stands, if it is led from here."""
+        """Return the random state at the end of a round, and the link's state, if it has one."""
         state: Callable[[], dict[str, Any]] | None = getattr(self.link, "state_dict", None)
         return {**({} if state is None else state()), **self._draws.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take note of the random state; tell the link what it said."""
+        """Take the random state, and hand the link its own state."""
         of_link = {**state_dict}
         self._draws.load(of_link.pop("random", {}))
         link: Any = self.link

@@ -1,4 +1,4 @@
-"""The process's random state, as tensors and plain values, goes into checkpoints and is put back."""
+"""Save the process's random state in a checkpoint, and restore it."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,10 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and PyTorch's default generators, on the GPUs too if they are in use."""
+    """Return the state of Python's, NumPy's and PyTorch's default generators, as tensors and plain values.
+
+    Those of CUDA devices are included once CUDA is in use.
+    """
     numpy_state: Any = np.random.get_state()  # noqa: NPY002
     name, key, *rest = numpy_state
     return {
@@ -22,7 +25,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Make what :func:`random_state` returned the process's state; on other GPUs than then, theirs stays."""
+    """Restore what :func:`random_state` returned; with another number of CUDA devices, theirs stay as they are."""
     random.setstate(state["python"])
     name, key, *rest = state["numpy"]
     np.random.set_state((name, key.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
@@ -33,10 +36,10 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 class ResumedDraws:
-    """Lets a fit that resumes from a round's end draw what it would have drawn.
+    """Lets a fit that resumes at the end of a round draw the same numbers as one that was not interrupted.
 
-    A fit that goes on loads a reply and begins its next epoch's batches then; one that resumes has begun them before
-    the reply comes. Hence two states: as it was when the reply was loaded, and afterwards.
+    An uninterrupted fit loads the reply first and starts the next epoch's batches afterwards; a resumed fit starts the
+    batches first. Both may draw numbers, so a checkpoint has two states: before the reply was loaded, and after.
     """
 
     def __init__(self) -> None:
@@ -44,33 +47,33 @@ class ResumedDraws:
         self._saved: dict[str, Any] = {}
 
     def keep(self) -> None:
-        """A reply is about to be loaded."""
+        """Keep the state before a reply is loaded."""
         self._before = random_state()
 
     def forget(self) -> None:
-        """What is saved from now on is not of a round's end."""
+        """Drop all states: after this, a checkpoint is not of the end of a round."""
         self._before, self._saved = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint of a round's end holds, of any other one nothing."""
+        """Return what goes into a checkpoint at the end of a round; at other times nothing."""
         return {"random": {"before": self._before, "after": random_state()}} if self._before else {}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Take note of what a checkpoint holds."""
+        """Take what a checkpoint contains."""
         self._saved = saved
 
     def begin(self) -> None:
-        """Before a fit that resumes begins its batches."""
+        """Restore the later state, before a resumed fit starts its batches."""
         if self._saved:
             set_random_state(self._saved["after"])
 
     def begun(self) -> dict[str, Any]:
-        """Return the state after that, if there is one."""
+        """Return the state after the batches were started; empty if the fit does not resume."""
         return random_state() if self._saved else {}
 
     @contextmanager
     def loading(self, begun: dict[str, Any]) -> Iterator[None]:
-        """Load the first reply of a fit, with what :meth:`begun` returned before it waited for that."""
+        """Load a resumed fit's first reply in the earlier state, and continue in what :meth:`begun` returned."""
         if begun:
             set_random_state(self._saved["before"])
         yield

@@ -21,8 +21,8 @@ def undisturbed() -> Iterator[None]:
 
     Every fit installs a SIGTERM handler that calls the one it found, and puts that back when it ends: a thousand fits
     inside one another's would call each other, and leave a dead one's behind. And every Trainer tells of its device,
-    which the federation's own Trainer has done once. Inside of another one this takes no time, which a level's change
-    does: every logger of the process forgets then what it lets through.
+    which the federation's own Trainer has done once. Each change of a level clears the caches of all loggers in the
+    process, so of nested contexts only the outer one changes it.
     """
     handler, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("lightning.pytorch")
     level = logger.level
@@ -43,8 +43,8 @@ def undisturbed() -> Iterator[None]:
 def looked_up_once() -> Iterator[None]:
     """Let Trainers be made that look for other packages' callbacks, and for GPUs, as the process's first one did.
 
-    A Trainer reads the lists of entry points of all packages, which may take several times as long as the rest of it,
-    and loads NVIDIA's library twice where there is no GPU, to tell so.
+    A Trainer reads the lists of entry points of all packages, which may take several times as long as the rest of it.
+    Without a GPU it also tries twice to load NVIDIA's library.
     """
     with ExitStack() as held:
         for module, name, original, known in (

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -154,3 +154,17 @@ def test_a_site_that_shuffles_and_drops_out_goes_on_with_its_bits(name, tmp_path
     resumed, _, _ = run(METHODS[name], "table", tmp_path / "resumed", states[0], paths)
     for one, other in zip(resumed, whole, strict=True):
         assert_equal(one.state_dict(), other.state_dict())
+
+
+def test_a_checkpoint_that_was_tested_has_no_say_in_the_draws_of_a_new_fit(tmp_path):
+    _, _, [path, *_] = run(METHODS["FedAvg"], "table", tmp_path)
+    drawn = []
+    for tested in (False, True):
+        hub, module = LocalHub(seed=1), METHODS["FedAvg"](learner=Classifier("table"), head="^head", encoder="body")
+        seen = LambdaCallback(on_train_batch_start=lambda *_: drawn.append(torch.get_rng_state()))
+        fitting = trainer(1, callbacks=[FederatedLoop(hub.link), seen])
+        if tested:
+            fitting.validate(module, samples("table", 0), ckpt_path=path, weights_only=True, verbose=False)
+        hub.add(0, lambda t=fitting, m=module: t.fit(m, samples("table", 0)))
+        hub.run(module.configure_server())
+    assert torch.equal(drawn[0], drawn[len(drawn) // 2])

@@ -74,7 +74,7 @@ def test_every_message_of_the_page_has_a_command_that_it_answers():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return a folder with a run, its checkpoint cut off, and a module of its own."""
+    """Return a folder with a run, a copy of its checkpoint with one bit changed, and two modules."""
     here = tmp_path_factory.mktemp("run")
     words = [*TINY, "--data.permute_labels=false", "--seed_everything=1", "--folder=run"]
     subprocess.run([sys.executable, "-m", "lit_pfl", "fit", *words], cwd=here, check=True, capture_output=True)

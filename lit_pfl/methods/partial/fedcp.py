@@ -31,8 +31,8 @@ class FedCP(Classifying):
     in the first round too, where the authors' code draws it at random.
 
     Args:
-        lam: strength of the MMD. The default, the authors' for MNIST, holds features so near the received ones that
-            twenty rounds may learn nothing; with 0 they do.
+        lam: strength of the MMD. The default is the authors' for MNIST. It keeps features close to the received ones:
+            accuracy may not rise in the first twenty rounds. With 0 it does.
         noisy: whether gates are drawn in evaluation too, as in the authors' code.
         kwargs: see :class:`~lit_pfl.Client`.
 
