@@ -91,7 +91,7 @@ class FederatedLoop(L.Callback):
     A Trainer of several processes (``strategy="ddp"``) is one client: its processes load what the first one is sent.
 
     A checkpoint that is saved at the end of a round contains the process's random state. A fit of one process that
-    resumes from it draws the same random numbers as without the interruption.
+    resumes from it draws the same random numbers as without the interruption, unless its loader has persistent workers.
 
     Args:
         link: how the upload is sent, for example :class:`lit_pfl.links.LocalLink`.
