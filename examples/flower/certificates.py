@@ -24,7 +24,8 @@ def main(folder: Path, hosts: list[str], nodes: list[str], days: int = 365) -> N
     ca, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     issuer = name("lit-pfl example authority")
     authority = x509.BasicConstraints(ca=True, path_length=0)
-    alternatives = x509.SubjectAlternativeName([alternative(host) for host in hosts])
+    # A SuperLink's own processes call it at its loopback address, and check this name too.
+    alternatives = x509.SubjectAlternativeName([alternative(host) for host in dict.fromkeys([*hosts, "127.0.0.1"])])
     usage = x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH])
     write(folder / "ca.crt", pem(certificate(issuer, ca, issuer, ca, days, (authority, True))))
     write(folder / "ca.key", private_pem(ca), private=True)

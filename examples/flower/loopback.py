@@ -37,7 +37,7 @@ class Loopback:
         own = {"FLWR_HOME": str(self.folder / "flwr"), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
         self.environment = {**os.environ, **own, **quiet}
-        certificates.main(self.keys, ["127.0.0.1", "localhost"], [])
+        certificates.main(self.keys, ["localhost"], [])
 
     def __enter__(self) -> "Loopback":
         self.configure()

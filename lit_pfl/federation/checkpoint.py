@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning as L
@@ -58,8 +59,11 @@ def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine)
         "coordinator": coordinator.state_dict(),
         **engine.state_dict(),
     }
-    if engine.files is not None:  # of many thousand clients, tables take longer to save than all the rest
-        state["data"] = json.dumps(state["data"])
+    known: Fingerprints = state["data"]
+    if engine.files is None:
+        state["data"] = dict(known)
+    else:  # of many thousand clients, tables take longer to save than all the rest
+        state["data"] = known.text
         state["coordinator"]["ledger"]["clients"] = json.dumps(state["coordinator"]["ledger"]["clients"])
     return state
 
@@ -121,9 +125,18 @@ def fingerprint(data: ClientData) -> str:
     return digest.hexdigest()
 
 
-def fingerprints(data: HasData) -> dict[int, str]:
-    """Return the :func:`fingerprint` of every client's data, by id."""
-    return {client: fingerprint(data.client(client)) for client in data.clients}
+class Fingerprints(dict[int, str]):
+    """The :func:`fingerprint` of every client's data, by id. It does not change, so its text is made once."""
+
+    @cached_property
+    def text(self) -> str:
+        """The table as JSON."""
+        return json.dumps(self)
+
+
+def fingerprints(data: HasData) -> Fingerprints:
+    """Return the fingerprints of all clients' data."""
+    return Fingerprints({client: fingerprint(data.client(client)) for client in data.clients})
 
 
 def refuse_other_data(data: HasData, known: Mapping[int, str]) -> None:

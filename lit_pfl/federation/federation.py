@@ -27,6 +27,7 @@ from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_p
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.checkpoint import (
     OPTIONAL,
+    Fingerprints,
     fingerprints,
     refuse_other_data,
     resume,
@@ -481,6 +482,6 @@ class Federation(QuickModule):
         }
 
     @cached_property
-    def _fingerprints(self) -> dict[int, str]:
+    def _fingerprints(self) -> Fingerprints:
         assert self._work is not None
         return fingerprints(self._work.data)

@@ -1,14 +1,16 @@
 """What a round costs that ten clients take part in, of few registered clients and of many.
 
     python tests/benchmarks/many_clients.py [100] [1000] [10000] [100000] [--methods FedAvg Ditto] [--awake N]
-        [--validated N] [--rounds N] [--all-first]
+        [--validated N] [--rounds N] [--all-first] [--job McMahan]
 
-Every federation runs in a process of its own: an MLP of a few hundred weights, eight training samples a client, one
-epoch a round, ``--validated`` clients validated (100) and a checkpoint written after every round, no test. The figures
-are medians over the rounds after the first two: seconds of the whole round, of training, of validation and of the
-checkpoint; then seconds until the first round; the peak of memory, and bytes on disk in the end. Seconds are the
-processor's, so that other work on the machine does not count. ``--awake`` is the engine's; without it all clients stay
-in memory. With ``--all-first`` everybody trains in round 1, so that everybody has a state.
+Every federation runs in a process of its own: an MLP of a few hundred weights, eight training samples a client, so that
+next to nothing is computed; or, with ``--job McMahan``, the first experiment of the paper of FedAvg (McMahan et al.
+2017, Table 1, 2NN): 600 images of 28 x 28 a client, batches of 10. One epoch a round, ``--validated`` clients validated
+(100) and a checkpoint written after every round, no test. The figures are medians over the rounds after the first two:
+seconds of the whole round, of training, of validation and of the checkpoint; then seconds until the first round; the
+peak of memory, and bytes on disk in the end. Seconds are the processor's, so that other work on the machine does not
+count. ``--awake`` is the engine's; without it all clients stay in memory. With ``--all-first`` everybody trains in
+round 1, so that everybody has a state.
 
 A participant that is in memory and has trained before takes a fifth of the time of another one, which needs a Trainer
 first. Compare columns whose participants are of one kind: with ``--awake 20 --validated 10``, few are in memory.
@@ -24,6 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -43,24 +46,39 @@ from lit_pfl.randomness import Draws
 TEN = 10
 
 
+@dataclass(frozen=True)
+class Job:
+    """What a client computes: the side of its images, how many for training and for each kind of scoring, and so on."""
+
+    side: int
+    training: int
+    scoring: int
+    batch: int
+    hidden: int
+
+
+JOBS = {"tiny": Job(4, 8, 4, 4, 16), "McMahan": Job(28, 600, 100, 10, 200)}
+
+
 class Few(FederatedDataModule):
     """A few samples a client, of a set that they all have in common."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, job: Job) -> None:
         super().__init__()
-        self.number = number
+        self.number, self.job = number, job
         generator = torch.Generator().manual_seed(0)
-        self.samples = torch.randn(4096, 1, 4, 4, generator=generator), torch.arange(4096) % 4
+        self.samples = torch.randn(4096, 1, job.side, job.side, generator=generator), torch.arange(4096) % 4
 
     @property
     def clients(self) -> list[int]:
         return list(range(self.number))
 
     def client(self, client_id: int) -> ClientData:
-        own = (torch.arange(16) + 16 * client_id) % 4096
+        job = self.job
+        own = (torch.arange(job.training + 2 * job.scoring) + 16 * client_id) % 4096
         train, val, test = (
-            TensorLoader(self.samples, part, 4, shuffle=shuffle)
-            for part, shuffle in ((own[:8], True), (own[8:12], False), (own[12:], False))
+            TensorLoader(self.samples, part, job.batch, shuffle=index == 0)
+            for index, part in enumerate(own.split([job.training, job.scoring, job.scoring]))
         )
         return ClientData(train, val, test, tuple(part[:1] for part in self.samples), num_classes=4)
 
@@ -112,14 +130,14 @@ class TimedCheckpoint(LastCheckpoint):
 
 
 def measure(
-    number: int, method: str, awake: int | None, rounds: int, all_first: bool, validated: int
+    number: int, method: str, awake: int | None, rounds: int, all_first: bool, validated: int, job: str
 ) -> dict[str, float]:
     """Run a federation; return its figures."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     began, watch = time.process_time(), Watch()
     with tempfile.TemporaryDirectory() as folder:
-        prototype = getattr(methods, method)(backbone=partial(MLP, hidden=16))
+        prototype = getattr(methods, method)(backbone=partial(MLP, hidden=JOBS[job].hidden))
         federation = Federation(
             prototype, participation=AllThenTen() if all_first else TEN, evaluate_clients=validated, seed=1, threads=1,
             engine=Local() if awake is None else Local(awake=awake),
@@ -129,7 +147,7 @@ def measure(
             num_sanity_val_steps=0, limit_test_batches=0, default_root_dir=folder,
             callbacks=[watch, TimedCheckpoint(Path(folder) / "checkpoints", watch)],
         )  # fmt: skip
-        trainer.fit(federation, datamodule=Few(number))
+        trainer.fit(federation, datamodule=Few(number, JOBS[job]))
         disk = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     timed = watch.parts[2:-1]
     assert watch.started is not None
@@ -149,6 +167,7 @@ if __name__ == "__main__":
     parser.add_argument("--validated", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=22)
     parser.add_argument("--all-first", action="store_true")
+    parser.add_argument("--job", choices=JOBS, default="tiny")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
     chosen = parser.parse_args()
     if chosen.one:
@@ -160,8 +179,10 @@ if __name__ == "__main__":
     )
     for method in chosen.methods:
         for number in chosen.clients:
-            job = json.dumps([number, method, chosen.awake, chosen.rounds, chosen.all_first, chosen.validated])
-            done = subprocess.run([sys.executable, __file__, "--one", job], check=True, capture_output=True, text=True)
+            one = json.dumps(
+                [number, method, chosen.awake, chosen.rounds, chosen.all_first, chosen.validated, chosen.job]
+            )
+            done = subprocess.run([sys.executable, __file__, "--one", one], check=True, capture_output=True, text=True)
             found = json.loads(done.stdout.splitlines()[-1])
             seconds = " | ".join(f"{found[part]:.3f}" for part in ("round", "train", "evaluate", "save", "start"))
             print(
