@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lit_pfl.errors import ConfigError
 
-#: under which a batch that is a dict may hold its class labels
+#: under which a batch that has names for its parts may hold its class labels
 LABELS = ("labels", "label", "targets", "target", "y")
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield a batch's tensors in their order, whatever holds them: sequences, mappings, dataclasses, nested.
+    """Yield a batch's tensors in their order, whatever holds them: sequences, mappings, dataclasses, graphs, nested.
 
     Nothing is put together again, which not every holder lets one do: a ``PackedSequence`` wants its own types back.
     """
@@ -31,6 +31,9 @@ def parts_of(batch: Any) -> Collection[Any]:
         return batch.values()
     if is_dataclass(batch):
         return [getattr(batch, field.name) for field in fields(batch)]
+    # as a graph of PyTorch Geometric: no mapping, but it goes to a device, as only batches do, and knows itself as one
+    if hasattr(batch, "to") and callable(as_dict := getattr(batch, "to_dict", None)):
+        return as_dict().values()
     return batch if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else ()
 
 
@@ -52,18 +55,22 @@ def size_of(batch: Any) -> int:
 
 
 def labels_in(batch: Any) -> Tensor:
-    """Return the (B,) int64 class labels of a batch: its last part, or its entry under one of the names in ``LABELS``.
+    """Return the (B,) int64 class labels of a batch: its last part, or its part under one of the names in ``LABELS``.
 
     Raises:
         ConfigError: when there are none.
     """
-    labels = batch[-1] if isinstance(batch, list | tuple) else None
-    if isinstance(batch, Mapping):
+    labels = None
+    if isinstance(batch, list | tuple):
+        labels = batch[-1] if batch else None
+    elif isinstance(batch, Mapping):
         labels = next((batch[name] for name in LABELS if name in batch), None)
+    elif not isinstance(batch, Tensor):
+        labels = next((getattr(batch, name) for name in LABELS if hasattr(batch, name)), None)
     if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
         raise ConfigError(
             "The training data has no class labels: batches must end with an integer tensor (B,), "
-            f"or be dicts with one under {', '.join(LABELS)}."
+            f"or be dicts, dataclasses or graphs with one under {', '.join(LABELS)}."
         )
     return labels.long()
 

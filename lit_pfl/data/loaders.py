@@ -98,7 +98,7 @@ def samples_of(loader: Any) -> Tensor:
 def labels_of(loader: Any) -> Tensor:
     """Return the (n,) int64 class labels of the samples, in their order, as this client numbers the classes.
 
-    Labels are the last part of a batch, or its entry ``labels``, ``label``, ``targets``, ``target`` or ``y``.
+    Labels are the last part of a batch, or what it names ``labels``, ``label``, ``targets``, ``target`` or ``y``.
     """
     labels = [labels_in(batch) for batch in in_order(loader)]
     return torch.cat(labels) if labels else torch.empty(0, dtype=torch.int64)

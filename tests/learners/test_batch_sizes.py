@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from lit_pfl.data.batches import labels_in, tensors_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import size_of, split_batch
 
@@ -20,6 +21,19 @@ NAMES = [f"sample {i}" for i in range(N)]
 class Held:
     x: Any
     y: Any
+
+
+class Graph:
+    """As PyTorch Geometric has them: no mapping, but it goes to a device, and makes a dict of itself."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+    def to(self, device: Any) -> "Graph":
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
 
 
 class Named(NamedTuple):
@@ -50,7 +64,8 @@ RAGGED = {
     "two loaders": ([[X, Y], [X[:5], Y[:5]]], "8 and 5 rows"),
     "atoms of molecules": ({"x": X.repeat(3, 1), "batch": Y.repeat(3), "y": Y}, "24 and 8 rows"),
     "sequences": ((pack_sequence([X, X[:4]]), Y), "a PackedSequence"),
-    "a graph": (SimpleNamespace(x=X), "a SimpleNamespace"),
+    "a graph": (Graph(x=X), "a Graph"),
+    "an object": (SimpleNamespace(x=X), "a SimpleNamespace"),
     "an array": ((X, Y.numpy()), "a ndarray"),
 }
 
@@ -83,6 +98,23 @@ def test_a_number_goes_with_every_part_wherever_it_is():
 def test_without_any_length_it_is_one(batch):
     assert size_of(batch) == 1
     assert split_batch(batch, 2) == [batch] * 2
+
+
+@pytest.mark.parametrize("batch", [(X, Y), {"x": X, "labels": Y}, Held(X, Y), Named(X, Y), Graph(x=X, y=Y)])
+def test_class_labels_are_found(batch):
+    assert torch.equal(labels_in(batch), Y)
+
+
+@pytest.mark.parametrize("batch", [X, (), (X,), {"x": X, "y": X}, Held(X, None), Graph(x=X), None, "y"])
+def test_what_has_no_class_labels_is_refused(batch):
+    with pytest.raises(ConfigError, match="^The training data has no class labels"):
+        labels_in(batch)
+
+
+def test_the_tensors_of_a_graph_are_found():
+    graph = Graph(x=X, edge_index=torch.zeros(2, 40), name="water", y=Y)
+    assert [len(tensor) for tensor in tensors_in([graph])] == [N, 2, N]
+    assert size_of(graph) == N
 
 
 def test_what_belongs_together_stays_together():

@@ -60,6 +60,7 @@ REASONS = {
     "classes": ("has no class labels", "needs class labels"),
     "unfit": ("for which batch norm is unfit", "trains heads on generated features, so they may have no batch norm"),
     "adapters": ("trains adapters, and", "needs a module with adapters"),
+    "samples": ("divides batches into samples", "divides batches into samples, and graphs of a batch are one object"),
     "forward": ("FedEM mixes what forward returns", "needs a `training_step` that calls `forward`"),
     "size": (
         "use a smaller network, a smaller hidden_dim",
@@ -107,6 +108,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **{method: reason for method, reason in ADAM.items() if method not in ADAPTERS}, **NO_NORM, "FedEM": "forward",
         "Floco": "linear",
     },
+    "GIN": {**ADAM, "FactorizedFL": "layers", "PerFedAvg": "samples"},
     "MoCoTask": {**ADAM, **TWO_VIEWS, "APFL": "logits"},
     "DeepAR": {**ADAM, **NO_NORM, **NO_LOGITS, "FactorizedFL": "layers"},
     "SimCLR": {**BUILDS, **TWO_VIEWS, "APFL": "logits"},

@@ -422,6 +422,74 @@ TRANSFORMERS = {
 }  # fmt: skip
 
 
+# --------------------------------------------------------------------------------------------------- PyTorch Geometric
+
+
+class Graphs(L.LightningDataModule):
+    """Random graphs of PyTorch Geometric, with a class each, in its own loaders."""
+
+    def __init__(self, client: int) -> None:
+        super().__init__()
+        self.client = client
+
+    def _loader(self, split: str) -> DataLoader:
+        from torch_geometric.data import Data
+        from torch_geometric.loader import DataLoader as GraphLoader
+
+        draw = torch.Generator().manual_seed(10 * self.client + len(split))
+        graphs = []
+        for index in range(size_of(split)):
+            nodes = 4 + index % 3
+            edges = torch.randint(nodes, (2, 10), generator=draw)
+            graphs.append(Data(torch.randn(nodes, 5, generator=draw), edges, y=torch.tensor([index % 3])))
+        return GraphLoader(graphs, BATCH, shuffle=split == "train")
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader("train")
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader:
+        return self._loader("test")
+
+
+def graph_classifier() -> L.LightningModule:
+    from torch_geometric.nn import GIN, global_mean_pool
+    from torchmetrics import Accuracy
+
+    class GraphClassifier(L.LightningModule):
+        """A model of PyTorch Geometric in a LightningModule, as its examples have it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gnn = GIN(5, 16, 2, norm="batch_norm")
+            self.classifier = nn.Linear(16, 3)
+            self.accuracy = Accuracy(task="multiclass", num_classes=3)
+
+        def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+            return self.classifier(global_mean_pool(self.gnn(x, edge_index), batch))
+
+        def training_step(self, data: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self(data.x, data.edge_index, data.batch), data.y)
+
+        def validation_step(self, data: Any, batch_idx: int) -> None:
+            self.accuracy(self(data.x, data.edge_index, data.batch), data.y)
+            self.log("val_acc", self.accuracy, batch_size=data.num_graphs)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    return GraphClassifier()
+
+
+GEOMETRIC = {
+    "GIN": Module(
+        "torch_geometric", graph_classifier, Graphs, {"head": "^classifier", "encoder": "gnn"}, frozenset({"acc"})
+    )
+}
+
+
 # ----------------------------------------------------------------------------------------------------------- Lightning
 
 
@@ -503,4 +571,4 @@ LIGHTNING = {
 }  # fmt: skip
 
 
-MODULES: dict[str, Module] = {**TORCHGEO, **FORECASTING, **LIGHTLY, **TRANSFORMERS, **LIGHTNING}
+MODULES: dict[str, Module] = {**TORCHGEO, **FORECASTING, **LIGHTLY, **TRANSFORMERS, **GEOMETRIC, **LIGHTNING}
