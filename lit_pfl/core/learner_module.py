@@ -72,7 +72,9 @@ class LearnerModule(QuickModule, ABC):
         Raises:
             SkipBatch: when its ``training_step`` returns None.
         """
-        loss, outputs = training_outputs(learner, batch, batch_idx)
+        # a method with an objective of its own may call further learners on the batch, or look at it itself
+        keep = type(self).objective is not LearnerModule.objective
+        loss, outputs = training_outputs(learner, batch, batch_idx, keep)
         if outputs and (learner is self.learner or not self._outputs):
             self._outputs = outputs
         return self.penalized(loss, learner)
@@ -98,16 +100,17 @@ class LearnerModule(QuickModule, ABC):
 
         A learner that steps its optimizers itself does that here, and returns what it returns.
         """
+        size = size_of(batch)  # before a step that takes the batch apart
         if not self.automatic_optimization:
             outputs = call_step(self.learner, "training_step", batch, batch_idx)
-            self.note_loss(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, size_of(batch))
+            self.note_loss(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, size)
             return outputs
         try:
             loss = self.objective(batch, batch_idx)
         except SkipBatch:
             self._outputs = {}
             return None
-        self.note_loss(loss, size_of(batch))
+        self.note_loss(loss, size)
         outputs, self._outputs = self._outputs, {}
         return {**outputs, "loss": loss} if outputs else loss
 

@@ -51,13 +51,24 @@ def training_loss(learner: L.LightningModule, batch: Any, batch_idx: int) -> Ten
     return training_outputs(learner, batch, batch_idx)[0]
 
 
-def training_outputs(learner: L.LightningModule, batch: Any, batch_idx: int) -> tuple[Tensor, Mapping[str, Any]]:
+def training_outputs(
+    learner: L.LightningModule, batch: Any, batch_idx: int, keep: bool = True
+) -> tuple[Tensor, Mapping[str, Any]]:
     """Return the loss that a learner's ``training_step`` gives for a batch, and the dict that it is in, if it is.
+
+    Args:
+        learner: the learner.
+        batch: the batch.
+        batch_idx: its index.
+        keep: whether the batch stays as it is, for whoever needs it again: a step may change it in place, as timm's
+            ``Mixup`` does.
 
     Raises:
         SkipBatch: when it returns None.
         ConfigError: when it returns something else that is not a loss.
     """
+    if keep:
+        batch = own_batch(batch)
     if learner.automatic_optimization:
         outputs = call_step(learner, "training_step", batch, batch_idx)
     else:
@@ -77,6 +88,15 @@ def training_outputs(learner: L.LightningModule, batch: Any, batch_idx: int) -> 
             "dict with that as its 'loss', or None to skip the batch."
         )
     return loss, outputs if isinstance(outputs, Mapping) else {}
+
+
+def own_batch(batch: Any) -> Any:
+    """Return a copy of a batch of which tensors, dicts and lists may be changed in place."""
+    if type(batch) in (tuple, list) and all(type(part) is Tensor for part in batch):  # nearly always, and quicker
+        return type(batch)([part.clone() for part in batch])
+    if not isinstance(batch, Tensor) and callable(clone := getattr(batch, "clone", None)):  # a graph, a TensorDict
+        return clone()
+    return apply_to_collection(batch, (Tensor, PackedSequence), lambda x: x.clone() if isinstance(x, Tensor) else x)
 
 
 class _NoOptimizer:

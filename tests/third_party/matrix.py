@@ -39,8 +39,8 @@ REASONS = {
     "logits": ("use model.mixing=parameters", 'needs `mixing="parameters"`: `training_step` does not call `forward`'),
     "density": ("give more", "needs `density=0.9`: frozen copies, which have no masks, are half of the network"),
     "layers": (
-        "needs a convolution or a linear layer in the body",
-        "needs a convolution or a linear layer in the body",
+        "needs a two-dimensional convolution or a linear layer in the body",
+        "needs a two-dimensional convolution or a linear layer in the body",
     ),
     "body": ("and this one has no weights", "needs a body with weights"),
     "norms": ("has no batch norm", "needs batch norm"),

@@ -99,7 +99,7 @@ class FactorizedFL(Client):
         names = [name for name, layer in layers if f"{name}.v" not in head and not layer.is_copy]
         if not names:
             raise ConfigError(
-                f"model.learner: FactorizedFL needs a convolution or a linear layer in the body, and "
+                f"model.learner: FactorizedFL needs a two-dimensional convolution or a linear layer in the body, and "
                 f"{type(self.learner).__name__} has none that is trained."
             )
         return f"{names[-1]}.v"
