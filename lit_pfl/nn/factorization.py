@@ -8,6 +8,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
+from lit_pfl.errors import ConfigError
 from lit_pfl.nn import Form, Pi, Start, factorize, factorized_layers, l1_norm_of_masks
 from lit_pfl.ops import soft_threshold
 
@@ -59,8 +60,17 @@ class Factorization:
         return self.l1 if self.mask else 0.0
 
     def factorize(self, module: nn.Module) -> None:
-        """Factorize every convolution and linear layer of a module, in place."""
+        """Factorize every ``Conv2d`` and ``Linear`` of a module, in place.
+
+        Raises:
+            ConfigError: when there is none that is trained; see also :func:`~lit_pfl.nn.factorize`.
+        """
         factorize(module, self.form, self.rank, self.mask, self.pi, self.threshold, self.start)
+        if next(factorized_layers(module), None) is None:
+            raise ConfigError(
+                f"model.factorization: {type(module).__name__} has no two-dimensional convolution and no linear layer "
+                "that is trained; leave it out (model.factorization=null)."
+            )
 
     def penalty(self, module: nn.Module) -> Tensor:
         """Return ``l1 * sum |mu|``."""

@@ -108,12 +108,13 @@ REFUSED: dict[str, dict[str, str]] = {
         **{method: reason for method, reason in ADAM.items() if method not in ADAPTERS}, **NO_NORM, "FedEM": "forward",
         "Floco": "linear",
     },
-    "GIN": {**ADAM, "FactorizedFL": "layers", "PerFedAvg": "samples"},
-    "MoCoTask": {**ADAM, **TWO_VIEWS, "APFL": "logits"},
-    "DeepAR": {**ADAM, **NO_NORM, **NO_LOGITS, "FactorizedFL": "layers"},
+    "GIN": {**ADAM, "FactorizedFL": "layers", "PFedPara": "layers", "PerFedAvg": "samples"},
+    "MoCoTask": {**ADAM, **TWO_VIEWS, "APFL": "logits", "PFedPara": "layers"},
+    "DeepAR": {**ADAM, **NO_NORM, **NO_LOGITS, "FactorizedFL": "layers", "PFedPara": "layers"},
     "SimCLR": {**BUILDS, **TWO_VIEWS, "APFL": "logits"},
     "BYOL": {**BUILDS, **TWO_VIEWS, "APFL": "logits", "FedSpa": "density"},
-    "BoringModel": {**BUILDS, **NO_NORM, **NO_CLASSES, "FactorizedFL": "layers", **dict.fromkeys(BODIES, "body")},
+    "BoringModel": {**BUILDS, **NO_NORM, **NO_CLASSES, "FactorizedFL": "layers", "PFedPara": "layers",
+                    **dict.fromkeys(BODIES, "body")},
     "LightningTransformer": {**BUILDS, **NO_NORM, **NO_LOGITS},
     "GAN": {**ADAPTERS, **dict.fromkeys(STEPS, "manual"), **NO_NORM, "FactorizedFL": "mu", "SimFed": "mu",
             "FedFOMO": "loss", "AgnosticFL": "loss", "IFCA": "loss"},
@@ -236,7 +237,7 @@ weights_only=False)`, as without lit-pfl.
 
 A momentum encoder or another frozen copy of a trained part (MoCoTask, BYOL) is factorized like its original by
 `SimFed`, `FactorizedFL` and `PFedPara`, so its moving average still works. If the copy starts with other values,
-as in MoCoTask, `PFedPara` leaves both dense and says so.
+as in MoCoTask, `PFedPara` leaves both dense, and refuses a module in which nothing else is left to replace.
 
 To try your own module under all methods, use `lit_pfl.testing.check_learner`.
 """

@@ -29,7 +29,7 @@ class PFedPara(Client):
         kwargs: see :class:`~lit_pfl.Client`; ``factorization`` is not for this method.
 
     Raises:
-        ConfigError: when a ``factorization`` is given.
+        ConfigError: when a ``factorization`` is given; when the body has no layer whose weights could be products.
 
     Source:
         Nam et al. 2022, Propositions 1 and 2, and pFedPara.
@@ -55,6 +55,11 @@ class PFedPara(Client):
         super().configure_learner()
         head = self.head_names
         hadamard(self.learner, self.ratio, self.rank_rule, self.personal, keep=lambda path: f"{path}.weight" in head)
+        if next(hadamard_layers(self.learner), None) is None:
+            raise ConfigError(
+                "model.learner: PFedPara needs a two-dimensional convolution or a linear layer in the body that it can "
+                f"replace, and {type(self.learner).__name__} has none; use model=FedAvg, which it would be."
+            )
         self.private = frozenset(
             f"{name}.{factor}"
             for name, layer in hadamard_layers(self.learner)
