@@ -38,5 +38,7 @@ def test_what_would_change_nothing_is_refused(method, line):
 
 
 def test_without_factorization_such_a_network_trains():
-    made = SimFed(learner=Volumes(), head="^out", encoder="body", factorization=None).build(ClientSpec())
+    made = SimFed(learner=Volumes(), head="^out", encoder="body", factorization=None).build(
+        ClientSpec(example=torch.zeros(1, 1, 8, 8, 8))
+    )
     assert isinstance(made.learner.body, nn.Conv3d)
