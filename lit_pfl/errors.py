@@ -47,6 +47,24 @@ class SaveError(OSError):
     """A file cannot be written. The message names it, and says what is left."""
 
 
+def refuse_other_lightning(option: str, thing: object, kind: str) -> None:
+    """See that an object is not of ``pytorch_lightning``, a package that has Lightning's classes once more.
+
+    Args:
+        option: where it was given.
+        thing: the object.
+        kind: which of Lightning's classes it should be of.
+
+    Raises:
+        ConfigError: when it is.
+    """
+    if any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in type(thing).__mro__):
+        raise ConfigError(
+            f"{option}: {type(thing).__name__} is made with pytorch_lightning, whose classes do not mix with those of "
+            f"lightning; write `import lightning as L` and L.{kind}."
+        )
+
+
 @contextmanager
 def within_memory(option: str) -> Iterator[None]:
     """Make tensors whose size an option decides.

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.loaders import example_of, num_samples
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, refuse_other_lightning
 
 
 class PerClient(FederatedDataModule):
@@ -137,6 +137,7 @@ class PerClient(FederatedDataModule):
 
 def _check(module: Any, name: str) -> None:
     if not isinstance(module, L.LightningDataModule):
+        refuse_other_lightning(name, module, "LightningDataModule")
         raise ConfigError(f"{name} is a {type(module).__name__}; give a LightningDataModule.")
     if not is_overridden("train_dataloader", module, L.LightningDataModule):
         raise ConfigError(f"{name}: {type(module).__name__} has no train_dataloader.")

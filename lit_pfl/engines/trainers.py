@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lit_pfl.core import Client
 from lit_pfl.engines.client_logger import client_loggers
 from lit_pfl.engines.validation import OwnValidation, has_checkpoints
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, refuse_other_lightning
 from lit_pfl.learners import place_checkpoints
 from lit_pfl.lightning_internals import NoProfiler, log_nothing, looked_up_once, make_endless, undisturbed
 from lit_pfl_callbacks import FederatedLoop, run_folder
@@ -47,6 +47,7 @@ def check_client_options(options: Mapping[str, Any]) -> None:
         raise ConfigError("federation.client_trainer.accumulate_grad_batches=0: give 1 or more batches.")
     for callback in several(options.get("callbacks")):
         if not isinstance(callback, L.Callback):
+            refuse_other_lightning("federation.client_trainer.callbacks", callback, "Callback")
             raise ConfigError(
                 f"federation.client_trainer.callbacks={options['callbacks']}: give Callback objects, as a script can, "
                 "or let a learner of your own make them, in its configure_callbacks."

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, refuse_other_lightning
 
 
 def check_learner(learner: Any, why_automatic: str = "") -> None:
@@ -23,6 +23,7 @@ def check_learner(learner: Any, why_automatic: str = "") -> None:
     """
     name = type(learner).__name__
     if not isinstance(learner, L.LightningModule):
+        refuse_other_lightning("model.learner", learner, "LightningModule")
         raise ConfigError(f"model.learner: {name} is not a LightningModule; pass one.")
     if not learner.automatic_optimization and why_automatic:
         raise ConfigError(
