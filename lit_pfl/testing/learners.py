@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import lit_pfl.methods
@@ -72,7 +73,7 @@ def check_learner(
         For every method None, or the line that says why not. Printed, it is a table.
 
     Raises:
-        ConfigError: when there is no batch.
+        ConfigError: when there is no batch, or no LightningModule.
 
     Example::
 
@@ -81,7 +82,9 @@ def check_learner(
     given = list(batches)
     if not given:
         raise ConfigError("check_learner(batches=...): give at least one batch.")
-    learner = make if isinstance(make, L.LightningModule) else make()
+    learner = make if isinstance(make, nn.Module) else make()
+    if not isinstance(learner, L.LightningModule):
+        raise ConfigError(f"check_learner: {type(learner).__name__} is not a LightningModule; give one.")
     kinds = [getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__] if methods is None else methods
     return LearnerReport({kind.__name__: _in_the_way(kind, learner, given, options) for kind in kinds})
 

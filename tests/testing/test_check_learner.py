@@ -5,6 +5,7 @@ from functools import partial
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.demos import BoringModel, LightningLSTM, LightningTransformer
 from torch.utils.data import DataLoader
 
@@ -90,3 +91,8 @@ def test_lightning_s_own_in_their_own_sizes(make, samples):
 def test_no_batch_is_said():
     with pytest.raises(ConfigError, match="give at least one batch"):
         check_learner(Regression, [])
+
+
+def test_what_is_no_lightning_module_is_said():
+    with pytest.raises(ConfigError, match="^check_learner: Linear is not a LightningModule; give one"):
+        check_learner(torch.nn.Linear(2, 2), [torch.zeros(2, 2)])
