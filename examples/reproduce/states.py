@@ -88,15 +88,17 @@ def write(table: Table, folder: Path) -> Path | None:
     found = points(table, results)
     if not found:
         return None
-    name = f"simfed_states_by_epochs_{table.scale}"
-    figure(found).save(folder / f"{name}.svg")
+    name, drawn = f"simfed_states_by_epochs_{table.scale}", []
+    if len({point["epochs"] for point in found}) > 1:  # else there are no lines to draw
+        figure(found).save(folder / f"{name}.svg")
+        drawn = [f"![Test accuracy against local epochs, a line for each method and state]({name}.svg)", ""]
     lines = [
         f"# In which state do SimFed's orders hold? The {table.scale} scale", "",
         "SimFed's paper says neither in which state a client's model is scored nor how many local epochs a round has. "
         "For each choice, this table shows in which state a printed ordering holds (paired t-test over seeds), and by "
         "how many points of accuracy the first method is above the second.", "",
         *orders(table, results), "",
-        f"![Test accuracy against local epochs, a line for each method and state]({name}.svg)", "",
+        *drawn,
         f"Measured: {len(found)} means of {len(table.columns) * len(table.rows) * len(READINGS)}, over at least "
         f"{min(point['seeds'] for point in found)} seeds. [All numbers](simfed_states_{table.scale}.md).", "",
     ]  # fmt: skip
