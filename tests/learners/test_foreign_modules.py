@@ -39,7 +39,8 @@ REFUSED = {
 }  # fmt: skip
 #: what cannot be once the head is named
 NAMED = {
-    ("FactorizedFL", project): "needs a two-dimensional convolution or a linear layer in the body"
+    (method, project): "needs a two-dimensional convolution or a linear layer in the body"
+    for method in ("FactorizedFL", "PFedPara")
     for project in ("LSTM", "Boring")
 }
 #: and where they are not named
