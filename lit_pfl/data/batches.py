@@ -19,7 +19,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
     Nothing is put together again, which not every holder lets one do: a ``PackedSequence`` wants its own types back.
     """
     if isinstance(batch, Tensor):
-        yield batch
+        yield plain(batch)
         return
     for part in parts_of(batch):
         yield from tensors_in(part)
@@ -31,7 +31,7 @@ def parts_of(batch: Any) -> Collection[Any]:
         return batch.values()
     if is_dataclass(batch):
         return [getattr(batch, field.name) for field in fields(batch)]
-    # as a graph of PyTorch Geometric: no mapping, but it goes to a device, as only batches do, and knows itself as one
+    # A graph of PyTorch Geometric is no mapping, but makes a dict of itself. Of all such objects, batches have a `to`.
     if hasattr(batch, "to") and callable(as_dict := getattr(batch, "to_dict", None)):
         return as_dict().values()
     return batch if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else ()
@@ -60,19 +60,28 @@ def labels_in(batch: Any) -> Tensor:
     Raises:
         ConfigError: when there are none.
     """
-    labels = None
     if isinstance(batch, list | tuple):
         labels = batch[-1] if batch else None
     elif isinstance(batch, Mapping):
         labels = next((batch[name] for name in LABELS if name in batch), None)
-    elif not isinstance(batch, Tensor):
+    else:
         labels = next((getattr(batch, name) for name in LABELS if hasattr(batch, name)), None)
     if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
         raise ConfigError(
             "The training data has no class labels: batches must end with an integer tensor (B,), "
             f"or be dicts, dataclasses or graphs with one under {', '.join(LABELS)}."
         )
-    return labels.long()
+    return plain(labels).long()
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor without what a subclass adds, such as MONAI's ``MetaTensor``, which all results would be of too.
+
+    A kind of tensor that PyTorch itself computes in another way, such as a ``FakeTensor``, stays what it is.
+    """
+    kind = type(tensor)
+    known = kind is Tensor or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor if known else tensor.as_subclass(Tensor)
 
 
 def bytes_of(tensor: Tensor) -> bytes:

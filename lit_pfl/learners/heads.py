@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_pfl.data.batches import plain
 from lit_pfl.errors import ConfigError
 
 
@@ -130,7 +131,7 @@ class _Before:
         if not isinstance(given, Tensor) or given.dim() < 2:
             what = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else "no tensor"
             raise ConfigError(f"model.head: this method needs a head that is given (B, d) features; they are {what}.")
-        self.seen._features = given.flatten(1)
+        self.seen._features = plain(given).flatten(1)
         if self.change is None:
             return None
         return (self.change(self.seen._features).reshape(given.shape), *args[1:])
@@ -146,8 +147,8 @@ class _After:
         if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(features):
             what = f"of shape {tuple(output.shape)}" if isinstance(output, Tensor) else "no tensor"
             raise ConfigError(f"model.head: this method needs a head that returns (B, C) logits; they are {what}.")
-        self.seen._count, self.seen._logits = self.seen._count + 1, output
-        return None if self.change is None else self.change(features, output)
+        self.seen._count, self.seen._logits = self.seen._count + 1, plain(output)
+        return None if self.change is None else self.change(features, self.seen._logits)
 
 
 class AddLogits(nn.Module):

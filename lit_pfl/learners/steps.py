@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 import torch
@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
-from lit_pfl.data.batches import parts_of, tensors_in
+from lit_pfl.data.batches import parts_of, plain, tensors_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.logs import recorded
 from lit_pfl.lightning_internals import in_hook, optimizers_and_schedules
@@ -87,16 +87,21 @@ def training_outputs(
             f"model.learner: its training_step returns {what}; it must return the loss as a tensor of one number, a "
             "dict with that as its 'loss', or None to skip the batch."
         )
-    return loss, outputs if isinstance(outputs, Mapping) else {}
+    return plain(loss), outputs if isinstance(outputs, Mapping) else {}
+
+
+@runtime_checkable
+class _Clones(Protocol):
+    """A tensor, a graph of PyTorch Geometric, a TensorDict."""
+
+    def clone(self) -> Any: ...
 
 
 def own_batch(batch: Any) -> Any:
     """Return a copy of a batch of which tensors, dicts and lists may be changed in place."""
     if type(batch) in (tuple, list) and all(type(part) is Tensor for part in batch):  # nearly always, and quicker
         return type(batch)([part.clone() for part in batch])
-    if not isinstance(batch, Tensor) and callable(clone := getattr(batch, "clone", None)):  # a graph, a TensorDict
-        return clone()
-    return apply_to_collection(batch, (Tensor, PackedSequence), lambda x: x.clone() if isinstance(x, Tensor) else x)
+    return apply_to_collection(batch, _Clones, lambda part: part.clone())
 
 
 class _NoOptimizer:

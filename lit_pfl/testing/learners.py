@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import lit_pfl.methods
 from lit_pfl.core import Client
 from lit_pfl.data import PerClient
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, refuse_other_lightning
 from lit_pfl.federation import Federation
 from lit_pfl.testing.method_tester import trainer
 
@@ -84,6 +84,7 @@ def check_learner(
         raise ConfigError("check_learner(batches=...): give at least one batch.")
     learner = make if isinstance(make, nn.Module) else make()
     if not isinstance(learner, L.LightningModule):
+        refuse_other_lightning("check_learner", learner, "LightningModule")
         raise ConfigError(f"check_learner: {type(learner).__name__} is not a LightningModule; give one.")
     kinds = [getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__] if methods is None else methods
     return LearnerReport({kind.__name__: _in_the_way(kind, learner, given, options) for kind in kinds})

@@ -10,6 +10,7 @@ from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import FedAvg
+from lit_pfl.testing import check_learner
 from lit_pfl_callbacks import FederatedLoop
 
 pl = pytest.importorskip("pytorch_lightning")
@@ -53,6 +54,7 @@ def test_its_trainer_takes_the_callback():
     ("give", "line"),
     [
         (lambda: FedAvg(learner=Module()).configure_server(), "model.learner: Module .* L.LightningModule"),
+        (lambda: check_learner(Module(), [torch.zeros(1)]), "check_learner: Module .* L.LightningModule"),
         (lambda: PerClient([Data()]).setup(), r"data.modules\[0\]: Data .* L.LightningDataModule"),
         (
             lambda: Federation(FedAvg(), client_trainer={"callbacks": [pl.Callback()]}),

@@ -20,7 +20,13 @@ AGAIN = ("APFL", "APPLE", "Ditto", "FML", "FedEM", "FedNTD", "FedProto", "FedSLR
 
 
 class Meta(Tensor):
-    """A subclass of tensors, as MONAI has one, whose gradients are of it too."""
+    """A subclass of tensors, as MONAI's, that what is computed from it is of too, and that is not sliced at will."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            raise ValueError("a slice has no metadata")
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Mixing(L.LightningModule):
@@ -120,5 +126,6 @@ def test_so_has_that_of_what_is_nested_or_knows_how_to_copy_itself():
     nested.pop("names")
     own_batch(Graph(x)).x.add_(1)
     own_batch(x).add_(1)
-    assert x.tolist() == [1, 1]
-    assert nested["packed"] is packed
+    nested["packed"].data.add_(1)
+    own_batch((Graph(x), x))[0].x.add_(1)
+    assert packed.data.tolist() == x.tolist() == [1, 1]

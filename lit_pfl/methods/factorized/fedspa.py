@@ -159,8 +159,7 @@ class FedSpa(Client):
                 loss = self.objective(transferred(self.learner, batch), index)
                 gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
                 break
-        # those of an embedding may be sparse, and those of a loss of some tensor subclass are of that, as with MONAI
-        return [gradient.to_dense().as_subclass(Tensor) for gradient in gradients]
+        return [gradient.to_dense() for gradient in gradients]  # as those of an embedding may not be
 
     def configure_server(self) -> "FedSpaServer":  # noqa: D102
         return FedSpaServer(tuple(self.masks), self.regrow != "none")
