@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ def notes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 def _no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Run every test in a folder of its own; see that it leaves signals, threads and PyTorch's switches alone."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # lit-pfl puts the current folder there
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     signals = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
