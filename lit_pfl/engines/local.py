@@ -242,8 +242,9 @@ class Local(Engine):
             if reply is None:
                 yield module
                 return
-            fixed = constant(module)
-            before = copied({name: value for name, value in module.state_dict().items() if name not in fixed})
+            own, fixed = module.state_dict(), constant(module)
+            changed = (overwritten(module, reply) or own).keys() - fixed
+            before = copied({name: value for name, value in own.items() if name in changed})
             has_trained = client in self.hub or client in self._restored
             with next_epoch(module.trainer) if has_trained else nullcontext():
                 module.download(reply)

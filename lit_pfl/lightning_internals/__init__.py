@@ -24,7 +24,8 @@ from lit_pfl.lightning_internals.inside import (
     show_scores,
     told_evaluating,
 )
-from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule, own_copy
+from lit_pfl.lightning_internals.own_copy import own_copy
+from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule
 from lit_pfl.lightning_internals.state_files import ASLEEP, FOLDER, Content, SavedStates
 from lit_pfl.lightning_internals.state_writing import StateFiles
 from lit_pfl.lightning_internals.undisturbed import looked_up_once, undisturbed

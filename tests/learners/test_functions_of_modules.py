@@ -1,0 +1,183 @@
+"""Modules that hold functions which use the module itself: hooks made in its ``__init__``, lambdas, partials."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lit_pfl.methods
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import own_copy
+from lit_pfl.testing import assert_equal
+
+METHODS = sorted(lit_pfl.methods.__all__)
+
+
+class Hooked(L.LightningModule):
+    """Takes its features, and a penalty, from a hook of one of its layers."""
+
+    def __init__(self, hook: Callable[["Hooked"], Callable[..., Any]]) -> None:
+        super().__init__()
+        self.features: dict[str, Tensor] = {}
+        self.penalties: list[Tensor] = []
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.BatchNorm1d(5))
+        self.out = nn.Linear(5, 3)
+        self.body[1].register_forward_hook(hook(self))
+
+    def note(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.features["relu"] = output
+        self.penalties.append(output.square().mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalties.clear()
+        self.body(x)
+        return self.out(self.features.pop("relu"))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, labels = batch
+        return nn.functional.cross_entropy(self(x), labels) + 0.1 * sum(self.penalties)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, labels = batch
+        self.log("acc", (self(x).argmax(1) == labels).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Rows(L.LightningDataModule):
+    def __init__(self, rows: list[tuple[Tensor, int]]) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.rows, batch_size=6)
+
+
+def by_method(module: Hooked) -> Callable[..., Any]:
+    return module.note
+
+
+def by_closure(module: Hooked) -> Callable[..., Any]:
+    features, penalties = module.features, module.penalties
+
+    def hook(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        features["relu"] = output
+        penalties.append(output.square().mean())
+
+    return hook
+
+
+def by_another(module: Hooked) -> Callable[..., Any]:
+    def noted(name: str) -> Callable[..., Any]:
+        def hook(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+            module.note(layer, name, output)
+
+        return hook
+
+    return noted("relu")
+
+
+HOOKS = {
+    "closure": by_closure,
+    "closure of a closure": by_another,
+    "lambda": lambda module: lambda *args: module.note(*args),
+    "default": lambda module: lambda *args, owner=module: owner.note(*args),
+    "partial": lambda module: partial(Hooked.note, module),
+}
+
+
+def trained(method: str, hook: Callable[[Hooked], Callable[..., Any]]) -> Any:
+    torch.manual_seed(0)
+    rows = [(torch.randn(6), i % 3) for i in range(12)]
+    torch.manual_seed(1)
+    client = getattr(lit_pfl.methods, method)(learner=Hooked(hook), head="^out", encoder="body")
+    trainer = L.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    federation = Federation(client, seed=0, threads=1)
+    trainer.fit(federation, datamodule=PerClient([Rows(rows), Rows(rows)]))
+    return {client: module.state_dict() for client, module in federation.clients.items()}
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+def test_a_hook_made_inside_of_the_module_trains_as_a_method_does(hook):
+    assert_equal(trained("FedAvg", hook), trained("FedAvg", by_method))
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("method", METHODS)
+def test_under_every_method(method):
+    try:
+        expected = trained(method, by_method)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert_equal(trained(method, by_closure), expected)
+
+
+class Odd(L.LightningModule):
+    """Holds functions of many kinds; each computes what ``net`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+        def again(times: int, x: Tensor) -> Tensor:
+            return again(times - 1, x) if times else self.net(x)
+
+        def never(x: Tensor) -> Tensor:
+            return later if x is None else self.net(x)
+
+        self.functions = {
+            "in a list": [lambda x: self.net(x)],
+            "calls itself": [partial(again, 3)],
+            "names what is not there": [never],
+            "weight": [lambda x, w=self.net.weight, b=self.net.bias: nn.functional.linear(x, w, b)],
+        }
+        self.partial = partial(self.net_of, 1)
+        if self is None:
+            later = None
+
+    def net_of(self, one: int, x: Tensor) -> Tensor:
+        return one * self.net(x)
+
+
+def test_every_function_of_a_copy_uses_the_copy():
+    module, x = Odd(), torch.ones(2)
+    copied = own_copy(module)
+    nn.init.ones_(copied.net.weight)
+    nn.init.ones_(copied.net.bias)
+    functions = [function for some in copied.functions.values() for function in some]
+    for function in (*functions, copied.partial):
+        assert function(x).tolist() == [3, 3]
+    assert module.functions["in a list"][0](x).tolist() != [3, 3]
+
+
+def test_functions_that_do_not_use_the_module_stay_the_same_objects():
+    module, held = Odd(), object()
+    module.free = lambda: held
+    assert own_copy(module).free is module.free
+
+
+def test_compiled_parts_make_their_functions_again_themselves():
+    module = Odd()
+    module.net = torch.compile(module.net, backend="eager")
+    copied = own_copy(module)
+    nn.init.zeros_(copied.net._orig_mod.weight)
+    nn.init.ones_(copied.net._orig_mod.bias)
+    assert copied.net(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_what_a_function_uses_and_cannot_be_copied_is_named():
+    module, lock = Odd(), threading.Lock()
+    module.locked = lambda x: module.net(x) if lock.locked() else x
+    with pytest.raises(ConfigError, match=r"<lambda>\(\): every client needs one of its own, and a lock cannot be co"):
+        own_copy(module)
