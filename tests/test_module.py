@@ -114,6 +114,19 @@ def test_lazy_layers_of_a_learner_are_asked_for_their_shapes(alone):
     build(FedAvg(learner=Lazy(made=True)))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_a_scripted_part_trains_only_where_it_is_not_copied():
+    learner = Lazy(made=True)
+    learner.net = torch.jit.script(learner.net)
+    with pytest.raises(ConfigError, match=r"^model\.learner: 'net' of Lazy is a ScriptModule, .*; leave out"):
+        FedAvg(learner=learner).build(spec())
+    FedAvg(learner=learner).configure_model()
+    for weight in learner.net.parameters():
+        weight.requires_grad_(False)
+    learner.more = nn.Linear(1, 1)
+    FedAvg(learner=learner).build(spec())
+
+
 def test_a_learner_that_asks_for_its_trainer_too_early_is_told():
     message = "AsksForItsTrainer.configure_model asks for its Trainer, .*; give __init__ what it needs"
     with pytest.raises(ConfigError, match=message) as error:

@@ -5,7 +5,7 @@ import sys
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -147,12 +147,26 @@ def test_every_client_has_callbacks_of_its_own():
     assert_equal(weights(both), weights(again))
 
 
-@pytest.mark.parametrize("kind", [EMAWeightAveraging, lambda: StochasticWeightAveraging(swa_lrs=0.01)])
-def test_averaged_weights_that_nobody_would_score_are_refused(kind):
-    """They would be in the models after a fit, and in its checkpoint, but not in its scores."""
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (EMAWeightAveraging, "EMAWeightAveraging puts averaged weights"),
+        (lambda: StochasticWeightAveraging(swa_lrs=0.01), "StochasticWeightAveraging puts averaged weights"),
+        (lambda: ModelPruning("l1_unstructured"), "ModelPruning gives the weights that it prunes other names"),
+    ],
+)
+def test_callbacks_that_change_which_weights_are_in_place_are_refused(kind, message):
+    """Averages would be in the models after a fit, and in its checkpoint, but not in its scores."""
     for callbacks in (kind(), [Listens(), kind()]):
-        with pytest.raises(ConfigError, match=r"^federation\.client_trainer\.callbacks: \w+WeightAveraging puts"):
+        with pytest.raises(ConfigError, match=rf"^federation\.client_trainer\.callbacks: {message}"):
             Federation(client(FedAvg), client_trainer={"callbacks": callbacks})
+
+    class Brings(Flat):
+        def configure_callbacks(self):
+            return [Listens(), kind()]
+
+    with pytest.raises(ConfigError, match=rf"^model\.learner: Brings\.configure_callbacks: {message}"):
+        run(FedAvg(learner=Brings()))
 
 
 class OpensAFile(L.Callback):

@@ -26,8 +26,8 @@ from lit_pfl.learners import (
     OptimizerCallable,
     SchedulerCallable,
     add_parameters,
+    check_copies,
     check_learner,
-    check_shapes,
     network_of,
     quick_backbone,
     set_schedules_to,
@@ -274,7 +274,7 @@ class Client(LearnerModule):
         A classifier's fresh weights are drawn from PyTorch's default generator; a learner that was given is copied.
         """
         if self.learner is not None:
-            check_shapes(self.learner)
+            check_copies(self.learner)
         client = own_copy(self)
         client.configure(spec)
         return client

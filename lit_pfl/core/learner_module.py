@@ -15,7 +15,9 @@ from lit_pfl.learners import (
     ImageClassifier,
     LossTally,
     SkipBatch,
+    call_hook,
     call_step,
+    check_callbacks,
     hand_on,
     hand_on_evaluation,
     place_checkpoints,
@@ -138,9 +140,12 @@ class LearnerModule(QuickModule, ABC):
     def configure_callbacks(self) -> Any:
         """Get ready for a Trainer, of all hooks in the one before Lightning looks which steps there are."""
         self.configure_model()
-        callbacks = self.learner.configure_callbacks()
+        callbacks = call_hook(self.learner, "configure_callbacks")
+        several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+        if not self.alone:
+            check_callbacks(several, f"model.learner: {type(self.learner).__name__}.configure_callbacks")
         if self.checkpoint_folder is not None:
-            place_checkpoints(callbacks if isinstance(callbacks, Sequence) else [callbacks], self.checkpoint_folder)
+            place_checkpoints(several, self.checkpoint_folder)
         return callbacks
 
     def setup(self, stage: str) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -14,7 +13,7 @@ from lit_pfl.core import Client
 from lit_pfl.engines.client_logger import client_loggers
 from lit_pfl.engines.validation import OwnValidation, has_checkpoints
 from lit_pfl.errors import ConfigError, refuse_other_lightning
-from lit_pfl.learners import place_checkpoints
+from lit_pfl.learners import check_callbacks, place_checkpoints
 from lit_pfl.lightning_internals import NoProfiler, log_nothing, looked_up_once, make_endless, undisturbed
 from lit_pfl_callbacks import FederatedLoop, run_folder
 
@@ -52,11 +51,7 @@ def check_client_options(options: Mapping[str, Any]) -> None:
                 f"federation.client_trainer.callbacks={options['callbacks']}: give Callback objects, as a script can, "
                 "or let a learner of your own make them, in its configure_callbacks."
             )
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise ConfigError(
-                f"federation.client_trainer.callbacks: {type(callback).__name__} puts averaged weights in place when a "
-                "Trainer validates, saves or ends; clients are scored, sent and resumed as they are trained."
-            )
+    check_callbacks(several(options.get("callbacks")), "federation.client_trainer.callbacks")
 
 
 def check_outer(trainer: L.Trainer) -> None:

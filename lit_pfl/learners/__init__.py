@@ -1,7 +1,7 @@
 """What clients train: the built-in image classifier, and how anybody's LightningModule is taken in."""
 
 from lit_pfl.data.batches import size_of
-from lit_pfl.learners.checks import check_learner, check_shapes
+from lit_pfl.learners.checks import check_callbacks, check_copies, check_learner
 from lit_pfl.learners.classifier import (
     BackboneCallable,
     ImageClassifier,
@@ -53,8 +53,9 @@ __all__ = [
     "call_hook",
     "call_step",
     "call_with",
+    "check_callbacks",
+    "check_copies",
     "check_learner",
-    "check_shapes",
     "extend",
     "find_head",
     "hand_on",

@@ -1,14 +1,28 @@
 """Which LightningModules can be learners."""
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lit_pfl.errors import ConfigError, refuse_other_lightning
+
+_AVERAGES = (
+    "puts averaged weights in place when a Trainer validates, saves or ends; clients are scored, sent and resumed as "
+    "they are trained"
+)
+#: Lightning's callbacks that clients cannot have, and why
+REFUSED = {
+    StochasticWeightAveraging: _AVERAGES,
+    WeightAveraging: _AVERAGES,
+    ModelPruning: "gives the weights that it prunes other names while a Trainer fits; clients send them by name",
+}
 
 
 def check_learner(learner: Any, why_automatic: str = "") -> None:
@@ -53,6 +67,36 @@ def check_shapes(learner: nn.Module) -> None:
                 f"model.learner: {type(learner).__name__} has lazy layers, whose {name!r} has no shape before a first "
                 "batch; let one of zeros through them at the end of __init__, or give them their sizes."
             )
+
+
+def check_copies(learner: nn.Module) -> None:
+    """See that copies of a module can be trained: every client has one.
+
+    Raises:
+        ConfigError: when they cannot.
+    """
+    check_shapes(learner)
+    for name, part in learner.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(weight.requires_grad for weight in part.parameters()):
+            raise ConfigError(
+                f"model.learner: {name!r} of {type(learner).__name__} is a ScriptModule, whose copies PyTorch cannot "
+                "train, and every client needs one of its own; leave out torch.jit.script."
+            )
+
+
+def check_callbacks(callbacks: Iterable[L.Callback], option: str) -> None:
+    """See that clients can have some callbacks.
+
+    Args:
+        callbacks: the callbacks.
+        option: where they come from, for the error.
+
+    Raises:
+        ConfigError: when they cannot.
+    """
+    for callback in callbacks:
+        if why := next((why for kind, why in REFUSED.items() if isinstance(callback, kind)), None):
+            raise ConfigError(f"{option}: {type(callback).__name__} {why}.")
 
 
 def _make_layers(learner: L.LightningModule) -> None:

@@ -27,7 +27,6 @@ TOLD = (
 DONE = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "backward",
     "optimizer_zero_grad", "optimizer_step", "lr_scheduler_step", "configure_gradient_clipping",
-    "configure_callbacks",
 )  # fmt: skip
 #: hooks about checkpoints, in which every learner has a place of its own
 KEPT = ("on_save_checkpoint", "on_load_checkpoint")

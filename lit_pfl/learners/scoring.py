@@ -111,7 +111,7 @@ def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]
 @contextmanager
 def _evaluated(learner: L.LightningModule, stage: str, running: RunningStage) -> Iterator[None]:
     """Put a learner into the mode in which its Trainer would evaluate it; all of it is put back afterwards."""
-    with torch.no_grad(), unchanged(learner), told_evaluating(learner, running):
+    with torch.no_grad(), unchanged(learner), _options_unchanged(learner), told_evaluating(learner, running):
         hook = f"on_{stage}_model_eval"
         if is_overridden(hook, learner):  # as for dropout that draws
             call_hook(learner, hook)
@@ -119,6 +119,19 @@ def _evaluated(learner: L.LightningModule, stage: str, running: RunningStage) ->
             learner.eval()
         yield
         _tell(learner, f"on_{stage}_model_train")
+
+
+@contextmanager
+def _options_unchanged(learner: L.LightningModule) -> Iterator[None]:
+    """Put the options of a learner's optimizers back: schedule-free ones note there which weights are in place."""
+    optimizers = [] if learner._trainer is None else learner._trainer.optimizers
+    before = [(group, group.copy()) for optimizer in optimizers for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for group, options in before:
+            group.clear()
+            group.update(options)
 
 
 def _tell(learner: L.LightningModule, hook: str, *args: Any) -> None:

@@ -15,7 +15,7 @@ from lit_pfl.learners.scoring import score
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import APFL, Ditto, FedAvg
 from lit_pfl_callbacks import FederatedLoop
-from tiny import trainer
+from tiny import assert_equal, trainer
 
 
 @pytest.mark.parametrize("project", ["Regression", "Screening"])
@@ -71,6 +71,51 @@ def test_plain_attributes_are_put_back_inside_too():
     assert not hasattr(module, "new")
     assert not auroc.update_called
     assert not auroc.preds
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Has one of two sets of weights in place, and notes which, as schedule-free optimizers do."""
+
+    def train(self):
+        self.swap(True)
+
+    def eval(self):
+        self.swap(False)
+
+    def swap(self, training):
+        for group in self.param_groups:
+            if group.setdefault("training", True) != training:
+                for weight in group["params"]:
+                    weight.data.mul_(2 if training else 0.5)
+            group["training"] = training
+
+
+class Swaps(Screening):
+    def configure_optimizers(self):
+        return ScheduleFree(self.parameters(), lr=0.1)
+
+    def on_train_epoch_start(self):
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self):
+        if self.trainer.optimizers:
+            self.optimizers().eval()
+            self.seen = self.optimizers().param_groups[0]["training"]
+
+
+def test_an_optimizer_has_the_weights_in_place_that_it_says():
+    def run(validated):
+        torch.manual_seed(0)
+        federation = Federation(FedAvg(learner=Swaps()), seed=0, threads=1)
+        fitting = trainer(3, limit_val_batches=validated)
+        fitting.fit(federation, datamodule=PROJECTS["Screening"].data())
+        return federation.clients, fitting.callback_metrics
+
+    (scored, scores), (unscored, _) = run(1.0), run(0)
+    assert scores
+    for own, other in zip(scored.values(), unscored.values(), strict=True):
+        assert own.trainer.optimizers[0].param_groups[0]["training"]
+        assert_equal(own.state_dict(), other.state_dict())
 
 
 class TellsWhenAnEpochEnds(Screening):

@@ -1,5 +1,6 @@
 """SCAFFOLD against its formulas, and where it ends."""
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from quadratic import (
     softmax_regression,
     unequal,
 )
+from torch import nn
 
 from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
@@ -228,6 +230,17 @@ def test_the_server_by_itself():
 def test_only_plain_sgd(optimizer):
     with pytest.raises(ConfigError, match=r"model\.optimizer"):
         run(client(Scaffold, optimizer=optimizer), rounds=1)
+
+
+def test_a_rate_that_a_callback_adds_is_refused_when_it_is_there():
+    class Adds(L.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(()))], "lr": 0.01})
+
+    with pytest.raises(
+        ConfigError, match=r"model\.optimizer: .* with one learning rate for all parameters, also later"
+    ):
+        run(client(Scaffold, optimizer=sgd(0.1)), rounds=2, client_trainer={"callbacks": Adds()})
 
 
 def test_heads_at_home_have_no_control_variates():

@@ -16,6 +16,10 @@ from lit_pfl.learners import single_optimizer
 from lit_pfl.nn import Memory
 
 CONTROL = "control."
+PLAIN = (
+    "model.optimizer: Scaffold computes a client's mean gradient from its weight change, which is valid for plain SGD "
+    "only; use torch.optim.SGD without momentum, with one learning rate for all parameters, also later."
+)
 
 
 class Scaffold(Client):
@@ -69,16 +73,14 @@ class Scaffold(Client):
         plain = type(optimizer) is torch.optim.SGD and all(
             not group["momentum"] and not group["maximize"] for group in optimizer.param_groups
         )
-        if not plain or len(optimizer.param_groups) > 1:
-            raise ConfigError(
-                "model.optimizer: Scaffold computes a client's mean gradient from its weight change, which is valid "
-                "for plain SGD only; use torch.optim.SGD without momentum, with one learning rate for all parameters."
-            )
+        if not plain:
+            raise ConfigError(PLAIN)
+        _one_rate(optimizer)
         optimizer.register_step_post_hook(self._note_step)
         return configured
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        [group] = optimizer.param_groups
+        group = _one_rate(optimizer)  # a callback may have added another
         if any(weight.grad is not None for weight in group["params"]):  # else the learner has skipped the batch
             self._sum_of_lr += float(group["lr"])
 
@@ -125,6 +127,13 @@ class Scaffold(Client):
             for name, own in self.control.items():
                 own += change[name]
         return change
+
+
+def _one_rate(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    group, *others = optimizer.param_groups
+    if others:
+        raise ConfigError(PLAIN)
+    return group
 
 
 class ScaffoldServer(UniformServer):
