@@ -5,7 +5,13 @@ import sys
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -152,6 +158,8 @@ def test_every_client_has_callbacks_of_its_own():
     [
         (EMAWeightAveraging, "EMAWeightAveraging puts averaged weights"),
         (lambda: StochasticWeightAveraging(swa_lrs=0.01), "StochasticWeightAveraging puts averaged weights"),
+        (LearningRateFinder, "LearningRateFinder trains before the first round"),
+        (BatchSizeFinder, "BatchSizeFinder trains before the first round"),
         (lambda: ModelPruning("l1_unstructured"), "ModelPruning gives the weights that it prunes other names"),
     ],
 )
@@ -165,6 +173,8 @@ def test_callbacks_that_change_which_weights_are_in_place_are_refused(kind, mess
         def configure_callbacks(self):
             return [Listens(), kind()]
 
+    with pytest.raises(ConfigError, match=rf"^trainer\.callbacks: {message}"):
+        trainer(1, callbacks=[kind()]).fit(Federation(client(FedAvg)), datamodule=digits(2))
     with pytest.raises(ConfigError, match=rf"^model\.learner: Brings\.configure_callbacks: {message}"):
         run(FedAvg(learner=Brings()))
 

@@ -61,6 +61,7 @@ def check_outer(trainer: L.Trainer) -> None:
         ConfigError: when it has.
     """
     check_precision("trainer.precision", trainer)
+    check_callbacks(trainer.callbacks, "trainer.callbacks")  # type: ignore[attr-defined]
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # limits batches, for a first try of everything
         return
     for name, allowed in (("overfit_batches", 0.0), ("limit_train_batches", 1.0)):

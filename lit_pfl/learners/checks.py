@@ -6,7 +6,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -17,10 +23,13 @@ _AVERAGES = (
     "puts averaged weights in place when a Trainer validates, saves or ends; clients are scored, sent and resumed as "
     "they are trained"
 )
-#: Lightning's callbacks that clients cannot have, and why
+_TRIES = "trains before the first round; let a Trainer that is given the module alone find it"
+#: Lightning's callbacks that neither clients nor a federation can have, and why
 REFUSED = {
     StochasticWeightAveraging: _AVERAGES,
     WeightAveraging: _AVERAGES,
+    LearningRateFinder: _TRIES,
+    BatchSizeFinder: _TRIES,
     ModelPruning: "gives the weights that it prunes other names while a Trainer fits; clients send them by name",
 }
 
@@ -85,7 +94,7 @@ def check_copies(learner: nn.Module) -> None:
 
 
 def check_callbacks(callbacks: Iterable[L.Callback], option: str) -> None:
-    """See that clients can have some callbacks.
+    """See that clients, or a federation, can have some callbacks.
 
     Args:
         callbacks: the callbacks.
