@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from lit_pfl.errors import ConfigError
 
 M = TypeVar("M", bound=L.LightningModule)
-#: how modules are taken apart; others, such as compiled ones, make their functions again themselves
-USUAL = (nn.Module.__getstate__, L.LightningModule.__getstate__)
 
 
 def own_copy(module: M) -> M:
@@ -30,7 +28,7 @@ def own_copy(module: M) -> M:
     """
     made = module.__class__.__new__(module.__class__)
     known: dict[int, Any] = {id(module): made, id(module._trainer): module._trainer}
-    parts = [part for part in module.modules() if type(part).__getstate__ in USUAL]
+    parts = [part for part in module.modules() if "_orig_mod" not in part._modules]  # compiled ones copy themselves
     values = [value for part in parts for value in part.__dict__.values()]
     # what a module has computed and keeps, an embedding for instance: without its graph, which cannot be copied
     known |= {id(x): x.detach().clone() for x in values if isinstance(x, Tensor) and not x.is_leaf}

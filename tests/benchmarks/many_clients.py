@@ -1,19 +1,20 @@
 """What a round costs that ten clients take part in, of few registered clients and of many.
 
     python tests/benchmarks/many_clients.py [100] [1000] [10000] [100000] [--methods FedAvg Ditto] [--awake N]
-        [--validated N] [--rounds N] [--all-first] [--job McMahan]
+        [--validated N] [--rounds N] [--all-first] [--job tiny]
 
-Every federation runs in a process of its own: an MLP of a few hundred weights, eight training samples a client, so that
-next to nothing is computed; or, with ``--job McMahan``, the first experiment of the paper of FedAvg (McMahan et al.
-2017, Table 1, 2NN): 600 images of 28 x 28 a client, batches of 10. One epoch a round, ``--validated`` clients validated
-(100) and a checkpoint written after every round, no test. The figures are medians over the rounds after the first two:
-seconds of the whole round, of training, of validation and of the checkpoint; then seconds until the first round; the
-peak of memory, and bytes on disk in the end. Seconds are the processor's, so that other work on the machine does not
-count. ``--awake`` is the engine's; without it all clients stay in memory. With ``--all-first`` everybody trains in
-round 1, so that everybody has a state.
+Every federation runs in a process of its own: the first experiment of the paper of FedAvg (McMahan et al. 2017, Table
+1, 2NN), 600 images of 28 x 28 a client, batches of 10; or, with ``--job tiny``, an MLP of a few hundred weights and
+eight training samples a client, so that next to nothing is computed. One epoch a round, ``--validated`` clients
+validated (100) and a checkpoint written after every round, no test. The figures are medians over the rounds after the
+first two: seconds of the whole round, of training, of validation and of the checkpoint; then seconds until the first
+round; the peak of memory, and bytes on disk in the end. Seconds are the processor's, so that other work on the machine
+does not count. ``--awake`` is the engine's; without it all clients stay in memory. With ``--all-first`` everybody
+trains in round 1, so that everybody has a state.
 
-A participant that is in memory and has trained before takes a fifth of the time of another one, which needs a Trainer
-first. Compare columns whose participants are of one kind: with ``--awake 20 --validated 10``, few are in memory.
+In the tiny job a participant that is in memory and has trained before takes a fifth of the time of another one, which
+needs a Trainer first. Compare columns whose participants are of one kind: with ``--awake 20 --validated 10``, few are
+in memory.
 """
 
 import argparse
@@ -167,7 +168,7 @@ if __name__ == "__main__":
     parser.add_argument("--validated", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=22)
     parser.add_argument("--all-first", action="store_true")
-    parser.add_argument("--job", choices=JOBS, default="tiny")
+    parser.add_argument("--job", choices=JOBS, default="McMahan")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
     chosen = parser.parse_args()
     if chosen.one:

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 import lit_pfl.methods
 from lit_pfl import Federation
@@ -148,6 +149,17 @@ class Odd(L.LightningModule):
 
     def net_of(self, one: int, x: Tensor) -> Tensor:
         return one * self.net(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.GRU, nn.TransformerEncoderLayer, MeanMetric])
+def test_hooks_of_any_layer_are_made_again(kind):
+    module = Odd()
+    module.layer = kind(2, 2) if kind is not MeanMetric else kind()
+    module.layer.register_forward_hook(lambda *args: setattr(module, "hooked", True))
+    copied = own_copy(module)
+    copied.layer(torch.ones(1, 2))
+    assert copied.hooked
+    assert not hasattr(module, "hooked")
 
 
 def test_every_function_of_a_copy_uses_the_copy():
