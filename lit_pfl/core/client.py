@@ -33,10 +33,7 @@ from lit_pfl.learners import (
     set_schedules_to,
     single_optimizer,
 )
-from lit_pfl.lightning_internals import (
-    optimizers_in,
-    own_copy,
-)
+from lit_pfl.lightning_internals import as_trained, optimizers_in, own_copy
 from lit_pfl.nn import factorized_parts
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.frozen import FROZEN, table_of
@@ -428,7 +425,8 @@ class Client(LearnerModule):
 
     def configure_optimizers(self) -> Any:
         """Return what the learner's own returns."""
-        configured = self.learner.configure_optimizers()
+        with as_trained(self.learner):
+            configured = self.learner.configure_optimizers()
         optimizers = optimizers_in(configured) if self.learner.automatic_optimization is False else []
         for optimizer in optimizers or [single_optimizer(configured)]:
             if self.factorization is not None:

@@ -11,6 +11,7 @@ from lit_pfl.learners.classifier import (
     network_of,
     quick_backbone,
 )
+from lit_pfl.learners.forward import forward_changed
 from lit_pfl.learners.handing_on import call_hook, hand_on, hand_on_evaluation, place_checkpoints
 from lit_pfl.learners.heads import AddLogits, HeadCall, at_head, find_head, linear_layers, log_mixture, sizes_of_head
 from lit_pfl.learners.logs import STAGE, LossTally, Recorder, recorded, silenced
@@ -58,6 +59,7 @@ __all__ = [
     "check_learner",
     "extend",
     "find_head",
+    "forward_changed",
     "hand_on",
     "hand_on_evaluation",
     "holding",

@@ -10,6 +10,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
 )
 from lit_pfl.lightning_internals.endless import limit_batches, make_endless
 from lit_pfl.lightning_internals.inside import (
+    as_trained,
     forget_scores,
     hand_down_trainer,
     hand_up_hparams,
@@ -41,6 +42,7 @@ __all__ = [
     "QuickModule",
     "SavedStates",
     "StateFiles",
+    "as_trained",
     "forget_scores",
     "hand_down_trainer",
     "hand_up_hparams",

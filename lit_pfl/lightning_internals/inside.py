@@ -119,6 +119,21 @@ def lent_trainer(module: L.LightningModule, trainer: L.Trainer) -> Iterator[None
 
 
 @contextmanager
+def as_trained(module: L.LightningModule) -> Iterator[None]:
+    """Let ``trainer.model`` be this module, for a module that finds itself, its parameters or its modes there."""
+    trainer = module._trainer
+    if trainer is None:
+        yield
+        return
+    outer = trainer.model
+    trainer.strategy.model = module
+    try:
+        yield
+    finally:
+        trainer.strategy.model = outer
+
+
+@contextmanager
 def told_evaluating(module: L.LightningModule, stage: RunningStage) -> Iterator[None]:
     """Let a module's Trainer, if there is one, say that it evaluates, and that it is this module.
 
@@ -130,10 +145,10 @@ def told_evaluating(module: L.LightningModule, stage: RunningStage) -> Iterator[
     if trainer is None:
         yield
         return
-    before, outer = trainer.state.stage, trainer.model
+    before = trainer.state.stage
     trainer.state.stage = before if trainer.sanity_checking else stage
-    trainer.strategy.model = module  # which Lightning's own on_validation_model_eval and its like put into their modes
     try:
-        yield
+        with as_trained(module):
+            yield
     finally:
-        trainer.state.stage, trainer.strategy.model = before, outer
+        trainer.state.stage = before

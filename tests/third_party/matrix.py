@@ -36,7 +36,10 @@ REASONS = {
     ),
     "groups": ("PsiNet divides a `backbone`", "needs a `backbone` of `lit_pfl.models` with a linear head"),
     "sgd": ("use torch.optim.SGD", "needs plain SGD, and the module has another optimizer"),
-    "logits": ("use model.mixing=parameters", 'needs `mixing="parameters"`: `training_step` does not call `forward`'),
+    "logits": (
+        "use model.mixing=parameters",
+        'needs `mixing="parameters"`: `training_step` does not call `forward` for a tensor',
+    ),
     "density": ("give more", "needs `density=0.9`: frozen copies, which have no masks, are half of the network"),
     "layers": (
         "needs a two-dimensional convolution or a linear layer in the body",
@@ -111,8 +114,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "GIN": {**ADAM, "FactorizedFL": "layers", "PFedPara": "layers", "PerFedAvg": "samples"},
     "MoCoTask": {**ADAM, **TWO_VIEWS, "APFL": "logits", "PFedPara": "layers"},
     "DeepAR": {**ADAM, **NO_NORM, **NO_LOGITS, "FactorizedFL": "layers", "PFedPara": "layers"},
-    "SimCLR": {**BUILDS, **TWO_VIEWS, "APFL": "logits"},
-    "BYOL": {**BUILDS, **TWO_VIEWS, "APFL": "logits", "FedSpa": "density"},
+    "SimCLR": {**BUILDS, **TWO_VIEWS},
+    "BYOL": {**BUILDS, **TWO_VIEWS, "FedSpa": "density"},
     "BoringModel": {**BUILDS, **NO_NORM, **NO_CLASSES, "FactorizedFL": "layers", "PFedPara": "layers",
                     **dict.fromkeys(BODIES, "body")},
     "LightningTransformer": {**BUILDS, **NO_NORM, **NO_LOGITS},

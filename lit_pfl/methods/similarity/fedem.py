@@ -21,6 +21,7 @@ from lit_pfl.learners import (
     add_parameters,
     at_head,
     find_head,
+    forward_changed,
     network_of,
     recorded,
     silenced,
@@ -187,18 +188,14 @@ class FedEM(Classifying):
         """Mix what ``forward`` returns; what is yielded says of every call that it was for logits."""
         called: list[bool] = []
 
-        def mixed(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+        def mixed(output: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(output, Tensor) or output.dim() != 2:
-                return None
+                return output
             called.append(True)
-            return log_mixture([output, *(component(*args) for component in self.further)], self.mixture)
+            return log_mixture([output, *(component(*args, **kwargs) for component in self.further)], self.mixture)
 
-        handle = self.learner.register_forward_hook(mixed)
-        try:
-            with evaluating(self.further):
-                yield called
-        finally:
-            handle.remove()
+        with evaluating(self.further), forward_changed(self.learner, mixed):
+            yield called
 
     def standalone(self) -> nn.Module:  # noqa: D102
         if self.components == 1:

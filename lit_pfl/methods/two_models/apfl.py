@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import Mixture, Step, call_with, holding, network_of, refuse_scaled_gradients, silenced
+from lit_pfl.learners import (
+    Mixture,
+    Step,
+    call_with,
+    forward_changed,
+    holding,
+    network_of,
+    refuse_scaled_gradients,
+    silenced,
+)
 from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl_callbacks.tensors import evaluating
 
@@ -83,9 +92,9 @@ class APFL(TwoModels):
         if self.mixing == "parameters":
             personal = self._at_mixed_parameters(alpha, batch, batch_idx)
         else:
+            self._check_outputs(outputs)
             with self._mixed_outputs(alpha, iter(outputs)):
                 personal = self.personal_loss(batch, batch_idx)
-            self._check_outputs(outputs)
         if self._adapts:
             self._adapt(personal, alpha)
         return common + personal
@@ -108,28 +117,29 @@ class APFL(TwoModels):
         if self.mixing == "parameters":
             yield
             return
-        handle = self.learner.register_forward_hook(lambda module, args, output: outputs.append(output))
-        try:
+
+        def watched(output: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs.append(output)
+            return output
+
+        with forward_changed(self.learner, watched):
             yield
-        finally:
-            handle.remove()
 
     @contextmanager
     def _mixed_outputs(self, alpha: Tensor, common: Iterator[Tensor]) -> Iterator[None]:
         """Let the personal learner's ``forward`` return the mixture of its own output and the common learner's."""
-        handle = self.personal.register_forward_hook(
-            lambda module, args, output: alpha * output + (1 - alpha) * next(common).detach()
-        )
-        try:
+
+        def mixed(output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return alpha * output + (1 - alpha) * next(common).detach()
+
+        with forward_changed(self.personal, mixed):
             yield
-        finally:
-            handle.remove()
 
     def _check_outputs(self, outputs: list[Tensor]) -> None:
         if not outputs or not all(isinstance(output, Tensor) for output in outputs):
             raise ConfigError(
                 f"model.mixing=logits mixes what forward returns, and training_step of {type(self.learner).__name__} "
-                "does not call it for a tensor, self(...); use model.mixing=parameters."
+                "does not call it for a tensor; use model.mixing=parameters."
             )
 
     def _adapt(self, loss: Tensor, alpha: Tensor) -> None:
@@ -153,11 +163,9 @@ class APFL(TwoModels):
             with holding(self.personal, mixture):
                 yield self.personal
         else:
-            handle = self.personal.register_forward_hook(
-                lambda module, args, output: self.alpha * output + (1 - self.alpha) * self.learner(*args)
-            )
-            with evaluating(self.learner):
-                try:
-                    yield self.personal
-                finally:
-                    handle.remove()
+
+            def mixed(output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                return self.alpha * output + (1 - self.alpha) * self.learner(*args, **kwargs)
+
+            with evaluating(self.learner), forward_changed(self.personal, mixed):
+                yield self.personal
