@@ -2,8 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -17,9 +16,9 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import ClientData
 from lit_pfl.data.batches import tensors_in
 from lit_pfl.engines.frozen import constant
+from lit_pfl.engines.visitors import as_at_first
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import ASLEEP, FOLDER, Content, SavedStates, StateFiles, lent_trainer
-from lit_pfl.randomness import random_state_kept
+from lit_pfl.lightning_internals import ASLEEP, FOLDER, Content, SavedStates, StateFiles
 from lit_pfl_callbacks.frozen import FROZEN, read_table
 from lit_pfl_callbacks.run_folder import run_folder
 
@@ -71,7 +70,7 @@ class Asleep:
         if client in clients:
             clients[client] = clients.pop(client)  # the last one needed is last
         else:
-            with _as_at_first(self.engine.work.trainer):
+            with as_at_first(self.engine.work.trainer):
                 while len(clients) >= self.awake:
                     self._put_to_sleep(next(iter(clients)))
                 self._make(client)
@@ -149,15 +148,14 @@ class Asleep:
         spec = _watched(ClientSpec.of(client, data, work.local_epochs), {"client_id"}, asked.append)
         module = work.fresh(client, data, spec)
         module.data = _watched(data, {"train", "val", "test", "example"}, asked.append)
-        with lent_trainer(module, work.trainer):
-            sent = module.joining().clone()
+        sent = work.joining(module).clone()
         return None if asked else sent
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
     def write(self) -> None:
         """Write the states of those who have changed."""
-        with _as_at_first(self.engine.work.trainer):
+        with as_at_first(self.engine.work.trainer):
             for client in sorted(self._changed):
                 self._write(client)
 
@@ -174,7 +172,7 @@ class Asleep:
         for client in list(self.engine.clients):
             self._forget(client)
         self._initial = {}  # the checkpoint may be of another seed
-        with _as_at_first(self.engine.work.trainer):
+        with as_at_first(self.engine.work.trainer):
             if isinstance(state["clients"], SavedStates):
                 self._try(state)
                 files.take_over(state["clients"].files)
@@ -221,15 +219,6 @@ def files_of(trainer: L.Trainer) -> StateFiles:
             if (path := getattr(callback, "dirpath", None)) is not None:
                 return StateFiles(Path(path) / FOLDER)
     return StateFiles(None, run_folder(trainer) if trainer.loggers and trainer.state.fn == "fit" else None)
-
-
-@contextmanager
-def _as_at_first(trainer: L.Trainer) -> Iterator[None]:
-    """Make clients in the modes of the start, wherever they are needed: in an evaluation gradients are off."""
-    device = trainer.strategy.root_device.type
-    modes = torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False, cache_enabled=False)
-    with random_state_kept(), modes[0], modes[1], modes[2]:
-        yield
 
 
 def _kind(data: ClientData) -> Any:

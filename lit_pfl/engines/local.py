@@ -18,29 +18,19 @@ from lit_pfl.engines.frozen import FrozenWeights, constant, keep_apart, share_fr
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.last_good import LastGoodState, overwritten
 from lit_pfl.engines.resuming import refuse_another_network
+from lit_pfl.engines.trainers import AlreadyJoined
 from lit_pfl.engines.validation import check_monitored
-from lit_pfl.engines.visitors import Visitors
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, limit_batches, make_lean, undisturbed
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
-from lit_pfl_callbacks.federated_loop import JoinInfo, next_epoch
+from lit_pfl_callbacks.federated_loop import next_epoch
 from lit_pfl_callbacks.tensors import copied
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
 T = TypeVar("T")
-
-
-class _AlreadyJoined(FederatedLoop):
-    """The loop of a client whose server has what it sends on joining, from before it had a Trainer."""
-
-    def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
-        return JoinInfo(0, {})
-
-    def _keep(self, pl_module: L.LightningModule) -> None:
-        """Keep nothing: such a client is saved while it waits for a reply."""
 
 
 class Local(Engine):
@@ -63,7 +53,6 @@ class Local(Engine):
     """
 
     work: Work
-    _visitors: Visitors
 
     def __init__(self, awake: PositiveInt | None = None) -> None:
         super().__init__()
@@ -95,7 +84,6 @@ class Local(Engine):
         elif not self.clients:
             self.hub.seed = work.seed
             self.make(work.data.clients if own is None else own)
-        self._visitors = Visitors(lambda module: self._trainer(module, MemoryCheckpointIO())[0])
         self._place()
 
     def make(self, clients: Iterable[int]) -> None:
@@ -126,6 +114,8 @@ class Local(Engine):
             assert first is not None
             module.place_on(self.work.trainer.strategy.root_device)
             share_frozen(module, first)
+        if first is not None:
+            self.work.visitors.share_frozen(first)
 
     def joined(self, own: Sequence[int] | None = None) -> dict[int, ClientInfo]:
         """Return what clients send on joining, by id.
@@ -157,7 +147,6 @@ class Local(Engine):
             self.asleep.wake(client, trains=True)
         module = self.clients[client]
         if client not in self.hub:
-            self._visitors.forget()  # their Trainer may say that it checks sanity
             with undisturbed():
                 self._add_fit(client)
                 self.hub.start(client)
@@ -208,7 +197,7 @@ class Local(Engine):
         self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
 
     def _trainer(self, module: Client, memory: MemoryCheckpointIO) -> tuple[L.Trainer, FederatedLoop]:
-        loop = _AlreadyJoined(self.hub.link, every_n_epochs=self.work.local_epochs)
+        loop = AlreadyJoined(self.hub.link, every_n_epochs=self.work.local_epochs)
         return self.work.client_trainer(module, loop, memory), loop
 
     def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:
@@ -238,7 +227,7 @@ class Local(Engine):
     def _holding(self, client: int, reply: Payload | None) -> Iterator[Client]:
         """Let a client hold a reply, if there is one; put it back afterwards."""
         module = self.clients[client]
-        with self._visitors.lent(module, self._restored.get(client, {}).get("epoch", 0)):
+        with self.work.visitors.lent(module, self._restored.get(client, {}).get("epoch", 0)):
             if reply is None:
                 yield module
                 return

@@ -19,7 +19,7 @@ def choose_threads(
 ) -> int:
     """Count one batch's work: a further thread for every 20 million operations of a forward pass.
 
-    As many as there are for a learner that asks its Trainer something in its training step: it has none yet.
+    As many as there are for a learner that cannot do it without a Trainer and has none.
 
     Args:
         learner: any client's.
@@ -29,7 +29,7 @@ def choose_threads(
         most: how many threads there are; by default PyTorch's own number.
 
     Raises:
-        ConfigError: when the learner cannot do with such a batch.
+        ConfigError: when a learner that has a Trainer cannot do with such a batch.
     """
     most = torch.get_num_threads() if most is None else most
     try:
@@ -38,7 +38,7 @@ def choose_threads(
     except ConfigError:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        if "is not attached to a `Trainer`" in str(error):  # which it will have, and asks for something
+        if learner._trainer is None:
             return most
         raise ConfigError(
             f"model.learner: {type(learner).__name__} has no training loss for a batch of this data, "

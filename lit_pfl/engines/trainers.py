@@ -16,6 +16,7 @@ from lit_pfl.errors import ConfigError, refuse_other_lightning
 from lit_pfl.learners import check_callbacks, place_checkpoints
 from lit_pfl.lightning_internals import NoProfiler, log_nothing, looked_up_once, make_endless, undisturbed
 from lit_pfl_callbacks import FederatedLoop, run_folder
+from lit_pfl_callbacks.federated_loop import JoinInfo
 
 #: what clients' weights may be trained in: they stay in 32 bits, as they are averaged and sent
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
@@ -31,6 +32,16 @@ OWNED = {
     "enable_progress_bar": "live bars of several Trainers do not share a screen; the federation shows one",
     "barebones": "a client's Trainer needs the callback that joins it to the federation",
 }
+
+
+class AlreadyJoined(FederatedLoop):
+    """The loop of a client whose server has what it sends on joining, from before it had a Trainer."""
+
+    def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
+        return JoinInfo(0, {})
+
+    def _keep(self, pl_module: L.LightningModule) -> None:
+        """Keep nothing: such a client is saved while it waits for a reply."""
 
 
 def check_client_options(options: Mapping[str, Any]) -> None:

@@ -1,53 +1,108 @@
 """A Trainer for clients that have none yet."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
 
 import lightning as L
-from lightning.pytorch.trainer.states import TrainerFn
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 from lit_pfl.core import Client
-from lit_pfl.lightning_internals import forget_scores, lend_data, lent_trainer
+from lit_pfl.data import LateLoader
+from lit_pfl.engines.frozen import share_frozen
+from lit_pfl.engines.greenlets import LocalHub
+from lit_pfl.engines.trainers import AlreadyJoined, client_trainer
+from lit_pfl.lightning_internals import MemoryCheckpointIO, forget_scores, lend_data, lent_trainer
 from lit_pfl.randomness import random_state_kept
+
+if TYPE_CHECKING:
+    from lit_pfl.engines.work import Work
 
 
 class Visitors:
     """Lends clients that have not trained a Trainer like their own, one after another: learners ask it how things are.
 
+    It has been at the start of a fit, of a client that never trains: it has that one's optimizers, schedules and data.
+
     Args:
-        make: makes a client's Trainer.
+        work: how clients and their Trainers are made.
     """
 
-    def __init__(self, make: Callable[[Client], L.Trainer]) -> None:
-        self._make = make
+    def __init__(self, work: "Work") -> None:
+        self._work = work
         self._trainer: L.Trainer | None = None
-
-    def forget(self) -> None:
-        """Make another Trainer next time: something that it was made from has changed."""
-        self._trainer = None
+        self._twin: Client | None = None
 
     @contextmanager
-    def lent(self, client: Client, epoch: int) -> Iterator[None]:
+    def lent(self, client: Client, epoch: int = 0, joins: bool = False) -> Iterator[None]:
         """Let a client have a Trainer for a while: its own if it has one.
 
         Args:
             client: the client.
             epoch: the epoch that it has come to, counted from 0.
+            joins: whether it is asked what it sends on joining; nothing is logged then. Otherwise it is scored.
         """
         if client._trainer is not None:
             yield
             return
         if self._trainer is None:
-            with random_state_kept():
-                self._trainer = self._make(client)
-            self._trainer.state.fn = TrainerFn.VALIDATING
+            with as_at_first(self._work.trainer):
+                self._trainer = self._started(client)
         assert client.data is not None
-        trainer = self._trainer
+        trainer, outer = self._trainer, self._work.trainer
         trainer.fit_loop.epoch_progress.current.completed = epoch
+        if joins:
+            trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
+        else:
+            trainer.state.fn = TrainerFn.VALIDATING
+            trainer.state.stage = outer.state.stage if outer.sanity_checking else None
         trainer.strategy.connect(client)
         lend_data(trainer, client.data.module)
         forget_scores(trainer)
-        for logger in trainer.loggers:
+        loggers = trainer.loggers
+        if joins:
+            trainer.loggers = [DummyLogger() for _ in loggers]
+        for logger in loggers:
             logger.__dict__["client"] = client
-        with lent_trainer(client, trainer):
-            yield
+        try:
+            with lent_trainer(client, trainer):
+                yield
+        finally:
+            trainer.loggers = loggers
+
+    def _started(self, client: Client) -> L.Trainer:
+        """Start the fit of a client like one that is there, and end it before its first batch.
+
+        Outside of a fit, where no data to train on are needed, it need not be possible.
+        """
+        work, number = self._work, client.spec.client_id
+        twin = self._twin = work.fresh(number, work.data.client(number))
+        self.share_frozen(client)
+        hub = LocalHub(work.seed)
+        loop = AlreadyJoined(hub.link, every_n_epochs=work.local_epochs)
+        options = {**work.options, "callbacks": None}
+        trainer = client_trainer(twin, work.trainer, options, loop, MemoryCheckpointIO(), work.planned or 1, work.seed)
+        loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
+        batches = LateLoader(twin.training_data())
+        hub.add(number, lambda: trainer.fit(twin, batches))
+        with nullcontext() if work.trainer.state.fn == TrainerFn.FITTING else suppress(Exception):
+            hub.start(number)
+        hub.abort()
+        trainer.loggers, trainer.state.status = loggers, TrainerStatus.RUNNING
+        return trainer
+
+    def share_frozen(self, client: Client) -> None:
+        """Hold no second copy of what a client has frozen."""
+        if self._twin is not None:
+            share_frozen(self._twin, client)
+
+
+@contextmanager
+def as_at_first(trainer: L.Trainer) -> Iterator[None]:
+    """Make clients in the modes of the start, wherever they are needed: in an evaluation gradients are off."""
+    device = trainer.strategy.root_device.type
+    modes = torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False, cache_enabled=False)
+    with random_state_kept(), modes[0], modes[1], modes[2]:
+        yield

@@ -7,10 +7,12 @@ from typing import Any, Protocol
 import lightning as L
 
 from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import ClientData
 from lit_pfl.engines.trainers import client_trainer, planned_rounds
-from lit_pfl.lightning_internals import MemoryCheckpointIO, lent_trainer
+from lit_pfl.engines.visitors import Visitors
+from lit_pfl.lightning_internals import MemoryCheckpointIO
 from lit_pfl.randomness import Draws
 from lit_pfl_callbacks import FederatedLoop
 
@@ -48,6 +50,13 @@ class Work:
     rounds: int | None = None
     threads: int | None = None
 
+    def __post_init__(self) -> None:
+        self.visitors = Visitors(self)
+
+    def goes_on(self, trainer: L.Trainer, rounds: int | None = None) -> None:
+        """Go on under another Trainer."""
+        self.trainer, self.rounds, self.visitors = trainer, rounds, Visitors(self)
+
     def fresh(self, client: int, data: ClientData | None = None, spec: ClientSpec | None = None) -> Client:
         """Return a client as it begins, on the Trainer's device; all begin with the same weights.
 
@@ -66,10 +75,18 @@ class Work:
     def joined(self, module: Client) -> ClientInfo:
         """Return what a client that has data sends on joining, which may give its tensors their shapes."""
         assert module.data is not None
-        with lent_trainer(module, self.trainer):  # a learner may ask for one in its steps
-            return ClientInfo(module.data.num_samples, module.joining())
+        return ClientInfo(module.data.num_samples, self.joining(module))
+
+    def joining(self, module: Client) -> Payload:
+        """Return the tensors among that."""
+        with self.visitors.lent(module, joins=True):  # a learner may ask for a Trainer in its steps
+            return module.joining()
 
     def client_trainer(self, client: Client, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
         """Return a client's own Trainer, around the callback that joins it and the place for its checkpoints."""
-        rounds = planned_rounds(self.trainer) if self.rounds is None else self.rounds
-        return client_trainer(client, self.trainer, self.options, loop, memory, rounds, self.seed)
+        return client_trainer(client, self.trainer, self.options, loop, memory, self.planned, self.seed)
+
+    @property
+    def planned(self) -> int:
+        """Number of rounds that are planned, -1 for no end."""
+        return planned_rounds(self.trainer) if self.rounds is None else self.rounds

@@ -157,7 +157,7 @@ class Worker:
             self.work = Work(
                 self.prototype, self.data, outer.seed, self.epochs, self.options, trainer, outer.rounds, outer.threads
             )
-        self.work.trainer, self.work.rounds = trainer, outer.rounds
+        self.work.goes_on(trainer, outer.rounds)
         self.engine.setup(self.work, [], self.carried)
 
     @carefully

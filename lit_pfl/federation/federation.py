@@ -205,7 +205,7 @@ class Federation(QuickModule):
         if self._work is None:
             self._begin(data)
         else:
-            self._work.trainer = self.trainer
+            self._work.goes_on(self.trainer)
             self.engine.setup(self._work)
         save_whole(self.trainer, self.if_not_saved, self.engine.files)
         summarize(self.trainer, self._described)
@@ -223,10 +223,11 @@ class Federation(QuickModule):
         example = work.fresh(data.clients[0], data.client(data.clients[0]))
         with self.draws.torch("server"):
             server = example.configure_server()
-        work.joined(example)
-        # whatever is given, since this is the first look whether the learner can do with the data
         batch_size, stacked = getattr(data, "batch_size", None), self.engine.stacked(len(data.clients))
-        threads = choose_threads(example.learner, example.spec.example, batch_size, stacked, self.engine.cores)
+        work.joined(example)
+        with work.visitors.lent(example, joins=True):
+            # whatever is given, since this is the first look whether the learner can do with the data
+            threads = choose_threads(example.learner, example.spec.example, batch_size, stacked, self.engine.cores)
         self.threads = work.threads = self.threads or threads
         self.engine.setup(work)
         self.coordinator = Coordinator(server, self.quorum, self.max_update_norm)

@@ -269,8 +269,8 @@ def test_nobody_is_made_before_it_is_needed():
 
     federation = Federation(client(Counts), seed=3, threads=1, participation=2, engine=Local(awake=2))
     trainer(1, limit_val_batches=0, limit_test_batches=0).fit(federation, datamodule=digits(20))
-    # the example that makes the server, one that stands for all like it, and those that train
-    assert len(made) == 4
+    # the example that makes the server, one whose Trainer is lent, one that stands for all like it, those that train
+    assert len(made) == 5
 
 
 def test_clients_that_begin_otherwise_than_said_are_refused():

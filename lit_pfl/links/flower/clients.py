@@ -192,7 +192,7 @@ class Node:
             raise UploadError(f"Client {client} is not at this node; its clients are {sorted(self.data)}.")
         engine = Local()
         engine.setup(self.work, [client])
-        engine.clients[client].initial()  # as when it joined, which may change shapes
+        self.work.joined(engine.clients[client])  # as when it joined, which may change shapes
         return engine
 
     def _computing(self, client: int, engine: Local) -> Any:

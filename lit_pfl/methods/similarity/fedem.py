@@ -88,6 +88,13 @@ class FedEM(Classifying):
         further: dict[str, Any] = {f"further.{m}": component for m, component in enumerate(self.further)}
         return {"learner": self.learner, **further}
 
+    @Classifying.trainer.setter  # type: ignore[attr-defined]
+    def trainer(self, trainer: L.Trainer | None) -> None:
+        """Let the further learners know it too: Lightning does not look into lists of modules."""
+        L.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        for component in getattr(self, "further", ()):
+            component.trainer = trainer
+
     def configure_optimizers(self) -> Any:  # noqa: D102
         configured = super().configure_optimizers()
         if len(self.further):

@@ -1,0 +1,116 @@
+"""Modules that ask their Trainer, in a training step, what a Trainer knows in a fit."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+import lit_pfl.methods
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from lit_pfl.engines import Local
+from lit_pfl.errors import ConfigError
+
+METHODS = sorted(lit_pfl.methods.__all__)
+FIRST = ["FedAvg", "SimFed", "MOON", "FedEM", "Ditto"]
+
+
+class Asks(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.body(x))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        rate = self.optimizers().param_groups[0]["lr"]
+        assert rate == self.trainer.optimizers[0].param_groups[0]["lr"] == self.lr_schedulers().get_last_lr()[0]
+        assert self.trainer.num_training_batches == len(self.trainer.train_dataloader) >= 1
+        assert 10 <= len(self.trainer.train_dataloader.dataset) <= len(self.trainer.datamodule.rows) == 12
+        assert self.trainer.estimated_stepping_batches in (2, 4)
+        self.logger.experiment.log_metrics({"rate": rate})
+        self.logger.log_metrics({"rate": rate}, step=self.global_step)
+        self.print("", end="")
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches in (2, 4)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Rows(L.LightningDataModule):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.rows = [(torch.randn(6, generator=draw), i % 3) for i in range(12)]
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.rows, batch_size=6)
+
+    val_dataloader = train_dataloader
+
+
+def fit(method: str, folder: Any, **options: Any) -> Federation:
+    client = getattr(lit_pfl.methods, method)(learner=Asks(), head="^out", encoder="body")
+    trainer = L.Trainer(
+        max_epochs=2, accelerator="cpu", logger=CSVLogger(folder), enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+    )  # fmt: skip
+    federation = Federation(client, seed=0, local_epochs=1, **options)
+    trainer.fit(federation, datamodule=PerClient([Rows(k) for k in range(4)]))
+    return federation
+
+
+@pytest.mark.few(len(FIRST) + 3)
+@pytest.mark.parametrize("method", [*FIRST, *(name for name in METHODS if name not in FIRST)])
+def test_a_training_step_finds_what_it_finds_in_a_fit(method, tmp_path):
+    """Under every method, also those that take a step of it before the first round."""
+    try:
+        fit(method, tmp_path)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def test_what_is_asked_before_the_first_round_is_not_logged(tmp_path):
+    fit("SimFed", tmp_path)
+    [path] = tmp_path.rglob("metrics.csv")
+    names = path.read_text().splitlines()[0].split(",")
+    assert "rate" not in names
+    assert {"client_0/rate", "client_3/rate"} <= {*names}
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "MOON"])
+def test_clients_that_sleep_find_it_too(method, tmp_path):
+    fit(method, tmp_path, engine=Local(awake=1))
+
+
+class TestsOnly(Asks):
+    """Has weights from elsewhere, and does not train."""
+
+    def configure_optimizers(self) -> Any:
+        raise NotImplementedError
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    test_step = Asks.validation_step
+
+
+class Held(Rows):
+    test_dataloader = Rows.train_dataloader
+
+
+def test_what_cannot_start_a_fit_can_be_tested(tmp_path):
+    federation = Federation(lit_pfl.methods.FedAvg(learner=TestsOnly(), head="^out"), seed=0, threads=1)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
+    [scores] = trainer.test(federation, datamodule=PerClient([Held(0), Held(1)]), verbose=False)
+    assert 0 <= scores["test/acc"] <= 1
