@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers.logger import DummyExperiment, DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core import Client
@@ -23,12 +25,14 @@ class ClientLogger(Logger):
         client: the client.
     """
 
+    muted = False  # whether nothing is written, as before the first round
+
     def __init__(self, logger: Logger, client: Client) -> None:
         self._behind, self.client = logger, client
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self._behind)
+        return self._behind.__class__
 
     @property
     def name(self) -> str | None:
@@ -46,8 +50,19 @@ class ClientLogger(Logger):
         return self._behind.save_dir
 
     @property
+    def log_dir(self) -> str | None:
+        """The client's own folder in that of the federation's logger, if it has one; made when asked for."""
+        if (folder := self._behind.log_dir) is None:
+            return None
+        own = Path(folder) / self._prefix
+        own.mkdir(parents=True, exist_ok=True)
+        return str(own)
+
+    @property
     def experiment(self) -> Any:
         """The experiment of the federation's logger, in which names begin with the client's."""
+        if self.muted:
+            return DummyExperiment()
         return _Named(getattr(self._behind, "experiment", None), type(self._behind).__name__, self._prefix)
 
     @property
@@ -56,6 +71,8 @@ class ClientLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write metrics of a step; a logger of CSV files has one row a round, so they join that of the round."""
+        if self.muted:
+            return
         named = {self._prefix + name: value for name, value in metrics.items()}
         if isinstance(self._behind, CSVLogger):
             named["round"] = step = self.client.completed_rounds + 1
@@ -66,7 +83,8 @@ class ClientLogger(Logger):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("log_"):
-            return getattr(_Named(self._behind, type(self._behind).__name__, self._prefix), name)
+            named = _Named(self._behind, type(self._behind).__name__, self._prefix)
+            return _leave_out if self.muted else getattr(named, name)
         return getattr(self._behind, name)
 
 
@@ -119,6 +137,52 @@ def _warn_once(logger: str, name: str) -> None:
         f"{logger} has no {name}, so what clients' modules write by it is left out; add a logger that has it, such as "
         "TensorBoardLogger or WandbLogger, to trainer.logger."
     )
+
+
+class ElsewhereLogger(DummyLogger):
+    """Leaves out what a client's module writes, with one warning: loggers are in the process of the federation.
+
+    Args:
+        folder: the run's folder.
+        kind: which logger this stands for, to ``isinstance``.
+    """
+
+    def __init__(self, folder: str, kind: type[Logger]) -> None:
+        super().__init__()
+        self._folder, self._kind = folder, kind
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self._kind
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder."""
+        return self._folder
+
+    log_dir = save_dir
+
+    @property
+    def experiment(self) -> Any:
+        """Something to which everything can be written."""
+        self._warn()
+        return super().experiment
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+        self._warn()
+
+    def __getattr__(self, name: str) -> Any:
+        self._warn()
+        return super().__getattr__(name)
+
+    @staticmethod
+    @cache
+    def _warn() -> None:
+        rank_zero_warn(
+            "federation.engine=Ray: what clients' modules write to self.logger is left out, as loggers are in the "
+            "process that was started; federation.engine=Local writes it."
+        )
 
 
 def client_loggers(loggers: Sequence[Logger], client: Client) -> list[ClientLogger]:

@@ -142,7 +142,8 @@ class Ray(Engine):
         device = "gpu" if self.resources.get("num_gpus") else "cpu"
         rounds = planned_rounds(trainer) if work.rounds is None else work.rounds
         deterministic, folder = torch.are_deterministic_algorithms_enabled(), str(run_folder(trainer).absolute())
-        outer = Outer(device, trainer.precision, deterministic, rounds, work.seed, work.threads or 1, folder)
+        threads, loggers = work.threads or 1, [type(logger) for logger in trainer.loggers]
+        outer = Outer(device, trainer.precision, deterministic, rounds, work.seed, threads, folder, loggers)
         return worker.actor.setup.remote(outer)
 
     # -------------------------------------------------------------------------------------------------------- the verbs

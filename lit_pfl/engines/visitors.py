@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 from lit_pfl.core import Client
@@ -61,16 +60,10 @@ class Visitors:
         trainer.strategy.connect(client)
         lend_data(trainer, client.data.module)
         forget_scores(trainer)
-        loggers = trainer.loggers
-        if joins:
-            trainer.loggers = [DummyLogger() for _ in loggers]
-        for logger in loggers:
-            logger.__dict__["client"] = client
-        try:
-            with lent_trainer(client, trainer):
-                yield
-        finally:
-            trainer.loggers = loggers
+        for logger in trainer.loggers:
+            logger.__dict__.update(client=client, muted=joins)
+        with lent_trainer(client, trainer):
+            yield
 
     def _started(self, client: Client) -> L.Trainer:
         """Start the fit of a client like one that is there, and end it before its first batch.
@@ -84,13 +77,14 @@ class Visitors:
         loop = AlreadyJoined(hub.link, every_n_epochs=work.local_epochs)
         options = {**work.options, "callbacks": None}
         trainer = client_trainer(twin, work.trainer, options, loop, MemoryCheckpointIO(), work.planned or 1, work.seed)
-        loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
+        for logger in trainer.loggers:
+            logger.__dict__["muted"] = True
         batches = LateLoader(twin.training_data())
         hub.add(number, lambda: trainer.fit(twin, batches))
         with nullcontext() if work.trainer.state.fn == TrainerFn.FITTING else suppress(Exception):
             hub.start(number)
         hub.abort()
-        trainer.loggers, trainer.state.status = loggers, TrainerStatus.RUNNING
+        trainer.state.status = TrainerStatus.RUNNING
         return trainer
 
     def share_frozen(self, client: Client) -> None:

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import Logger
 
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.engines.carried import Carried
+from lit_pfl.engines.client_logger import ElsewhereLogger
 from lit_pfl.engines.engine import Trained
 from lit_pfl.engines.local import Local
 from lit_pfl.engines.parcels import Parcel, alike, packed, unpacked
@@ -38,6 +40,7 @@ class Outer:
         seed: the federation's seed.
         threads: CPU threads that clients compute with.
         folder: the run's folder.
+        loggers: what its loggers are.
     """
 
     accelerator: str
@@ -47,15 +50,18 @@ class Outer:
     seed: int
     threads: int
     folder: str
+    loggers: Sequence[type[Logger]]
 
     def trainer(self) -> L.Trainer:
         """Return a Trainer like it."""
         quiet: dict[str, Any] = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "logger"), False)
         with undisturbed():
-            return L.Trainer(
+            trainer = L.Trainer(
                 accelerator=self.accelerator, devices=1, precision=self.precision, default_root_dir=self.folder,
                 enable_model_summary=False, **quiet,
             )  # fmt: skip
+        trainer.loggers = [ElsewhereLogger(self.folder, kind) for kind in self.loggers]
+        return trainer
 
 
 class Modes(NamedTuple):

@@ -44,6 +44,37 @@ def cluster():
     ray.shutdown()
 
 
+class Writes(L.LightningModule):
+    """Writes to its logger, and into its folder, in every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(10))
+        self.net(torch.zeros(1, 1, 8, 8))
+
+    def training_step(self, batch, batch_idx):
+        self.logger.experiment.add_scalar("step", batch_idx)
+        self.logger.log_metrics({"step": batch_idx})
+        Path(self.trainer.log_dir, "seen.txt").write_text(self.logger.name or "")
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.trainer.estimated_stepping_batches * 0.01)
+
+
+def test_what_a_module_writes_to_its_logger_is_left_out(cluster, tmp_path):
+    def run_by(engine, name):
+        torch.manual_seed(0)
+        federation = Federation(M.SimFed(learner=Writes(), factorization=None, encoder="net"), seed=1, engine=engine)
+        logger = RunLogger(str(tmp_path), name=name)
+        trainer(1, logger=logger).fit(federation, datamodule=digits(3))
+        return federation.coordinator.state_dict()
+
+    assert_equal(run_by(Ray(workers=2), "ray"), run_by(None, "local"))
+    for name in ("ray", "local"):
+        assert {path.parent.name for path in (tmp_path / name).rglob("seen.txt")} == {f"client_{k}" for k in range(3)}
+
+
 def pid(module):
     return os.getpid()
 

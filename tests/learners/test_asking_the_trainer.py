@@ -1,5 +1,6 @@
 """Modules that ask their Trainer, in a training step, what a Trainer knows in a fit."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -35,6 +36,7 @@ class Asks(L.LightningModule):
         assert self.trainer.estimated_stepping_batches in (2, 4)
         self.logger.experiment.log_metrics({"rate": rate})
         self.logger.log_metrics({"rate": rate}, step=self.global_step)
+        (Path(self.trainer.log_dir) / "seen.txt").write_text(self.logger.log_dir)
         self.print("", end="")
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
@@ -86,6 +88,13 @@ def test_what_is_asked_before_the_first_round_is_not_logged(tmp_path):
     names = path.read_text().splitlines()[0].split(",")
     assert "rate" not in names
     assert {"client_0/rate", "client_3/rate"} <= {*names}
+
+
+def test_every_client_has_a_folder_of_its_own(tmp_path):
+    fit("FedAvg", tmp_path)
+    seen = {path.parent.name: path.read_text() for path in tmp_path.rglob("seen.txt")}
+    assert seen.keys() == {f"client_{client}" for client in range(4)}
+    assert all(Path(folder).name == client for client, folder in seen.items())
 
 
 @pytest.mark.parametrize("method", ["FedAvg", "MOON"])
