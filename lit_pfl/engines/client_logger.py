@@ -51,12 +51,8 @@ class ClientLogger(Logger):
 
     @property
     def log_dir(self) -> str | None:
-        """The client's own folder in that of the federation's logger, if it has one; made when asked for."""
-        if (folder := self._behind.log_dir) is None:
-            return None
-        own = Path(folder) / self._prefix
-        own.mkdir(parents=True, exist_ok=True)
-        return str(own)
+        """The client's own folder in that of the federation's logger, if it has one, to be made by who needs it."""
+        return None if (folder := self._behind.log_dir) is None else str(Path(folder) / self._prefix)
 
     @property
     def experiment(self) -> Any:

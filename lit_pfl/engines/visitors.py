@@ -1,7 +1,7 @@
 """A Trainer for clients that have none yet."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -68,7 +68,7 @@ class Visitors:
     def _started(self, client: Client) -> L.Trainer:
         """Start the fit of a client like one that is there, and end it before its first batch.
 
-        Outside of a fit, where no data to train on are needed, it need not be possible.
+        Where that fails, whatever is wrong is said where it matters: on joining, or in the client's own fit.
         """
         work, number = self._work, client.spec.client_id
         twin = self._twin = work.fresh(number, work.data.client(number))
@@ -79,9 +79,9 @@ class Visitors:
         trainer = client_trainer(twin, work.trainer, options, loop, MemoryCheckpointIO(), work.planned or 1, work.seed)
         for logger in trainer.loggers:
             logger.__dict__["muted"] = True
-        batches = LateLoader(twin.training_data())
-        hub.add(number, lambda: trainer.fit(twin, batches))
-        with nullcontext() if work.trainer.state.fn == TrainerFn.FITTING else suppress(Exception):
+        with suppress(Exception):
+            batches = LateLoader(twin.training_data())
+            hub.add(number, lambda: trainer.fit(twin, batches))
             hub.start(number)
         hub.abort()
         trainer.state.status = TrainerStatus.RUNNING

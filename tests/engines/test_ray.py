@@ -55,7 +55,9 @@ class Writes(L.LightningModule):
     def training_step(self, batch, batch_idx):
         self.logger.experiment.add_scalar("step", batch_idx)
         self.logger.log_metrics({"step": batch_idx})
-        Path(self.trainer.log_dir, "seen.txt").write_text(self.logger.name or "")
+        folder = Path(self.trainer.log_dir)
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / "seen.txt").write_text(self.logger.name or "")
         return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):

@@ -36,7 +36,9 @@ class Asks(L.LightningModule):
         assert self.trainer.estimated_stepping_batches in (2, 4)
         self.logger.experiment.log_metrics({"rate": rate})
         self.logger.log_metrics({"rate": rate}, step=self.global_step)
-        (Path(self.trainer.log_dir) / "seen.txt").write_text(self.logger.log_dir)
+        folder = Path(self.trainer.log_dir)
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / "seen.txt").write_text(self.logger.log_dir)
         self.print("", end="")
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
