@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import lightning as L
@@ -26,7 +27,7 @@ from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, limit_batche
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.federated_loop import next_epoch
-from lit_pfl_callbacks.tensors import copied
+from lit_pfl_callbacks.tensors import copied, load_tensors
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
@@ -231,16 +232,20 @@ class Local(Engine):
             if reply is None:
                 yield module
                 return
-            own, fixed = module.state_dict(), constant(module)
-            changed = (overwritten(module, reply) or own).keys() - fixed
-            before = copied({name: value for name, value in own.items() if name in changed})
+            replaced, fixed = overwritten(module, reply), constant(module)
+            # a whole state_dict() takes as long as all else here
+            own = {name: attrgetter(name)(module).detach() for name in replaced} if replaced else module.state_dict()
+            before = copied({name: value for name, value in own.items() if name not in fixed})
             has_trained = client in self.hub or client in self._restored
             with next_epoch(module.trainer) if has_trained else nullcontext():
                 module.download(reply)
             try:
                 yield module
             finally:
-                module.load_state_dict(before, strict=False)
+                if replaced:
+                    load_tensors(module, before)
+                else:
+                    module.load_state_dict(before, strict=False)
 
     # ----------------------------------------------------------------------------------------------------------- state
 
