@@ -234,6 +234,32 @@ def test_a_resumed_run_is_the_same(tmp_path, where):
     assert fitting.callback_metrics["privacy/epsilon"] == again.callback_metrics["privacy/epsilon"]
 
 
+def test_epsilon_of_a_resumed_run_covers_its_former_rounds(tmp_path):
+    plain = Federation(client(FedAvg, optimizer=sgd), seed=3, threads=1)
+    without = trainer(1)
+    without.fit(plain, datamodule=digits(6))
+    without.save_checkpoint(tmp_path / "without.ckpt")
+    _, first = private(rounds=1, privacy={"noise_multiplier": 0.5})
+    first.save_checkpoint(tmp_path / "with.ckpt")
+    for path, privacy, said in (
+        ("with", {"noise_multiplier": 8.0}, r"noise_multiplier=0.5, clip=0.5, where=central\), not .*multiplier=8.0"),
+        ("with", {"noise_multiplier": 0.5, "clip": 9.0}, r"clip=0.5, where=central\), not .*clip=9.0"),
+        ("with", {"noise_multiplier": 0.5, "where": "local"}, "where=central.*where=local"),
+        ("with", {"noise_multiplier": 0.5, "quantile": 0.5, "count_noise": 0.5}, "quantile=0.5"),
+        ("without", {}, "with none, not ClientPrivacy"),
+    ):
+        with pytest.raises(ConfigError, match=f"federation.privacy: the checkpoint is of a run.*{said}"):
+            private(privacy=privacy, path=tmp_path / f"{path}.ckpt")
+    with pytest.raises(ConfigError, match="federation.privacy: .* not none"):
+        trainer(2).fit(
+            Federation(client(FedAvg, optimizer=sgd), threads=1), datamodule=digits(6), ckpt_path=tmp_path / "with.ckpt"
+        )
+    _, again = private(privacy={"noise_multiplier": 0.5, "delta": 1e-3, "budget": 99.0}, path=tmp_path / "with.ckpt")
+    assert float(again.callback_metrics["privacy/epsilon"]) == pytest.approx(epsilon(2, 0.5, 1e-3))
+    made = Federation(client(FedAvg, optimizer=sgd), threads=1, privacy=ClientPrivacy(1.0))
+    trainer().test(made, datamodule=digits(6), ckpt_path=tmp_path / "without.ckpt")  # which takes no privacy
+
+
 def test_a_run_ends_before_its_budget_is_exceeded(tmp_path):
     budget = epsilon(3, 1.0, 1e-5) + 0.01
     federation, fitting = private(rounds=9, privacy={"budget": budget})

@@ -250,7 +250,9 @@ class Coordinator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`, on the clients' device. :meth:`start` comes first."""
         self.round, self.clock = state["round"], state.get("clock", 0.0)
-        if self.privacy is not None:
+        if (
+            self.privacy is not None and "privacy" in state
+        ):  # it matters to runs that train on, which have been compared
             self.privacy.load_state_dict(state["privacy"])
         self.ledger.load_state_dict(state["ledger"])
         self.server.load_state_dict(move_data_to_device(state["server"], self._device))

@@ -88,6 +88,16 @@ class ClientPrivacy:
         self._first_clip = clip
         self.taken: dict[int, int] = {}  # in how many rounds a client has uploaded, where that counts
 
+    def __repr__(self) -> str:
+        """Name the options that a run has to keep when it is resumed, as its epsilon is of all rounds together."""
+        clip = (
+            ""
+            if self.quantile is None
+            else (f", quantile={self.quantile}, quantile_lr={self.quantile_lr}, count_noise={self.count_noise}")
+        )
+        noise = f"noise_multiplier={self.noise_multiplier}, clip={self._first_clip}, where={self.where}"
+        return f"ClientPrivacy({noise}{clip})"
+
     def start(self, server: Server, layouts: Mapping[int, Layout], sampling: Sampling, seed: int) -> None:
         """Take note of the federation, before its first round.
 

@@ -18,7 +18,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, SavedStates, StateFiles
 
 #: what only the checkpoints of some runs hold
-OPTIONAL = ("deadline", "asynchronous")
+OPTIONAL = ("deadline", "asynchronous", "privacy")
 
 
 def save_whole(trainer: L.Trainer, if_not_saved: Literal["stop", "continue"], states: StateFiles | None) -> None:
