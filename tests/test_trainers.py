@@ -51,6 +51,55 @@ def test_a_client_whose_callback_ends_its_training_takes_no_further_part():
     assert {row.client for row in federation.rows} == {0, 1, 2, 3}
 
 
+class LogsNothing(L.LightningModule):
+    """Is trained the short way, and ends its own training in its first epoch."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.head, self.where = nn.Linear(64, 10), where
+
+    def training_step(self, batch, batch_idx):
+        self.trainer.should_stop |= self.where == "training_step"
+        return nn.functional.cross_entropy(self.head(batch[0].flatten(1)), batch[1])
+
+    def on_train_epoch_end(self):
+        self.trainer.should_stop |= self.where == "on_train_epoch_end"
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_train_epoch_end"])
+def test_a_client_that_ends_its_own_training_finishes_the_round(where):
+    federation = run(FedAvg(learner=LogsNothing(where)), rounds=3, local_epochs=2)
+    assert federation.engine.left == {0, 1, 2, 3}
+    assert federation.coordinator.round == 1
+    assert all(member.trainer.current_epoch == 2 for member in federation.clients.values())
+
+
+class Fails(LogsNothing):
+    """Fails in validation, or in training after some rounds."""
+
+    def training_step(self, batch, batch_idx):
+        assert self.where != "training" or not self.trainer.current_epoch
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        assert self.where != "validation"
+
+
+@pytest.mark.parametrize("where", ["training", "validation", "a callback"])
+def test_an_error_ends_all_fits(where):
+    class Callback(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            assert where != "a callback"
+
+    federation = Federation(FedAvg(learner=Fails(where)), threads=1)
+    with pytest.raises(AssertionError):
+        trainer(3, callbacks=[Callback()]).fit(federation, datamodule=digits())
+    assert all(client not in federation.engine.hub for client in federation.client_ids)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

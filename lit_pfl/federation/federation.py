@@ -35,6 +35,7 @@ from lit_pfl.federation.checkpoint import (
     saved,
     trained_in,
 )
+from lit_pfl.federation.ends_fits import EndsFits
 from lit_pfl.federation.monitors import monitors, refuse_misspelt
 from lit_pfl.federation.options import check_options, check_together
 from lit_pfl.federation.privacy import end_of_privacy
@@ -180,7 +181,7 @@ class Federation(QuickModule):
         """See that the Trainer's options suit a federation; of all hooks the one before Lightning's own checks."""
         check_outer(self.trainer)
         refuse_processes(self.trainer)
-        return []
+        return [EndsFits(self.engine)]
 
     @property
     def data(self) -> FederatedDataModule:
@@ -309,15 +310,11 @@ class Federation(QuickModule):
         """Train a set of clients; after the last one of the round, let the server do its step."""
         # Clients choose their own precision. The cache would survive their optimizer steps, so it is off.
         with computing(self.threads), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
-            try:
-                self._train([client for client in batch if client not in self.engine.left])
-                if self.trainer.is_last_batch:
-                    optimizer = self.optimizers()
-                    assert not isinstance(optimizer, list)
-                    optimizer.step(closure=self.coordinator.end_round)
-            except BaseException:
-                self.engine.abort()
-                raise
+            self._train([client for client in batch if client not in self.engine.left])
+            if self.trainer.is_last_batch:
+                optimizer = self.optimizers()
+                assert not isinstance(optimizer, list)
+                optimizer.step(closure=self.coordinator.end_round)
 
     def _train(self, clients: Sequence[int]) -> None:
         replies = {client: self.coordinator.reply(client) for client in clients}

@@ -62,11 +62,12 @@ class LeanFitLoop(EndlessFitLoop):
         connector.epoch_end_reached()
         self.epoch_progress.increment_processed()
         module._current_fx_name = "on_train_epoch_end"
-        trainer.callbacks[0].on_train_epoch_end(trainer, module)  # type: ignore[attr-defined]
         module.on_train_epoch_end()
-        module._current_fx_name = None
         if results:  # logged just now
             connector.on_epoch_end()
+        self._put_off_a_stop()
+        trainer.callbacks[0].on_train_epoch_end(trainer, module)  # type: ignore[attr-defined]
+        module._current_fx_name = None
         connector.reset_results()
         self.epoch_progress.increment_completed()
         if trainer.received_sigterm:
