@@ -30,11 +30,19 @@ class Draws:
         return np.random.default_rng([self.seed, *words])
 
     @contextmanager
-    def torch(self, purpose: str) -> Iterator[None]:
-        """Let PyTorch's default generator draw for a purpose, then put it back."""
-        with torch.random.fork_rng(devices=[]):
-            seed_torch(int(self.generator(purpose).integers(2**63)))
-            yield
+    def default_generators(self, purpose: str) -> Iterator[None]:
+        """Let the default generators of PyTorch, NumPy and Python draw for a purpose, then put them back."""
+        seed = int(self.generator(purpose).integers(2**63))
+        python, numpy = random.getstate(), np.random.get_bit_generator()  # type: ignore[attr-defined]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                seed_torch(seed)
+                random.seed(seed)
+                np.random.set_bit_generator(np.random.MT19937(seed))  # type: ignore[attr-defined]
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_bit_generator(numpy)  # type: ignore[attr-defined]
 
     def choose(self, ids: Sequence[int], share: float, *purpose: str | int) -> list[int]:
         """Return a share of some ids, at least one, or if it is above 1 this many of them; in their order."""

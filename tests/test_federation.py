@@ -82,11 +82,29 @@ def test_all_clients_start_from_the_same_weights_and_train_on_their_own_batches(
     federation = run(client(StandAlone), rounds=1)
     states = weights(federation)
     assert not torch.equal(states[0]["backbone.head.weight"], states[1]["backbone.head.weight"])
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         a = federation.prototype.build(federation.clients[0].spec)
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         b = federation.prototype.build(federation.clients[1].spec)
     assert_equal(a.state_dict(), b.state_dict())
+
+
+class DrawnElsewhere(TinyNet):
+    """Draws its head by NumPy and Python."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        drawn = np.random.standard_normal(self.head.weight.shape) + random.random()  # noqa: NPY002
+        self.head.weight.data.copy_(torch.from_numpy(drawn))
+
+
+def test_weights_that_numpy_and_python_draw_are_common_too():
+    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    federation = run(StandAlone(backbone=DrawnElsewhere), rounds=1)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    heads = [federation._work.fresh(client).learner.backbone.head.weight for client in (0, 1)]
+    assert torch.equal(*heads)
+    assert_equal(weights(federation), weights(run(StandAlone(backbone=DrawnElsewhere), rounds=1)))
 
 
 def test_participation_is_seeded_by_round():
@@ -410,7 +428,7 @@ def test_gradient_clipping_and_further_trainer_options_reach_the_clients():
         run(client(FedAvg), rounds=1),
         run(client(FedAvg), rounds=1, client_trainer={"gradient_clip_val": 1e-9}),
     )
-    with free.draws.torch("weights"):
+    with free.draws.default_generators("weights"):
         start = free.prototype.build(free.clients[0].spec).backbone.head.weight.detach()
     moved = [(weights(f)[0]["backbone.head.weight"] - start).norm() for f in (free, clipped)]
     assert moved[1] < 1e-6 < moved[0]

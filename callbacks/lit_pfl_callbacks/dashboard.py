@@ -261,6 +261,7 @@ class RoundLog:
 
     def __init__(self) -> None:
         self._named: set[str] = set()
+        self._loggers: list[Logger] = []
 
     def write(self, loggers: Sequence[Logger], round: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a round."""
@@ -270,6 +271,8 @@ class RoundLog:
 
     def name_axes(self, loggers: Sequence[Logger], metrics: Mapping[str, float]) -> None:
         """Tell W&B to draw over rounds; name by name, since it resolves overlapping patterns at random."""
+        if self._loggers != loggers:  # under another Trainer
+            self._named, self._loggers = set(), list(loggers)
         new = metrics.keys() - self._named
         self._named |= new
         for logger in loggers:

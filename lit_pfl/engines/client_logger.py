@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from inspect import signature
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ from lightning.pytorch.loggers.logger import DummyExperiment, DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core import Client
+
+#: what loggers call the parameter by which something is named, or several things in a mapping
+NAMES = {"tag", "main_tag", "key", "name", "artifact_file", "data", "metrics", "metrics_dict"}
 
 
 class ClientLogger(Logger):
@@ -106,12 +111,14 @@ class _Named:
         if not callable(found) or not name.startswith(("add_", "log")):
             return found
 
+        parameters = [*signature(found).parameters]
+        names = NAMES.intersection(parameters) or parameters[:1]
+
         def write(*args: Any, **kwargs: Any) -> Any:
-            first, *rest = args or (None,)
-            kwargs = {
-                key: self._renamed(value) if key in ("tag", "key", "name") else value for key, value in kwargs.items()
-            }
-            return found(self._renamed(first), *rest, **kwargs) if args else found(**kwargs)
+            given = [*zip_longest(parameters[: len(args)], args)]
+            renamed = [self._renamed(value) if parameter in names else value for parameter, value in given]
+            options = {key: self._renamed(value) if key in NAMES else value for key, value in kwargs.items()}
+            return found(*renamed, **options)
 
         return write
 

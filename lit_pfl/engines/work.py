@@ -66,7 +66,7 @@ class Work:
             spec: what it is to learn; by default as its data say.
         """
         spec = spec or ClientSpec.of(client, data or self.data.client(client), self.local_epochs)
-        with Draws(self.seed).torch("weights"):  # the same stream for all: common initial weights
+        with Draws(self.seed).default_generators("weights"):  # the same stream for all: common initial weights
             module = self.prototype.build(spec)
         module.data = data
         module.place_on(self.trainer.strategy.root_device)

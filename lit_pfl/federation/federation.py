@@ -222,7 +222,7 @@ class Federation(QuickModule):
         self.timetable = Timetable(work, self.draws, self.participation, self.deadline, self.asynchronous)
         # a client that never trains: it makes the server, and stands for all where something is asked of any
         example = work.fresh(data.clients[0], data.client(data.clients[0]))
-        with self.draws.torch("server"):
+        with self.draws.default_generators("server"):
             server = example.configure_server()
         batch_size, stacked = getattr(data, "batch_size", None), self.engine.stacked(len(data.clients))
         work.joined(example)

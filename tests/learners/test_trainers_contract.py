@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
+from lit_pfl.engines.client_logger import _Named
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import Ditto, FedAvg, StandAlone
@@ -185,6 +186,39 @@ def test_what_a_learner_writes_to_its_logger_is_named_by_its_client(tmp_path, ot
     assert isinstance(seen, TensorBoardLogger)
     assert isinstance(seen, Logger)
     assert "train_loss" not in logger.written  # a Trainer of a client writes nothing by itself
+
+
+class Writes:
+    """An experiment with what loggers of others have: of MLflow, of W&B and of TensorBoard."""
+
+    def log_metric(self, run_id, key, value):
+        return run_id, key, value
+
+    def log_artifact(self, artifact_or_path, name=None):
+        return artifact_or_path, name
+
+    def log(self, data, step=None):
+        return data
+
+    def add_scalars(self, main_tag, tag_scalar_dict):
+        return main_tag, tag_scalar_dict
+
+    def log_other(self, label, value):
+        return label, value
+
+    def log_any(self, *args, **kwargs):
+        return args, kwargs
+
+
+def test_clients_names_are_put_before_names_alone():
+    writes = _Named(Writes(), "Logger", "client_3/")
+    assert writes.log_metric("a run's id", "norm", 1.0) == ("a run's id", "client_3/norm", 1.0)
+    assert writes.log_artifact("/data/model.ckpt") == ("/data/model.ckpt", None)
+    assert writes.log_artifact("/data/model.ckpt", "model") == ("/data/model.ckpt", "client_3/model")
+    assert writes.log({"norm": 1.0}) == writes.log(data={"norm": 1.0}) == {"client_3/norm": 1.0}
+    assert writes.add_scalars("norms", {"a": 1.0}) == ("client_3/norms", {"a": 1.0})
+    assert writes.log_other("norm", "high") == ("client_3/norm", "high")
+    assert writes.log_any("norm", "high", name="n") == (("client_3/norm", "high"), {"name": "client_3/n"})
 
 
 @pytest.mark.parametrize("kind", [RunLogger, CSVLogger])

@@ -55,11 +55,11 @@ def run(method: str, rank: int) -> dict[str, Any]:
     all_data.setup()
     own, prototype = all_data.client(rank), METHODS[method]()
     epochs = prototype.min_local_epochs
-    with draws.torch("weights"):
+    with draws.default_generators("weights"):
         module = prototype.build(ClientSpec(rank, own.example, own.num_classes, own.labels_agree, epochs))
     module.data = own
     module.place_on(torch.device("cpu"))
-    with draws.torch("server"):
+    with draws.default_generators("server"):
         server = module.configure_server()
     link = Streams(server, rounds=ROUNDS, participation=PARTICIPATION, seed=SEED)
     fitting = trainer(-1, callbacks=[FederatedLoop(link, epochs, num_samples=own.num_samples)])

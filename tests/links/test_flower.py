@@ -231,7 +231,7 @@ def test_an_existing_project():
     nodes = {client: {"client": client, "folder": f"nodes/{client}"} for client in range(len(sites))}
     here = DirectGrid(client_app(make, own, client_options={"gradient_clip_val": 1.0}), nodes, config)
     server_app(make)(here, Context(1, 1, {}, RecordDict(), config))
-    with Draws(3).torch("weights"):
+    with Draws(3).default_generators("weights"):
         method = make(config)
     whole = Federation(method, seed=3, threads=1, client_trainer={"gradient_clip_val": 1.0})
     trainer(4).fit(whole, datamodule=PerClient(sites))

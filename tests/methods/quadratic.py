@@ -131,7 +131,7 @@ class SoftmaxRegression:
             train = federation.data.client(k).train
             [(images, labels)] = BatchLoader(train.data, train.dataset, len(train.dataset), train.label_map)
             self.data.append((images.flatten(1).double().numpy(), np.eye(10)[labels.numpy()]))
-        with federation.draws.torch("weights"):
+        with federation.draws.default_generators("weights"):
             self.start = flat(federation.prototype.build(federation.clients[0].spec).learner.state_dict())
 
     def _log_probabilities(self, k: int, w: np.ndarray) -> np.ndarray:

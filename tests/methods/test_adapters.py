@@ -68,7 +68,7 @@ def test_fedsalora_averages_a_alone():
 def test_ffalora_keeps_a_and_the_mean_of_b_is_that_of_the_products():
     federation = trained(FFALoRA)
     own = weights(federation)
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         first = federation.prototype.build(federation.clients[0].spec).learner.state_dict()
     for state in own.values():
         assert torch.equal(state[A], first[A])

@@ -96,7 +96,7 @@ def test_the_loss_is_the_global_model_s_on_all_plain_training_images():
     data = digits(2, augment=CropFlip(padding=2), batch_size=100)
     federation = run(client(AgnosticFL), data, rounds=1)
     member = federation.clients[0]
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         initial = federation.prototype.build(member.spec)
     train = data.client(0).train
     [(images, labels)] = BatchLoader(train.data, train.dataset, 2000, train.label_map)

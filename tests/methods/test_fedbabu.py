@@ -23,7 +23,7 @@ def heads(federation):
 def test_the_head_stays_as_it_was_whatever_the_optimizer():
     short = run(client(FedBABU, optimizer=decaying), rounds=1)
     federation = run(client(FedBABU, optimizer=decaying), rounds=3)
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         first = federation.prototype.build(federation.clients[0].spec).learner.state_dict()
     for state in [*heads(short), *heads(federation)]:
         assert_equal(state, {name: first[f"{name}"] for name in state})

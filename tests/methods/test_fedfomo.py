@@ -49,7 +49,7 @@ def test_rounds_equal_the_formulas(norm, order):
     members = federation.clients.values()
     train = [arrays(member.training_data()) for member in members]
     held = [arrays(member.held_back()) for member in members]
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         start = flat(federation.prototype.build(federation.clients[0].spec).learner.state_dict())
 
     theta, base, p = [start] * 4, [start] * 4, np.zeros((4, 4))

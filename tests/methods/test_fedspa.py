@@ -90,7 +90,7 @@ def test_rounds_equal_the_formulas(participation):
     rounds = 4
     made = client(FedSpa, backbone=TwoLayers, optimizer=sgd(0.5), scheduler=None, density=0.4, rounds=3)
     federation = run(made, unequal(), rounds=rounds, local_epochs=2, participation=participation)
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         fresh = federation.prototype.build(federation.clients[0].spec)
     w = {name: fresh.learner.get_parameter(name).detach().double() for name in NAMES}
     m = {k: {name: mask.clone() for name, mask in fresh.masks.items()} for k in range(4)}
@@ -250,7 +250,7 @@ def test_masks_may_differ_from_the_start():
     assert heads[0].sum() == heads[1].sum() == heads[2].sum()
     assert not torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[1], heads[2])
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         again = federation.prototype.build(federation.clients[1].spec)
     assert torch.equal(again.masks[HEAD], heads[1])
 

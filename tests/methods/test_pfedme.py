@@ -55,7 +55,7 @@ def test_many_inner_steps_find_the_envelope():
 
 def test_without_the_pull_the_common_model_stays_where_it_is():
     federation = run(plain(lam=0.0, inner_lr=0.01), rounds=2)
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         first = federation.prototype.build(federation.clients[0].spec).learner.state_dict()
     model = federation.coordinator.server.model
     assert_equal(dict(model), {name: first[name] for name in model})

@@ -64,9 +64,9 @@ def test_what_travels_is_averaged_and_the_rest_stays(personal):
 
 def test_clients_start_from_the_same_private_factors_and_train_them():
     federation = run(client(PFedPara), digits(2), rounds=1)
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         initial = federation.prototype.build(federation.clients[0].spec).learner.state_dict()
-    with federation.draws.torch("weights"):
+    with federation.draws.default_generators("weights"):
         assert_equal(federation.prototype.build(federation.clients[1].spec).learner.state_dict(), initial)
     for state in weights(federation).values():
         assert not any(torch.equal(state[name], initial[name]) for name in OWN | COMMON | HEAD)

@@ -124,7 +124,7 @@ class Recorded:
         assert len(set(self.sizes)) > 1
 
     def start(self) -> Arrays:
-        with self.federation.draws.torch("weights"):
+        with self.federation.draws.default_generators("weights"):
             return arrays(self.federation.prototype.build(self.members[0].spec).backbone)
 
     def averaged(

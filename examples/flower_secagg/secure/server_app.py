@@ -91,9 +91,9 @@ class MaskedMean(FedAvg):
         self.rounds = 0
         self.answered = {}  # of every node, the last round that it was in
         self.absent = set()  # nodes that have just failed
-        with Draws(plan.seed).torch("weights"):
+        with Draws(plan.seed).default_generators("weights"):
             client = prototype.build(replace(example, local_epochs=plan.local_epochs or prototype.min_local_epochs))
-        with Draws(plan.seed).torch("server"):
+        with Draws(plan.seed).default_generators("server"):
             server = client.configure_server()
         refuse_unless_plain(type(prototype).__name__, server)
         self.uniform = isinstance(server, UniformServer)

@@ -88,7 +88,7 @@ def client_app(
 
 def same_everywhere(method: MakeMethod, config: UserConfig, plan: Plan) -> Client:
     """Return the method; weights that are drawn while it is made are the same at every node, at every message."""
-    with Draws(plan.seed).torch("weights"):
+    with Draws(plan.seed).default_generators("weights"):
         return method(config)
 
 

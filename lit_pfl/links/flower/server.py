@@ -79,9 +79,9 @@ class FlowerServer:
     def _make_server(self) -> Server:
         example = getattr(self.prototype.learner, "example_input_array", None)
         spec = replace(self.spec or ClientSpec(example=example), local_epochs=self.local_epochs)
-        with self.draws.torch("weights"):
+        with self.draws.default_generators("weights"):
             client = self.prototype.build(spec)
-        with self.draws.torch("server"):
+        with self.draws.default_generators("server"):
             return client.configure_server()
 
     def run(self) -> None:
