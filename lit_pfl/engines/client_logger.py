@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_pfl.core import Client
 
 #: what loggers call the parameter by which something is named, or several things in a mapping
-NAMES = {"tag", "main_tag", "key", "name", "artifact_file", "data", "metrics", "metrics_dict"}
+NAMES = {"tag", "main_tag", "key", "name", "artifact_file", "artifact_path", "data", "metrics", "metrics_dict"}
 
 
 class ClientLogger(Logger):
@@ -112,11 +112,14 @@ class _Named:
             return found
 
         parameters = [*signature(found).parameters]
-        names = NAMES.intersection(parameters) or parameters[:1]
 
         def write(*args: Any, **kwargs: Any) -> Any:
-            given = [*zip_longest(parameters[: len(args)], args)]
-            renamed = [self._renamed(value) if parameter in names else value for parameter, value in given]
+            # a mapping that comes first holds values by name, whatever the logger calls it
+            given = enumerate(zip_longest(parameters[: len(args)], args))
+            renamed = [
+                self._renamed(value) if parameter in NAMES or (place == 0 and isinstance(value, Mapping)) else value
+                for place, (parameter, value) in given
+            ]
             options = {key: self._renamed(value) if key in NAMES else value for key, value in kwargs.items()}
             return found(*renamed, **options)
 

@@ -203,8 +203,11 @@ class Writes:
     def add_scalars(self, main_tag, tag_scalar_dict):
         return main_tag, tag_scalar_dict
 
-    def log_other(self, label, value):
-        return label, value
+    def log_artifacts(self, run_id, local_dir, artifact_path=None):
+        return run_id, local_dir, artifact_path
+
+    def log_values(self, values, step=None):
+        return values
 
     def log_any(self, *args, **kwargs):
         return args, kwargs
@@ -217,8 +220,10 @@ def test_clients_names_are_put_before_names_alone():
     assert writes.log_artifact("/data/model.ckpt", "model") == ("/data/model.ckpt", "client_3/model")
     assert writes.log({"norm": 1.0}) == writes.log(data={"norm": 1.0}) == {"client_3/norm": 1.0}
     assert writes.add_scalars("norms", {"a": 1.0}) == ("client_3/norms", {"a": 1.0})
-    assert writes.log_other("norm", "high") == ("client_3/norm", "high")
-    assert writes.log_any("norm", "high", name="n") == (("client_3/norm", "high"), {"name": "client_3/n"})
+    assert writes.log_artifacts("a run's id", "/data") == ("a run's id", "/data", None)
+    assert writes.log_artifacts("a run's id", "/data", "model") == ("a run's id", "/data", "client_3/model")
+    assert writes.log_values({"norm": 1.0}) == {"client_3/norm": 1.0}
+    assert writes.log_any({"norm": 1.0}, name="n") == (({"client_3/norm": 1.0},), {"name": "client_3/n"})
 
 
 @pytest.mark.parametrize("kind", [RunLogger, CSVLogger])
