@@ -62,7 +62,7 @@ def test_the_callbacks_need_nothing_of_lit_pfl():
 
 def test_methods_know_nothing_of_images():
     images = ("torchvision", "kornia", "lit_pfl.learners.classifier")
-    for path in (ROOT / "lit_pfl/methods").glob("*.py"):
+    for path in (ROOT / "lit_pfl/methods").rglob("*.py"):
         for name in imports(path):
             assert not name.startswith(images), f"{path}: {name}"
             assert not name.startswith("lit_pfl.data") or name in ("lit_pfl.data.loaders", "lit_pfl.data.batches"), (

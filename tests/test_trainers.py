@@ -20,7 +20,7 @@ from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.engines.trainers import OWNED
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import batch_loop, make_lean
+from lit_pfl.lightning_internals import batch_loop, make_endless, make_lean
 from lit_pfl.lightning_internals.lean_loop import LeanEpochLoop
 from lit_pfl.methods import APFL, FedAvg, PerFedAvg
 from tiny import assert_equal, client, digits, run, spec, trainer, weights
@@ -298,10 +298,16 @@ class Elsewhere(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class OneEpoch(L.Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = True
+
+
 def test_the_short_way_brings_batches_to_the_device():
     """A DataLoader makes them on the CPU."""
-    module, own = Elsewhere(), L.Callback()
+    module, own = Elsewhere(), OneEpoch()
     fitting = trainer(1, callbacks=[own])
+    make_endless(fitting, own, lambda: None, lambda: True)
     make_lean(fitting, module, own)
     assert type(fitting.fit_loop.epoch_loop) is LeanEpochLoop
     fitting.fit(module, DataLoader(TensorDataset(torch.rand(8, 3)), batch_size=4))

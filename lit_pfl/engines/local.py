@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeVar
 
-import lightning as L
 from jsonargparse.typing import PositiveInt
 from torch import Tensor
 
@@ -23,9 +22,8 @@ from lit_pfl.engines.trainers import AlreadyJoined
 from lit_pfl.engines.validation import check_monitored
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import ASLEEP, MemoryCheckpointIO, limit_batches, make_lean, undisturbed
+from lit_pfl.lightning_internals import ASLEEP, Elsewhere, MemoryCheckpointIO, limit_batches, make_lean, undisturbed
 from lit_pfl.randomness import random_state_kept, scoring_draws
-from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.federated_loop import next_epoch
 from lit_pfl_callbacks.tensors import copied, load_tensors
 
@@ -62,7 +60,7 @@ class Local(Engine):
         self.awake = awake
         self.asleep: Asleep | None = None
         self.hub = LocalHub()
-        self._frozen: FrozenWeights | None = None
+        self.frozen_weights = FrozenWeights(self.clients, asleep=awake is not None)
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
 
     def setup(self, work: Work, own: Sequence[int] | None = None, states: States | None = None) -> None:
@@ -92,8 +90,7 @@ class Local(Engine):
         made = dict(self.clients)
         for client in clients:
             module = made[client] = self.work.fresh(client, self.work.data.client(client))
-            if self._frozen is not None:
-                self._frozen.leave_out(module)
+            self.frozen_weights.leave_out(module)
             share_frozen(module, next(iter(made.values())))  # at once, so that memory never holds all of them
         self.clients.update(made)
 
@@ -157,13 +154,6 @@ class Local(Engine):
         self.frozen_weights.begin(client)
         return LastGoodState(module, module.trainer.optimizers, overwritten(module, reply), constant(module))
 
-    @property
-    def frozen_weights(self) -> FrozenWeights:
-        """Sees whether frozen weights stay as they are."""
-        if self._frozen is None:
-            self._frozen = FrozenWeights(self.clients, asleep=self.asleep is not None)
-        return self._frozen
-
     def _conclude(
         self, client: int, before: LastGoodState, sent: Mapping[str, Tensor] | None, completed: int
     ) -> Trained:
@@ -187,9 +177,9 @@ class Local(Engine):
     def _add_fit(self, client: int) -> None:
         module = self.clients[client]
         assert module.data is not None
-        memory = MemoryCheckpointIO()
-        trainer, loop = self._trainer(module, memory)
-        self._make_lean(trainer, module, loop)
+        memory, loop = MemoryCheckpointIO(), AlreadyJoined(self.hub.link, every_n_epochs=self.work.local_epochs)
+        trainer = self.work.client_trainer(module, loop, memory)
+        make_lean(trainer, module, loop, self._elsewhere(module), module.data.module)
         restored = self._restored.pop(client, None)
         if restored is not None:
             memory.checkpoint = restored
@@ -197,13 +187,9 @@ class Local(Engine):
         batches = LateLoader(module.training_data())
         self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
 
-    def _trainer(self, module: Client, memory: MemoryCheckpointIO) -> tuple[L.Trainer, FederatedLoop]:
-        loop = AlreadyJoined(self.hub.link, every_n_epochs=self.work.local_epochs)
-        return self.work.client_trainer(module, loop, memory), loop
-
-    def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:
-        assert module.data is not None
-        make_lean(trainer, module, loop, data=module.data.module)
+    def _elsewhere(self, module: Client) -> Elsewhere | None:
+        """Return who trains a client's batches instead of its Trainer, if somebody does."""
+        return None
 
     def stop(self) -> None:  # noqa: D102
         self._restored |= {client: self._state(client) for client in self.clients if client in self.hub}

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-import lightning as L
 from jsonargparse.typing import PositiveInt
 
 from lit_pfl.core import Client
@@ -14,7 +13,7 @@ from lit_pfl.engines.local import Local
 from lit_pfl.engines.stack import ELEMENTWISE, Epoch, train_together
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import ImageClassifier
-from lit_pfl.lightning_internals import make_lean
+from lit_pfl.lightning_internals import Elsewhere
 from lit_pfl.randomness import random_state_kept
 
 #: what makes a client's objective that of its learner alone, as long as a method leaves them as they are
@@ -89,9 +88,8 @@ class Stacked(Local):
             sent |= {client: self.hub.resume(client, None) for client in epochs}
         return {client: self._conclude(client, before[client], sent[client], completed) for client in replies}
 
-    def _make_lean(self, trainer: L.Trainer, module: Client, loop: L.Callback) -> None:
-        assert module.data is not None
-        make_lean(trainer, module, loop, lambda *epoch: self.hub.link.lend(Epoch(module, *epoch)), module.data.module)
+    def _elsewhere(self, module: Client) -> Elsewhere:
+        return lambda *epoch: self.hub.link.lend(Epoch(module, *epoch))
 
 
 def _check(client: Client, message: Any) -> None:

@@ -22,19 +22,9 @@ from lit_pfl.learners.optimizers import (
     set_schedules_to,
     single_optimizer,
 )
-from lit_pfl.learners.steps import (
-    SkipBatch,
-    Step,
-    call_step,
-    call_with,
-    holding,
-    split_batch,
-    training_loss,
-    training_outputs,
-    unchanged,
-    unseen,
-    without_trace,
-)
+from lit_pfl.learners.splitting import split_batch
+from lit_pfl.learners.steps import SkipBatch, Step, call_step, call_with, training_loss, training_outputs
+from lit_pfl.learners.unchanged import holding, unchanged, unseen, without_trace
 
 __all__ = [
     "STAGE",

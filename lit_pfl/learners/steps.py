@@ -1,9 +1,8 @@
 """Calling a learner's steps as a Trainer would."""
 
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from functools import cache
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -13,15 +12,10 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.parameter import is_lazy
-from torch.nn.utils.rnn import PackedSequence
-from torchmetrics import Metric
 
-from lit_pfl.data.batches import parts_of, plain, tensors_in
+from lit_pfl.data.batches import plain
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners.logs import recorded
 from lit_pfl.lightning_internals import in_hook, optimizers_and_schedules
-from lit_pfl_callbacks.tensors import evaluating, load_tensors
 
 
 class SkipBatch(Exception):
@@ -204,153 +198,3 @@ def call_with(tensors: Mapping[str, Tensor], module: nn.Module, *inputs: Any) ->
         if id(own) in others
     }
     return functional_call(module, places, inputs, tie_weights=False)
-
-
-def _lengths(part: Any) -> Iterator[int]:
-    """Return the lengths of all tensors in a part of a batch, but of those without dimensions."""
-    return (len(tensor) for tensor in tensors_in(part) if tensor.dim())
-
-
-def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Divide a batch into consecutive parts of equal size, up to one sample; one too small serves as all of them.
-
-    Args:
-        batch: tensors, in whatever they are held, that have its samples along their first dimension; lists of as many
-            things without a length, such as names, are divided too. A tensor without dimensions goes with every part.
-        parts: how many; each has at least two samples.
-
-    Raises:
-        ConfigError: when it holds what cannot be divided so.
-    """
-    lengths = dict.fromkeys(_lengths(batch))
-    size = next(iter(lengths), 1)
-    _check_divides(batch, size)
-    if len(lengths) > 1:
-        raise ConfigError(
-            f"A batch has tensors of {' and '.join(map(str, lengths))} rows, and this method divides batches into "
-            "samples: give every tensor one row a sample."
-        )
-    if size < 2 * parts:
-        return [batch] * parts
-    places = [places.tolist() for places in torch.arange(size).tensor_split(parts)]
-
-    def part(index: int) -> Any:
-        def cut(x: Tensor | list[Any]) -> Any:
-            if isinstance(x, Tensor):
-                return x.tensor_split(parts)[index] if x.dim() else x
-            if _is_of_samples(x, size):
-                return [x[place] for place in places[index]]
-            return [apply_to_collection(inside, (Tensor, list), cut) for inside in x]
-
-        return apply_to_collection(batch, (Tensor, list), cut)
-
-    return [part(index) for index in range(parts)]
-
-
-def _is_of_samples(part: Any, size: int) -> bool:
-    """Say whether a part of a batch is a list with something for each sample."""
-    return isinstance(part, list) and len(part) == size and next(_lengths(part), None) is None
-
-
-def _check_divides(part: Any, size: int) -> None:
-    """Refuse what has samples, or may have them, in an order that nobody here knows."""
-    if isinstance(part, Tensor) or _is_of_samples(part, size):
-        return
-    if isinstance(part, PackedSequence) or _is_closed(part):
-        raise ConfigError(
-            f"A batch has a {type(part).__name__} in it, and this method divides batches into samples: give the "
-            "tensors that it is made of, with one row a sample, and make it in the learner's steps."
-        )
-    for inside in parts_of(part):
-        _check_divides(inside, size)
-
-
-def _is_closed(part: Any) -> bool:
-    """Say whether something may hold samples where batches are not looked through: an array, a set, a graph."""
-    if isinstance(part, str | bytes | Mapping | tuple | list) or is_dataclass(part):
-        return False
-    tensors = any(isinstance(value, Tensor) for value in getattr(part, "__dict__", {}).values())
-    return tensors or hasattr(part, "to") or isinstance(part, Collection)
-
-
-@contextmanager
-def holding(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give parameters of a module other values, by name, and their own back afterwards."""
-    own = {name: module.get_parameter(name).detach().clone() for name in parameters}
-    load_tensors(module, parameters)
-    try:
-        yield
-    finally:
-        load_tensors(module, own)
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Put a module and its parts back afterwards: their tensors, hidden states, caches, counters, metrics.
-
-    What changes inside is undone too: of tensors, also those in dicts, as parameters and buffers are; of lists and
-    dicts. Plain attributes are in no checkpoint, so a resumed run would not have what an evaluation leaves behind.
-    """
-    with _as_they_were([*module.modules()]):
-        yield
-
-
-@contextmanager
-def without_trace(learner: L.LightningModule) -> Iterator[None]:
-    """Let a learner take steps in evaluation mode that leave it as it was and log nothing."""
-    with evaluating(learner), unchanged(learner), recorded(learner):
-        yield
-
-
-@contextmanager
-def unseen(learner: L.LightningModule) -> Iterator[None]:
-    """Tell nobody what a learner logs, and leave its metrics as they are; the rest of it changes as ever."""
-    metrics = [part for part in learner.modules() if isinstance(part, Metric)]
-    with _as_they_were(metrics), recorded(learner):
-        yield
-
-
-@contextmanager
-def _as_they_were(parts: Sequence[nn.Module]) -> Iterator[None]:
-    before = [(part.__dict__, part.__dict__.copy()) for part in parts]
-    values = [value for _, attributes in before for value in attributes.values()]
-    inside = [(value, value.copy()) for value in values if isinstance(value, list | dict)]
-    in_dicts = (value for _, content in inside if isinstance(content, dict) for value in content.values())
-    tensors = {id(x): x for x in chain(values, in_dicts) if isinstance(x, Tensor) and not is_lazy(x)}
-    held = [_Held(tensor) for tensor in tensors.values()]
-    try:
-        yield
-    finally:
-        for attributes, former in before:
-            attributes.clear()
-            attributes.update(former)
-        for value, content in inside:
-            if isinstance(value, list):
-                value[:] = content
-            else:
-                value.clear()
-                value.update(content)
-        for one in held:
-            one.put_back()
-
-
-class _Held:
-    """A tensor's memory and what is in it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.memory = tensor, tensor.detach()
-        self.content = self.memory.clone()
-        # others, sparse ones for instance, cannot be compared; they count their changes, but not those by way of .data
-        self.is_plain = tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter)
-        self.version = None if self.is_plain or tensor.is_inference() else tensor._version
-
-    def put_back(self) -> None:
-        """Write what has changed, in place: optimizers and views know the tensor, and the memory."""
-        if self.is_plain:
-            if not torch.equal(self.memory, self.content):
-                self.memory.copy_(self.content)
-            if not self.tensor.is_set_to(self.memory):  # somebody has assigned to .data
-                self.tensor.data = self.memory
-        elif self.version is not None and self.tensor._version != self.version:
-            with torch.no_grad():
-                self.tensor.copy_(self.content)

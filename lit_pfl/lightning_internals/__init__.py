@@ -8,7 +8,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
     read_checkpoint,
     read_whole,
 )
-from lit_pfl.lightning_internals.endless import limit_batches, make_endless
+from lit_pfl.lightning_internals.endless import Elsewhere, limit_batches, make_endless
 from lit_pfl.lightning_internals.inside import (
     as_trained,
     forget_scores,
@@ -36,6 +36,7 @@ __all__ = [
     "FOLDER",
     "AtomicCheckpointIO",
     "Content",
+    "Elsewhere",
     "LastCheckpoint",
     "MemoryCheckpointIO",
     "NoProfiler",

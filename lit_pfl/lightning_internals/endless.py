@@ -24,25 +24,21 @@ class EndlessFitLoop(_FitLoop):
     else that an epoch's end brings: validation, other callbacks, the module's hook, schedules that monitor a score.
 
     Attributes:
-        endless: whether ``max_epochs`` ends nothing.
-        last: the callback in which the client waits; None: Lightning's own order.
+        last: the callback in which the client waits.
         validate: called at the end of every epoch before all callbacks.
         round_ends: says whether the present epoch is the last of a round. A stop is put off until then.
         batches_left: how many batches are yet to be trained at most; None: all of every epoch.
     """
 
-    endless = True
-    last: L.Callback | None = None
-    validate: Callable[[], None] | None = None
-    round_ends: Callable[[], bool] | None = None
+    last: L.Callback
+    validate: Callable[[], None]
+    round_ends: Callable[[], bool]
     batches_left: int | None = None
     _asked_to_stop = False
 
     @property
     def done(self) -> bool:
         """Whether to leave the loop."""
-        if not self.endless:
-            return super().done
         planned, self.max_epochs = self.max_epochs, -1
         try:
             return super().done
@@ -55,7 +51,7 @@ class EndlessFitLoop(_FitLoop):
         # Of loaders without a length Lightning fetches a batch ahead, the first before the client has joined. What that
         # drew at random has been taken back, so it is fetched again: as in every later epoch.
         fetcher = self._data_fetcher
-        if self.last is not None and fetcher is not None and fetcher.length is None:
+        if fetcher is not None and fetcher.length is None:
             fetcher.batches.clear()  # type: ignore[attr-defined]
             iter(fetcher)
 
@@ -75,16 +71,12 @@ class EndlessFitLoop(_FitLoop):
 
     def on_advance_end(self) -> None:
         """End an epoch: as Lightning does, except for the one callback that comes last."""
-        if self.last is None:
-            super().on_advance_end()
-            return
         trainer = self.trainer
         connector = trainer._logger_connector
         connector.epoch_end_reached()
         self.epoch_progress.increment_processed()
         with _without(trainer, self.last):
-            if self.validate is not None:
-                self.validate()
+            self.validate()
             call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
             call._call_lightning_module_hook(trainer, "on_train_epoch_end")
             call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
@@ -108,7 +100,7 @@ class EndlessFitLoop(_FitLoop):
     def _put_off_a_stop(self) -> None:
         """Let a client whose callbacks have ended its training finish the round: half a round is nothing to upload."""
         self._asked_to_stop |= self.trainer.should_stop
-        self.trainer.should_stop = self._asked_to_stop and (self.round_ends is None or self.round_ends())
+        self.trainer.should_stop = self._asked_to_stop and self.round_ends()
 
 
 def limit_batches(trainer: L.Trainer, batches: int | None) -> None:

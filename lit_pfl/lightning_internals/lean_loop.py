@@ -173,9 +173,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
 def replace_loops(trainer: L.Trainer, elsewhere: Elsewhere | None) -> None:
     """Give a Trainer these loops instead of its own, before its fit; see :func:`make_lean`."""
     former = trainer.fit_loop
+    assert isinstance(former, EndlessFitLoop)
     trainer.fit_loop = LeanFitLoop(trainer, former.min_epochs, former.max_epochs)
-    trainer.fit_loop.endless = isinstance(former, EndlessFitLoop)
-    if isinstance(former, EndlessFitLoop):
-        trainer.fit_loop.take_over(former)
+    trainer.fit_loop.take_over(former)
     trainer.fit_loop.epoch_loop = LeanEpochLoop(trainer, former.min_steps, former.max_steps)
     trainer.fit_loop.epoch_loop.elsewhere = elsewhere

@@ -13,7 +13,7 @@ from lit_pfl.core.server import ClientInfo, Server, UniformServer
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order
 from lit_pfl.learners.scoring import mean_loss, needs_loss
-from lit_pfl.learners.steps import unchanged
+from lit_pfl.learners.unchanged import unchanged
 from lit_pfl_callbacks.tensors import load_tensors
 
 CLUSTER = "cluster"

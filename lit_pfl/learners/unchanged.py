@@ -1,0 +1,97 @@
+"""A module put back as it was, after it has been tried or scored."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
+
+from lit_pfl.learners.logs import recorded
+from lit_pfl_callbacks.tensors import evaluating, load_tensors
+
+
+@contextmanager
+def holding(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give parameters of a module other values, by name, and their own back afterwards."""
+    own = {name: module.get_parameter(name).detach().clone() for name in parameters}
+    load_tensors(module, parameters)
+    try:
+        yield
+    finally:
+        load_tensors(module, own)
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Put a module and its parts back afterwards: their tensors, hidden states, caches, counters, metrics.
+
+    What changes inside is undone too: of tensors, also those in dicts, as parameters and buffers are; of lists and
+    dicts. Plain attributes are in no checkpoint, so a resumed run would not have what an evaluation leaves behind.
+    """
+    with _as_they_were([*module.modules()]):
+        yield
+
+
+@contextmanager
+def without_trace(learner: L.LightningModule) -> Iterator[None]:
+    """Let a learner take steps in evaluation mode that leave it as it was and log nothing."""
+    with evaluating(learner), unchanged(learner), recorded(learner):
+        yield
+
+
+@contextmanager
+def unseen(learner: L.LightningModule) -> Iterator[None]:
+    """Tell nobody what a learner logs, and leave its metrics as they are; the rest of it changes as ever."""
+    metrics = [part for part in learner.modules() if isinstance(part, Metric)]
+    with _as_they_were(metrics), recorded(learner):
+        yield
+
+
+@contextmanager
+def _as_they_were(parts: Sequence[nn.Module]) -> Iterator[None]:
+    before = [(part.__dict__, part.__dict__.copy()) for part in parts]
+    values = [value for _, attributes in before for value in attributes.values()]
+    inside = [(value, value.copy()) for value in values if isinstance(value, list | dict)]
+    in_dicts = (value for _, content in inside if isinstance(content, dict) for value in content.values())
+    tensors = {id(x): x for x in chain(values, in_dicts) if isinstance(x, Tensor) and not is_lazy(x)}
+    held = [_Held(tensor) for tensor in tensors.values()]
+    try:
+        yield
+    finally:
+        for attributes, former in before:
+            attributes.clear()
+            attributes.update(former)
+        for value, content in inside:
+            if isinstance(value, list):
+                value[:] = content
+            else:
+                value.clear()
+                value.update(content)
+        for one in held:
+            one.put_back()
+
+
+class _Held:
+    """A tensor's memory and what is in it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.memory = tensor, tensor.detach()
+        self.content = self.memory.clone()
+        # others, sparse ones for instance, cannot be compared; they count their changes, but not those by way of .data
+        self.is_plain = tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter)
+        self.version = None if self.is_plain or tensor.is_inference() else tensor._version
+
+    def put_back(self) -> None:
+        """Write what has changed, in place: optimizers and views know the tensor, and the memory."""
+        if self.is_plain:
+            if not torch.equal(self.memory, self.content):
+                self.memory.copy_(self.content)
+            if not self.tensor.is_set_to(self.memory):  # somebody has assigned to .data
+                self.tensor.data = self.memory
+        elif self.version is not None and self.tensor._version != self.version:
+            with torch.no_grad():
+                self.tensor.copy_(self.content)
