@@ -9,7 +9,6 @@ The most telling cells come first. What has a result is not run again, what was 
 """
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import yaml
+from joblib import cpu_count
 from page import orderings, page
 from results import Results, alone_in, collect
 from tables import PAPERS, ROOT, Run, Table
@@ -198,7 +198,7 @@ class Reproduction:
 
 def at_once(gigabytes: float) -> int:
     """Return how many cells run at a time: one a core, and on a GPU no more than its free memory has room for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cpu_count()
     if not torch.cuda.is_available():
         return cores
     free, _ = torch.cuda.mem_get_info()

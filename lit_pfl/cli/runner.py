@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
+from joblib import cpu_count
+
 from lit_pfl.cli.config_files import with_fragments
 from lit_pfl_callbacks.files import write_whole
 
@@ -68,8 +70,8 @@ def run_jobs(
     A job whose folder holds a checkpoint continues from it. One that another process is at work on is waited for, so
     that several runners may share the same jobs. SIGINT and SIGTERM stop every run at its last complete round; the
     same call continues with them. A job that has been done is done again only where its arguments, or the
-    configuration files that
-    they name, are others: then it continues from its checkpoint, which its command refuses if it became another run.
+    configuration files that they name, are others: then it continues from its checkpoint, which its command refuses if
+    it became another run.
 
     Args:
         jobs: the jobs.
@@ -83,7 +85,7 @@ def run_jobs(
     Raises:
         KeyboardInterrupt: on SIGINT and SIGTERM, once every run has stopped.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cpu_count()
     at_once = at_once or cores
     environment = {"OMP_NUM_THREADS": str(max(1, cores // at_once)), **os.environ}
     end = None if seconds is None else time.monotonic() + seconds

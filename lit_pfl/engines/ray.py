@@ -1,13 +1,13 @@
 """Clients in worker processes, on this machine or on a cluster, by Ray."""
 
 import copy
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+from joblib import cpu_count
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -110,7 +110,7 @@ class Ray(Engine):
             self._crew.all(self._set_up)
             return
         wanted, cores = self.workers, self.resources["num_cpus"]
-        here = cores * wanted if wanted else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        here = cores * wanted if wanted else cpu_count()
         self.ray = connect(self.address, here)
         self._crew = Workforce(self.ray, self.resources, (sys.path, *self._job(), self.awake), self._set_up, self._lose)
         self._crew.gather(*self._wanted)

@@ -10,7 +10,6 @@ from quadratic import (
     flat,
     halved_every_other_epoch,
     quadratic,
-    run_whole_and_in_two_parts,
     sizes,
     softmax_regression,
     unequal,
@@ -181,11 +180,3 @@ def test_gradient_clipping_and_a_schedule():
 def test_evaluation_after_aggregation_leaves_the_run_as_it_is():
     a, b = (run(client(AgnosticFL), rounds=3, participation=0.5, evaluate=when) for when in ("before", "after"))
     assert_equal(weights(a), weights(b))
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    a, b = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(AgnosticFL), lambda: digits(4), local_epochs=2, participation=0.5
-    )
-    assert_equal(weights(a), weights(b))
-    assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from heads import skewed
-from quadratic import Quadratics, flat, quadratic, run_whole_and_in_two_parts, unequal
+from quadratic import Quadratics, flat, quadratic, unequal
 
 from lit_pfl.methods import APPLE, StandAlone
 from lit_pfl.methods.similarity.apple import APPLEServer, prior_strength
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, run, weights
 
 
 @pytest.mark.parametrize("schedule", ["exponential", "cosine"])
@@ -80,9 +80,3 @@ def test_the_pull_ends():
     assert prior_strength("exponential", 0, 4) == prior_strength("cosine", 0, 4) == 1
     assert prior_strength("cosine", 2, 4) == pytest.approx(0.5)
     assert prior_strength("exponential", 4, 4) == prior_strength("cosine", 9, 4) == 0
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    runs = run_whole_and_in_two_parts(tmp_path, lambda: client(APPLE), lambda: digits(4), participation=0.5)
-    assert_equal(*map(weights, runs))
-    assert_equal(*(federation.coordinator.state_dict() for federation in runs))

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from heads import skewed
-from quadratic import run_whole_and_in_two_parts
 from torch import nn
 from two_layers import ALL, TwoLayers, arrays, backward, logits
 
@@ -12,7 +11,7 @@ from lit_pfl.core import Payload
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import ElasticAggregation, FedAvg
 from lit_pfl.methods.global_model.elastic_aggregation import SENSITIVITY, ElasticServer, elastic_factors
-from tiny import Parts, assert_equal, client, digits, run, weights
+from tiny import Parts, assert_equal, client, run, weights
 
 
 def federation(rounds: int, **options):
@@ -92,11 +91,3 @@ def test_a_network_without_a_head_module_is_refused():
             client(ElasticAggregation, backbone=lambda channels, classes: Parts(nn.Linear(8, classes), nn.Flatten())),
             rounds=1,
         )
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    runs = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(ElasticAggregation), lambda: digits(4), participation=0.5
-    )
-    assert_equal(*map(weights, runs))
-    assert_equal(*(federation.coordinator.state_dict() for federation in runs))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from quadratic import Quadratics, equal, flat, quadratic, run_whole_and_in_two_parts
+from quadratic import Quadratics, equal, flat, quadratic
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedALA, FedAvg
@@ -83,9 +83,3 @@ def test_weights_stay_between_0_and_1_and_an_evaluation_leaves_them():
         assert all(((w >= 0) & (w <= 1)).all() for _, w in member.mixed.items())
     a, b = (run(client(FedALA), rounds=3, evaluate=when, participation=0.5) for when in ("before", "after"))
     assert_equal(weights(a), weights(b))
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    a, b = run_whole_and_in_two_parts(tmp_path, lambda: client(FedALA), lambda: digits(4), participation=0.5)
-    assert_equal(weights(a), weights(b))
-    assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from heads import learners, skewed, whole_data
-from quadratic import run_whole_and_in_two_parts
 from torch import nn
 from two_layers import ALL, BODY, Arrays, TwoLayers, arrays, gradient
 
@@ -12,7 +11,7 @@ from lit_pfl.core.server import UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAS, FedPer
 from lit_pfl.methods.partial.fedas import FISHER, FedASServer, distance_to_means
-from tiny import Parts, assert_equal, client, digits, run, weights
+from tiny import Parts, assert_equal, client, run, weights
 
 
 def hidden(w: Arrays, images: np.ndarray) -> np.ndarray:
@@ -109,9 +108,3 @@ def test_an_evaluation_after_aggregation_leaves_clients_as_they_are():
 def test_a_network_without_a_head_module_is_refused():
     with pytest.raises(ConfigError, match=r"model\.head: FedAS has to know which parameters"):
         run(client(FedAS, backbone=lambda channels, classes: Parts(nn.Linear(8, classes), nn.Flatten())), rounds=1)
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    runs = run_whole_and_in_two_parts(tmp_path, lambda: client(FedAS), lambda: digits(4), participation=0.5)
-    assert_equal(*map(weights, runs))
-    assert_equal(*(federation.coordinator.state_dict() for federation in runs))

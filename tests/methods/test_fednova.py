@@ -9,7 +9,6 @@ from quadratic import (
     equal,
     flat,
     quadratic,
-    run_whole_and_in_two_parts,
     sgd,
     sizes,
     unequal,
@@ -21,7 +20,7 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedNova
 from lit_pfl.methods.global_model.fednova import STEPS, FedNovaServer
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, run, weights
 
 
 def by_the_formula(problem, n, batch_size, participants, rho, epochs, gmf=0.0):
@@ -88,9 +87,3 @@ def test_only_sgd(optimizer):
 def test_momentum_that_is_kept_is_refused():
     with pytest.raises(ConfigError, match=r"^model\.reset_optimizer=false: FedNova counts"):
         run(client(FedNova, reset_optimizer=False), rounds=1)
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    a, b = run_whole_and_in_two_parts(tmp_path, lambda: client(FedNova), lambda: digits(4), participation=0.5)
-    assert_equal(weights(a), weights(b))
-    assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from quadratic import Quadratics, chosen, equal, flat, quadratic, run_whole_and_in_two_parts, sgd, sizes, unequal
+from quadratic import Quadratics, chosen, equal, flat, quadratic, sgd, sizes, unequal
 
 from lit_pfl.cli import main
 from lit_pfl.core import ServerAdam, ServerExtrapolation, ServerMomentum
@@ -173,15 +173,6 @@ def test_fedexp_equals_the_formula_and_shows_the_mean_of_two_models():
 
 
 # ------------------------------------------------------------------------------- what is held
-
-
-@pytest.mark.parametrize("kind", [FedAvgM, FedYogi, FedExP])
-def test_resumed_equals_uninterrupted(kind, tmp_path):
-    a, b = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(kind), lambda: digits(4), local_epochs=2, participation=0.5
-    )
-    assert_equal(weights(a), weights(b))
-    assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())
 
 
 @pytest.mark.parametrize("kind", [SimFed, Scaffold, AgnosticFL])

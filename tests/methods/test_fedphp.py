@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from heads import skewed, softmax
-from quadratic import run_whole_and_in_two_parts
 from torch import nn
 from two_layers import (
     BODY,
@@ -24,7 +23,7 @@ from two_layers import (
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedPHP
 from lit_pfl.methods.two_models.fedphp import discrepancy
-from tiny import Parts, assert_equal, client, digits, run, weights
+from tiny import Parts, assert_equal, client, run
 
 
 def test_rounds_equal_the_formula():
@@ -98,9 +97,3 @@ def test_either_term_is_added_to_the_loss():
 def test_a_network_without_a_head_module_is_refused():
     with pytest.raises(ConfigError, match=r"model\.head: FedPHP has to know which parameters"):
         run(client(FedPHP, backbone=lambda channels, classes: Parts(nn.Linear(8, classes), nn.Flatten())), rounds=1)
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    runs = run_whole_and_in_two_parts(tmp_path, lambda: client(FedPHP), lambda: digits(4), participation=0.5)
-    assert_equal(*map(weights, runs))
-    assert_equal(*(federation.coordinator.state_dict() for federation in runs))

@@ -10,7 +10,6 @@ from quadratic import (
     equal,
     flat,
     quadratic,
-    run_whole_and_in_two_parts,
     sizes,
     softmax_regression,
     unequal,
@@ -101,14 +100,6 @@ def test_heads_at_home_are_not_held():
     member.eval()
     with_term, member.mu = member.objective((images, labels), 0), 0.0
     torch.testing.assert_close(with_term - member.objective((images, labels), 0), torch.tensor(50 * 0.01 * shared))
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    a, b = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(FedProx, mu=0.1), lambda: digits(4), local_epochs=2, participation=0.5
-    )
-    assert_equal(weights(a), weights(b))
-    assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())
 
 
 def test_averaged_running_statistics_and_nothing_left_behind():

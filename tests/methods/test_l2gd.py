@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from quadratic import Quadratics, equal, flat, quadratic, run_whole_and_in_two_parts
+from quadratic import Quadratics, equal, flat, quadratic
 
 from lit_pfl.core.server import UniformServer
 from lit_pfl.methods import L2GD, FedAvg, StandAlone
 from lit_pfl.nn.factorization import Factorization
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, run, weights
 
 
 class Uniform(FedAvg):
@@ -51,8 +51,3 @@ def test_mixing_leaves_the_mean_where_it_is():
 def test_counters_of_batch_norm_are_averaged_whole():
     federation = run(client(L2GD, norm_stats="averaged"), rounds=2, evaluate="after")
     assert federation.clients[0].backbone.body[1].num_batches_tracked.dtype == torch.int64
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    a, b = run_whole_and_in_two_parts(tmp_path, lambda: client(L2GD), lambda: digits(4), participation=0.5)
-    assert_equal(weights(a), weights(b))

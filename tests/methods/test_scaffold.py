@@ -13,7 +13,6 @@ from quadratic import (
     flat,
     halved_every_other_epoch,
     quadratic,
-    run_whole_and_in_two_parts,
     sgd,
     sizes,
     softmax_regression,
@@ -284,12 +283,3 @@ def test_evaluation_after_aggregation_and_mixed_precision_leave_the_run_as_it_is
     a, b = (run(client(Scaffold, optimizer=sgd(0.1)), evaluate=when, **options) for when in ("before", "after"))
     assert_equal(weights(a), weights(b))
     np.testing.assert_allclose(controls(a).mean(0), flat(a.coordinator.server.control), atol=1e-6)
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    a, b = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(Scaffold, optimizer=sgd(0.1)), lambda: digits(4), local_epochs=2, participation=0.5
-    )
-    assert_equal(weights(a), weights(b))
-    assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())
-    assert flat(a.coordinator.server.control).any()
