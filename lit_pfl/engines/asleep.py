@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_pfl.core import Client, ClientSpec
+from lit_pfl.core.encoding import bits
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import ClientData
@@ -109,7 +110,10 @@ class Asleep:
     def _write(self, client: int) -> None:
         state = self.engine.states([client])
         own, stream = state["clients"][client], state["streams"].get(client)
-        self._put(client, own, stream, constant(self.engine.clients[client]))
+        left_out = constant(self.engine.clients[client])
+        if not self.engine.work.keep_trained:
+            left_out |= self.engine.replaced.names(client)
+        self._put(client, own, stream, left_out)
         self._changed.discard(client)
 
     def _put(self, client: int, own: Mapping[str, Any], stream: Any, fixed: Collection[str]) -> None:
@@ -257,5 +261,6 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
+        # bit for bit: NaN is what a loss that nobody has computed yet may be
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b.to(a.device)))
     return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)

@@ -17,6 +17,7 @@ from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
 from lit_pfl.engines.frozen import FrozenWeights, constant, keep_apart, share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.last_good import LastGoodState, overwritten
+from lit_pfl.engines.replaced import Replaced
 from lit_pfl.engines.resuming import refuse_another_network
 from lit_pfl.engines.trainers import AlreadyJoined
 from lit_pfl.engines.validation import check_monitored
@@ -61,6 +62,7 @@ class Local(Engine):
         self.asleep: Asleep | None = None
         self.hub = LocalHub()
         self.frozen_weights = FrozenWeights(self.clients, asleep=awake is not None)
+        self.replaced = Replaced()
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
 
     def setup(self, work: Work, own: Sequence[int] | None = None, states: States | None = None) -> None:
@@ -105,6 +107,7 @@ class Local(Engine):
         """Keep nothing of a client in memory that is not training."""
         del self.clients[client]
         self._restored.pop(client, None)
+        self.replaced.forget(client)
 
     def _place(self) -> None:
         first = next(iter(self.clients.values()), None)
@@ -152,7 +155,9 @@ class Local(Engine):
         module.completed_rounds = completed
         limit_batches(module.trainer, batches)
         self.frozen_weights.begin(client)
-        return LastGoodState(module, module.trainer.optimizers, overwritten(module, reply), constant(module))
+        replaced = overwritten(module, reply)
+        self.replaced.loads(client, replaced, trains=True)
+        return LastGoodState(module, module.trainer.optimizers, replaced, constant(module))
 
     def _conclude(
         self, client: int, before: LastGoodState, sent: Mapping[str, Tensor] | None, completed: int
@@ -215,10 +220,11 @@ class Local(Engine):
         """Let a client hold a reply, if there is one; put it back afterwards."""
         module = self.clients[client]
         with self.work.visitors.lent(module, self._restored.get(client, {}).get("epoch", 0)):
+            replaced, fixed = {} if reply is None else overwritten(module, reply), constant(module)
+            self.replaced.loads(client, replaced)
             if reply is None:
                 yield module
                 return
-            replaced, fixed = overwritten(module, reply), constant(module)
             # a whole state_dict() takes as long as all else here
             own = {name: attrgetter(name)(module).detach() for name in replaced} if replaced else module.state_dict()
             before = copied({name: value for name, value in own.items() if name not in fixed})
@@ -289,6 +295,8 @@ class Local(Engine):
         for client, module in some.items():
             saved = self._own(state, client)["state_dict"]
             keep_apart(module, saved)
+            if client in state.get("constant", ()):
+                self.replaced.lacks(client, state["constant"][client], module)
             module.load_state_dict(saved, strict=module.strict_loading)
 
     def _own(self, state: Mapping[str, Any], client: int) -> dict[str, Any]:

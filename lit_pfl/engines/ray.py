@@ -143,7 +143,9 @@ class Ray(Engine):
         rounds = planned_rounds(trainer) if work.rounds is None else work.rounds
         deterministic, folder = torch.are_deterministic_algorithms_enabled(), str(run_folder(trainer).absolute())
         threads, loggers = work.threads or 1, [type(logger) for logger in trainer.loggers]
-        outer = Outer(device, trainer.precision, deterministic, rounds, work.seed, threads, folder, loggers)
+        outer = Outer(
+            device, trainer.precision, deterministic, rounds, work.seed, threads, folder, loggers, work.keep_trained
+        )
         return worker.actor.setup.remote(outer)
 
     # -------------------------------------------------------------------------------------------------------- the verbs

@@ -39,6 +39,7 @@ class Work:
         trainer: the Trainer whose device, precision and loggers clients have.
         rounds: number of rounds, -1 for no end; by default those that the Trainer plans.
         threads: CPU threads that clients compute with; None as long as that is not settled.
+        keep_trained: whether models are kept as they have trained, also where the next reply replaces them.
     """
 
     prototype: Client
@@ -49,6 +50,7 @@ class Work:
     trainer: L.Trainer
     rounds: int | None = None
     threads: int | None = None
+    keep_trained: bool = True
 
     def __post_init__(self) -> None:
         self.visitors = Visitors(self)

@@ -41,6 +41,7 @@ class Outer:
         threads: CPU threads that clients compute with.
         folder: the run's folder.
         loggers: what its loggers are.
+        keep_trained: see :class:`~lit_pfl.engines.Work`.
     """
 
     accelerator: str
@@ -51,6 +52,7 @@ class Outer:
     threads: int
     folder: str
     loggers: Sequence[type[Logger]]
+    keep_trained: bool
 
     def trainer(self) -> L.Trainer:
         """Return a Trainer like it."""
@@ -161,8 +163,9 @@ class Worker:
         if not hasattr(self, "work"):
             self.data.move_to(trainer.strategy.root_device)
             self.work = Work(
-                self.prototype, self.data, outer.seed, self.epochs, self.options, trainer, outer.rounds, outer.threads
-            )
+                self.prototype, self.data, outer.seed, self.epochs, self.options, trainer, outer.rounds, outer.threads,
+                outer.keep_trained,
+            )  # fmt: skip
         self.work.goes_on(trainer, outer.rounds)
         self.engine.setup(self.work, [], self.carried)
 

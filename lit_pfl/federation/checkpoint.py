@@ -172,6 +172,8 @@ def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: 
         if before != now:
             option = "model" if name == "method" else f"federation.{name}"
             raise ConfigError(f"{option}: the checkpoint is of a run with {before}, not {now}.")
+    if own["keep_trained"] and not saved.get("keep_trained", True):
+        raise ConfigError("federation.keep_trained: the checkpoint is of a run with False, not True.")
     if saved["data"].keys() != own["data"].keys():
         raise ConfigError(
             f"data: the checkpoint holds {len(saved['data'])} clients and the data has {len(own['data'])}; "

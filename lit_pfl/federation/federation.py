@@ -77,6 +77,9 @@ class Federation(QuickModule):
             ``after``, as the clients would start the next round. A client that has never trained is evaluated as it
             would join now. Or ``global``: the global model, for methods that have one, on everybody's data at once;
             its scores stand under client -1.
+        keep_trained: whether models are kept, and tested, as their clients have trained them. False: they are scored
+            after aggregation only, and files of clients that are on disk (``engine.awake``) are without what the
+            server's next reply replaces: of FedAvg all weights. ``evaluate`` must be ``after`` or ``global``.
         quorum: the share of a round's uploads that must be usable; a smaller round raises an UploadError.
         seed: seed of everything random: initial weights, participation, batches, augmentation. By default the one
             given to ``lightning.seed_everything``.
@@ -136,13 +139,16 @@ class Federation(QuickModule):
         privacy: ClientPrivacy | None = None,
         deadline: Deadline | None = None,
         asynchronous: Asynchronous | None = None,
+        keep_trained: bool = True,
     ) -> None:
         super().__init__()
         if not isinstance(client, Client):
             name = getattr(client, "__name__", type(client).__name__)
             raise ConfigError(f"{name} is not a method; pass one around it: Federation(FedAvg(learner={name}())).")
         check_client_options(client_trainer or {})
-        check_options(participation, evaluate_clients, evaluate, quorum, engine, max_update_norm, if_not_saved)
+        check_options(
+            participation, evaluate_clients, evaluate, keep_trained, quorum, engine, max_update_norm, if_not_saved
+        )
         check_together(privacy, deadline, asynchronous)
         self.automatic_optimization = False
         # Not a submodule: a LightningModule hands its own Trainer down to those.
@@ -151,7 +157,7 @@ class Federation(QuickModule):
         self.local_epochs = int(local_epochs or client.min_local_epochs)
         self.participation = participation
         self.evaluate_clients = evaluate_clients
-        self.evaluate = evaluate
+        self.evaluate, self.keep_trained = evaluate, keep_trained
         self.quorum, self.max_update_norm, self.privacy = quorum, max_update_norm, privacy
         self.deadline, self.asynchronous = deadline, asynchronous
         self.seed = None if seed is None else int(seed)
@@ -218,7 +224,10 @@ class Federation(QuickModule):
             self.seed = torch.initial_seed()
         keep_freed_memory()
         self.draws = Draws(self.seed)
-        work = Work(self.prototype, data, self.seed, self.local_epochs, self.client_trainer, self.trainer)
+        work = Work(
+            self.prototype, data, self.seed, self.local_epochs, self.client_trainer, self.trainer,
+            keep_trained=self.keep_trained,
+        )  # fmt: skip
         self.timetable = Timetable(work, self.draws, self.participation, self.deadline, self.asynchronous)
         # a client that never trains: it makes the server, and stands for all where something is asked of any
         example = work.fresh(data.clients[0], data.client(data.clients[0]))
@@ -263,7 +272,8 @@ class Federation(QuickModule):
             question: a function of a module, or a ``functools.partial`` of one: it may run in another process. It is
                 given a client, whose random draws are then its own, and leaves it as it is.
             clients: ids of the clients to ask; by default all.
-            as_scored: whether they are asked in the state in which they are scored; otherwise as they are.
+            as_scored: whether they are asked in the state in which they are scored, as always with
+                ``keep_trained=False``; otherwise as they are.
 
         Raises:
             ConfigError: when there is no such client.
@@ -273,7 +283,7 @@ class Federation(QuickModule):
         if unknown := set(clients).difference(there):
             some = ", ".join(map(str, there[:10])) + (", ..." if len(there) > 10 else "")
             raise ConfigError(f"There is no client {min(unknown)}; there are {some}.")
-        replies = self.scores.replies(clients) if as_scored else dict.fromkeys(clients)
+        replies = self.scores.replies(clients) if as_scored or not self.keep_trained else dict.fromkeys(clients)
         return self.engine.ask(question, replies)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -476,6 +486,7 @@ class Federation(QuickModule):
             "participation": repr(p) if isinstance(p := self.participation, Participation) else p,
             "seed": self.seed,
             "data": self._fingerprints,
+            "keep_trained": self.keep_trained,
             **{name: repr(given) for name in OPTIONAL if (given := getattr(self, name)) is not None},
         }
 

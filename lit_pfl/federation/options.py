@@ -13,6 +13,7 @@ def check_options(
     participation: float | Participation,
     evaluate_clients: float,
     evaluate: str,
+    keep_trained: bool,
     quorum: float,
     engine: object,
     max_update_norm: float | None,
@@ -37,6 +38,11 @@ def check_options(
     ):
         if given not in choices:
             raise ConfigError(f"federation.{name}={given}: choose {', '.join(choices)}.")
+    if evaluate == "before" and not keep_trained:
+        raise ConfigError(
+            "federation.evaluate=before scores models as they have trained, which federation.keep_trained=False does "
+            "not keep; choose evaluate=after or global."
+        )
 
 
 def check_together(privacy: ClientPrivacy | None, deadline: Deadline | None, asynchronous: Asynchronous | None) -> None:

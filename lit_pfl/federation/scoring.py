@@ -87,7 +87,8 @@ class Scores:
                 data.everything("test")
                 if self.coordinator.server.global_model():
                     self._global_model = self._make_global_model()
-        there: list[State] = ["before", "after"] if self._global_model is None else ["before", "after", "global"]
+        there: list[State] = ["before", "after"] if self.work.keep_trained else ["after"]
+        there += [] if self._global_model is None else ["global"]
         return [self.state, *(state for state in there if state != self.state)]
 
     def replies(self, clients: Iterable[int]) -> dict[int, Payload | None]:

@@ -17,6 +17,7 @@ from lit_pfl.core import Client
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.payload import Payload
+from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.federation import Federation
 from lit_pfl.lightning_internals import AtomicCheckpointIO
@@ -120,6 +121,20 @@ def clients_that_do_not_take_part_stay_as_they_are(tester: MethodTester) -> None
         assert len(absent) == 2
         for client in absent:
             assert_equal(seen[completed][client], seen[completed - 1][client], f"client {client}, who did not train")
+
+
+def clients_that_sleep_come_to_the_same(tester: MethodTester) -> None:
+    """With one client in memory, and without what replies replace if the method can do without."""
+    options: dict[str, Any] = {"data": tester.digits(4), "rounds": 4, "participation": 2, "evaluate": "after"}
+    whole = tester.run(**options)
+    try:
+        one = tester.run(**options, engine=Local(awake=1), keep_trained=False)
+    except ConfigError as error:
+        if not str(error).startswith("federation.keep_trained=False: client "):
+            raise
+        one = tester.run(**options, engine=Local(awake=1))
+    assert one.rows == whole.rows, "scores differ"
+    assert_equal(one.coordinator.state_dict(), whole.coordinator.state_dict(), "server")
 
 
 def uploads_and_replies_change_nothing(tester: MethodTester) -> None:
@@ -287,6 +302,7 @@ METHOD_CHECKS: tuple[Callable[[MethodTester], None], ...] = (
     servers_work_on_the_clients_device_also_after_a_resume,
     the_order_of_clients_does_not_matter,
     clients_that_do_not_take_part_stay_as_they_are,
+    clients_that_sleep_come_to_the_same,
     uploads_and_replies_change_nothing,
     a_single_client_is_a_federation,
     a_single_batch_is_an_epoch,

@@ -1,7 +1,7 @@
 """What a round costs that ten clients take part in, of few registered clients and of many.
 
     python tests/benchmarks/many_clients.py [100] [1000] [10000] [100000] [--methods FedAvg Ditto] [--awake N]
-        [--validated N] [--rounds N] [--all-first] [--job tiny]
+        [--validated N] [--rounds N] [--all-first] [--job tiny] [--aggregated]
 
 Every federation runs in a process of its own: the first experiment of the paper of FedAvg (McMahan et al. 2017, Table
 1, 2NN), 600 images of 28 x 28 a client, batches of 10; or, with ``--job tiny``, an MLP of a few hundred weights and
@@ -10,7 +10,8 @@ validated (100) and a checkpoint written after every round, no test. The figures
 first two: seconds of the whole round, of training, of validation and of the checkpoint; then seconds until the first
 round; the peak of memory, and bytes on disk in the end. Seconds are the processor's, so that other work on the machine
 does not count. ``--awake`` is the engine's; without it all clients stay in memory. With ``--all-first`` everybody
-trains in round 1, so that everybody has a state.
+trains in round 1, so that everybody has a state. With ``--aggregated`` models are scored after aggregation only, and
+not kept as they have trained (``keep_trained=False``).
 
 In the tiny job a participant that is in memory and has trained before takes a fifth of the time of another one, which
 needs a Trainer first. Compare columns whose participants are of one kind: with ``--awake 20 --validated 10``, few are
@@ -130,25 +131,25 @@ class TimedCheckpoint(LastCheckpoint):
         self.watch.parts[-1]["save"] = time.process_time() - began
 
 
-def measure(
-    number: int, method: str, awake: int | None, rounds: int, all_first: bool, validated: int, job: str
-) -> dict[str, float]:
+def measure(number: int, method: str, options: argparse.Namespace) -> dict[str, float]:
     """Run a federation; return its figures."""
+    job = JOBS[options.job]
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     began, watch = time.process_time(), Watch()
     with tempfile.TemporaryDirectory() as folder:
-        prototype = getattr(methods, method)(backbone=partial(MLP, hidden=JOBS[job].hidden))
+        prototype = getattr(methods, method)(backbone=partial(MLP, hidden=job.hidden))
         federation = Federation(
-            prototype, participation=AllThenTen() if all_first else TEN, evaluate_clients=validated, seed=1, threads=1,
-            engine=Local() if awake is None else Local(awake=awake),
+            prototype, participation=AllThenTen() if options.all_first else TEN, evaluate_clients=options.validated,
+            seed=1, threads=1, engine=Local(options.awake),
+            evaluate="after" if options.aggregated else "before", keep_trained=not options.aggregated,
         )  # fmt: skip
         trainer = L.Trainer(
-            max_epochs=rounds, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            num_sanity_val_steps=0, limit_test_batches=0, default_root_dir=folder,
+            max_epochs=options.rounds, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, num_sanity_val_steps=0, limit_test_batches=0, default_root_dir=folder,
             callbacks=[watch, TimedCheckpoint(Path(folder) / "checkpoints", watch)],
         )  # fmt: skip
-        trainer.fit(federation, datamodule=Few(number, JOBS[job]))
+        trainer.fit(federation, datamodule=Few(number, job))
         disk = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     timed = watch.parts[2:-1]
     assert watch.started is not None
@@ -169,10 +170,11 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=22)
     parser.add_argument("--all-first", action="store_true")
     parser.add_argument("--job", choices=JOBS, default="McMahan")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--aggregated", action="store_true")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # in a process of its own
     chosen = parser.parse_args()
     if chosen.one:
-        print(json.dumps(measure(*json.loads(chosen.one))))
+        print(json.dumps(measure(int(chosen.one[0]), chosen.one[1], chosen)))
         sys.exit()
     print(
         "| method | clients | awake | s a round | training | validation | checkpoint | s before round 1 | "
@@ -180,10 +182,8 @@ if __name__ == "__main__":
     )
     for method in chosen.methods:
         for number in chosen.clients:
-            one = json.dumps(
-                [number, method, chosen.awake, chosen.rounds, chosen.all_first, chosen.validated, chosen.job]
-            )
-            done = subprocess.run([sys.executable, __file__, "--one", one], check=True, capture_output=True, text=True)
+            one = [sys.executable, *sys.argv, "--one", str(number), method]
+            done = subprocess.run(one, check=True, capture_output=True, text=True)
             found = json.loads(done.stdout.splitlines()[-1])
             seconds = " | ".join(f"{found[part]:.3f}" for part in ("round", "train", "evaluate", "save", "start"))
             print(

@@ -42,7 +42,8 @@ COMMANDS = {
     "nor a folder in it holds a metrics.csv": "report empty",
 }  # fmt: skip
 #: those that come of a program, or of files that have changed
-OTHERS = {"is not a method; pass one around it", "is made with pytorch_lightning", "data: client 3 had other samples"}
+OTHERS = {"is not a method; pass one around it", "is made with pytorch_lightning", "data: client 3 had other samples",
+          "federation.keep_trained=False: client 3 needs its own"}  # fmt: skip
 OWN = """
 import lightning as L, torch
 class Headless(L.LightningModule):

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from lit_pfl import Federation
+from lit_pfl.core.sharing import NORM_STATISTICS
 from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError, SaveError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint, state_files
-from lit_pfl.methods import Ditto, FedAvg, FedMA, FedPer, FedProto, PsiNet, Scaffold, SimFed
+from lit_pfl.methods import Ditto, FedAvg, FedMA, FedPer, FedProto, PFedSim, PsiNet, Scaffold, SimFed
 from lit_pfl.models import MLP
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from lit_pfl_callbacks.tensors import copied
@@ -319,3 +320,58 @@ def test_a_number_of_clients_that_is_none_is_refused(awake):
 
 if __name__ == "__main__":
     fit(Path(sys.argv[1]), "Ditto", awake=2, plugins=[Kill(sys.argv[2] == "after")])
+
+
+# ------------------------------------------------------------------------ without models as their clients trained them
+
+
+AFTER = {"evaluate": "after", "keep_trained": False}
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        ("FedAvg", set()),
+        ("FedPer", {"head.weight", "head.bias"}),
+        ("frozen", {"head.weight", "head.bias"}),
+        ("moving", {"head.weight", "head.bias", "body.0.weight"}),  # which has not stayed as it was made
+    ],
+)
+def test_what_replies_replace_is_not_in_a_file(tmp_path, method, kept):
+    everybody = fit(tmp_path / "all", method, evaluate="after")
+    one = fit(tmp_path / "one", method, awake=1, **AFTER)
+    assert one.rows == everybody.rows
+    assert "trained" in {row.state for row in everybody.other_rows}
+    assert "trained" not in {row.state for row in one.other_rows}
+    assert_equal(one.coordinator.state_dict(), everybody.coordinator.state_dict())
+    for path in (tmp_path / "one").rglob("*.state"):
+        names = {name.removeprefix("learner.backbone.") for name in torch.load(path)["clients"]["state_dict"]}
+        assert kept <= names <= kept | {f"body.1.{name}" for name in NORM_STATISTICS}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, None), (None, 1)])
+def test_such_a_run_is_resumed_with_and_without_sleep(tmp_path, before, after):
+    whole = fit(tmp_path / "whole", evaluate="after")
+    fit(tmp_path / "run", awake=before, rounds=2, **AFTER)
+    resumed = fit(tmp_path / "run", awake=after, resume=last(tmp_path / "run"), **AFTER)
+    assert resumed.rows == whole.rows
+    assert_equal(resumed.coordinator.state_dict(), whole.coordinator.state_dict())
+    alone = resumed.standalone(0).state_dict()
+    assert_equal(alone, whole.standalone(0).state_dict())
+    assert_equal(resumed.ask(own_state), resumed.ask(own_state, as_scored=True))
+
+
+def test_models_as_trained_are_not_made_up(tmp_path):
+    fit(tmp_path / "run", awake=1, rounds=2, **AFTER)
+    with pytest.raises(ConfigError, match=r"^federation\.keep_trained: the checkpoint is of a run with False"):
+        fit(tmp_path / "run", awake=1, resume=last(tmp_path / "run"), evaluate="after")
+    fit(tmp_path / "kept", awake=1, rounds=2, evaluate="after")
+    fit(tmp_path / "kept", awake=1, resume=last(tmp_path / "kept"), **AFTER)
+    with pytest.raises(ConfigError, match=r"^federation\.evaluate=before scores models as they have trained"):
+        Federation(made("FedAvg"), keep_trained=False)
+
+
+def test_a_method_that_needs_what_was_not_kept_says_so(tmp_path):
+    """After its first rounds PFedSim sends no heads any more."""
+    with pytest.raises(ConfigError, match=r"^federation\.keep_trained=False: client \d needs its own 'learner.*head"):
+        fit(tmp_path / "run", client(PFedSim, warmup_rounds=3), awake=1, rounds=8, **AFTER)

@@ -250,6 +250,16 @@ def test_states_on_disk_come_to_the_same_bits(cluster, make, tmp_path):
     assert not one.engine.left
 
 
+def test_what_replies_replace_is_neither_sent_nor_in_a_file(cluster, tmp_path):
+    options = {"evaluate": "after", "keep_trained": False}
+    one = fit_saved(client(M.FedPer), Local(awake=2), tmp_path / "one", 3, **options)
+    other = fit_saved(client(M.FedPer), Ray(2, awake=2), tmp_path / "other", 3, **options)
+    assert one.rows == other.rows
+    assert_equal(one.coordinator.state_dict(), other.coordinator.state_dict())
+    same_files(tmp_path / "one", tmp_path / "other")
+    other.engine.abort()
+
+
 class Kill(L.Callback):
     """Ends a worker before a round's training."""
 

@@ -1,6 +1,7 @@
 """FedIT, FFA-LoRA, FedSA-LoRA, FlexLoRA and FedDPA against their formulas, on a LoRA by hand and on one of peft."""
 
 from functools import partial
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -329,10 +330,11 @@ def test_factors_are_found_by_their_names():
 
 
 @pytest.mark.parametrize("method", [FFALoRA, FedIT, FedSALoRA, partial(FlexLoRA, ranks=[4, 2]), FedDPA])
-def test_around_peft_of_transformers(method):
+def test_around_peft_of_transformers(method, monkeypatch):
     pytest.importorskip("peft")
     pytest.importorskip("transformers")
-    from examples.adapters import Classifier, Reviews
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    from adapters import Classifier, Reviews
 
     torch.manual_seed(0)
     federation = Federation(method(learner=Classifier(), head=r"\.classifier\."), seed=1, threads=1)
