@@ -3,12 +3,13 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from lit_pfl_callbacks.tensors import bytes_of
 
 #: name under which a site sends, once on joining, what its frozen weights are; packed bytes, no numbers
 FROZEN = "frozen#bits"
@@ -90,8 +91,7 @@ def read_table(data: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...], st
 
 def fingerprint(tensor: Tensor) -> str:
     """Return 16 hexadecimal digits that tell a tensor's values from others."""
-    data: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    return hashlib.blake2b(bytes_of(tensor), digest_size=8).hexdigest()
 
 
 @torch.no_grad()

@@ -20,6 +20,12 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes, of types that numpy does not know too; copied only where they do not lie in order on the
+    CPU."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a ``state_dict()``, whatever it holds, that what is trained on does not change."""
     return {name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in state.items()}

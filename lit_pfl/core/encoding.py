@@ -178,11 +178,6 @@ def nonzeros(tensor: Tensor) -> int:
     return stored(tensor)  # many times as fast
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes, copied only where they do not lie in order on the CPU."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
 def tensor_of(memory: memoryview, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return the tensor that has these bytes, in memory of its own."""
     if not memory:

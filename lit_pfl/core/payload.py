@@ -21,7 +21,6 @@ from lit_pfl.core.encoding import (
     Layout,
     Sparse,
     factor_parts,
-    memory_of,
     misfit,
     nonzeros,
     sparse_parts,
@@ -31,6 +30,7 @@ from lit_pfl.core.encoding import (
 from lit_pfl.core.header import METADATA, encoded_size, read_header, write_header
 from lit_pfl.errors import PayloadError, UploadError
 from lit_pfl.ops.low_rank import LowRank
+from lit_pfl_callbacks.tensors import bytes_of
 
 #: what names of tensors end in that hold packed bits, which say something of numbers but are none themselves
 BITS = "#bits"
@@ -213,7 +213,7 @@ class Payload(Mapping[str, Tensor]):
             sent = self.low_rank[name] if isinstance(encoding, Factors) else tensor
             tensors |= zip(encoding.parts(name), encoding.encode(sent), strict=True)  # type: ignore[arg-type]
         header, parts = write_header(encodings)
-        return b"".join([header, *(memory_of(tensors[name]) for name in parts)])
+        return b"".join([header, *(bytes_of(tensors[name]) for name in parts)])
 
     @classmethod
     def from_bytes(cls, data: bytes, expected: Layout | None = None, limit: int = FROM_FACTORS) -> "Payload":

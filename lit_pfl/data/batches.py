@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lit_pfl.errors import ConfigError
@@ -82,8 +81,3 @@ def plain(tensor: Tensor) -> Tensor:
     kind = type(tensor)
     known = kind is Tensor or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
     return tensor if known else tensor.as_subclass(Tensor)
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """Return a tensor's own bytes, of types that numpy does not know too."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

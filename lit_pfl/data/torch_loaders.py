@@ -22,10 +22,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lit_pfl.data.batches import bytes_of, size_of, tensors_in
+from lit_pfl.data.batches import size_of, tensors_in
 from lit_pfl.data.resident import leaves_one_out
 from lit_pfl.errors import ConfigError
 from lit_pfl.randomness import FixedDraws, FixedIteration, fixed_draws
+from lit_pfl_callbacks.tensors import bytes_of
 
 #: samplers that choose samples by number, which need not be tried
 NUMBERING = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -234,7 +235,7 @@ class _Samples:
     def identity(self) -> bytes:
         n = self.num_samples
         some = Subset(self.samples, sorted({0, n // 2, n - 1}) if n else [])
-        known = [str(n).encode()]
+        known: list[bytes | memoryview] = [str(n).encode()]
         for batch in self._ordered(some, 1):
             known += map(bytes_of, tensors_in(batch))
         return b"|".join(known)
