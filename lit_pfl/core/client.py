@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, wraps
 from typing import Any, ClassVar, Literal
@@ -200,7 +200,7 @@ class Client(LearnerModule):
     def download(self, reply: Mapping[str, Tensor]) -> None:
         """Load a reply of the server, and add to it what this client has of every mu in it and did not send."""
         f = self.factorization
-        self._shared.thaw([name for name in self.frozen if name in reply], self.learners)  # unfrozen elsewhere
+        self.thaw(reply)  # what has been unfrozen elsewhere
         unsent = {} if f is None else f.unsent(self.learner, reply)
         self._load(reply)
         for name, rest in unsent.items():
@@ -366,6 +366,15 @@ class Client(LearnerModule):
         """The weights that never train, and so are not sent, by name in the learner."""
         return self._shared.frozen
 
+    @property
+    def thawed(self) -> list[str]:
+        """The names of weights that were frozen when the client was made, and are trained or sent now."""
+        return self._shared.thawed
+
+    def thaw(self, names: Iterable[str]) -> None:
+        """Count those frozen weights that are among some names no longer as frozen."""
+        self._shared.thaw([name for name in names if name in self.frozen], self.learners)
+
     def joining(self) -> Payload:
         """Return what is sent once, on joining: the initial tensors, and what the frozen ones are, which stay here."""
         initial = self.initial()
@@ -402,7 +411,7 @@ class Client(LearnerModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Let what has just been unfrozen travel, and train on a batch."""
         if unfrozen := self._shared.unfrozen():
-            self._shared.thaw(unfrozen, self.learners)
+            self.thaw(unfrozen)
         return super().training_step(batch, batch_idx)
 
     def end_epoch(self, epoch: int, local_epochs: int) -> None:

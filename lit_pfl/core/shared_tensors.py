@@ -27,6 +27,7 @@ class SharedTensors:
 
     Attributes:
         frozen: the weights that never train, by name.
+        thawed: the names of those that once were among them.
 
     Raises:
         ConfigError: when nothing is left of what the method shares.
@@ -43,6 +44,7 @@ class SharedTensors:
     ) -> None:
         self._learner, self._kept_by = learner, kept_by
         self._known: frozenset[str] | None = frozenset(learner.state_dict())
+        self.thawed: list[str] = []
         self.frozen = {name: weight for name, weight in frozen_weights(learner).items() if name in roles}
         shared = [name for name, role in roles.items() if is_shared(name, role)]
         kept = frozenset() if local is None else names_found(learner, local, "local", roles)
@@ -91,6 +93,7 @@ class SharedTensors:
                 )
             hold_apart(learner.get_parameter(name) for learner in learners.values())
             del self.frozen[name]
+            self.thawed.append(name)
             if name in self._may_travel:
                 self._owners.append(self._owner(name))
 

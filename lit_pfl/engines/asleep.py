@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -202,7 +203,8 @@ class Asleep:
         for client in self.engine.work.data.clients:
             own = state["clients"][client]
             there = own["state_dict"]
-            same = {name for name in fixed & there.keys() if _equal(there[name], begun[name])}
+            lacking = state.get("constant", {}).get(client, ())
+            same = {name for name in fixed & there.keys() if _equal(there[name], begun[name])}.union(lacking)
             if len(own) > 1 or not _same(there, begun):
                 self._put(client, own, state["streams"].get(client), same)
 
@@ -260,7 +262,14 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Say whether two values are the same, bit for bit: a loss that nobody has computed yet may be NaN."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        # bit for bit: NaN is what a loss that nobody has computed yet may be
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b.to(a.device)))
-    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
+        if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+            return False
+        a, b = (x if x.layout is torch.strided else x.to_dense() for x in (a, b.to(a.device)))
+        return torch.equal(bits(a), bits(b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return _same(a, b)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and pickle.dumps(a) == pickle.dumps(b)

@@ -11,6 +11,9 @@ from lit_pfl.core import Client
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.frozen import hold_apart, hold_once
 
+#: how many entries of a frozen tensor are compared in every round
+ENTRIES = 2**14
+
 
 def share_frozen(client: Client, first: Client) -> None:
     """Let a client's frozen weights lie in the memory of the first client's, where they are the same."""
@@ -68,7 +71,7 @@ class FrozenWeights:
         self._changed: set[str] = set()
         self._looking = True  # at those that train, as yet
         self._before: dict[int, dict[str, Tensor]] = {}  # by client, in memory that others hold too
-        self._starts: dict[int, dict[str, Tensor]] = {}  # by client, a few entries of each
+        self._some: dict[int, dict[str, Tensor]] = {}  # by client, some entries of each
 
     def begin(self, client: int) -> None:
         """Take note of a client's frozen weights, which is about to train."""
@@ -80,7 +83,7 @@ class FrozenWeights:
             for weights in frozen_of(own).values():
                 hold_apart(weights.values())
         else:
-            self._starts[client] = {name: _start(weight).clone() for name, weight in own.frozen.items()}
+            self._some[client] = {name: _some(weight).clone() for name, weight in own.frozen.items()}
 
     def look_at(self, client: int) -> None:
         """See what a client's round has made of its frozen weights.
@@ -89,10 +92,10 @@ class FrozenWeights:
             ConfigError: when they have changed and others hold the same memory, since none had changed before.
         """
         own = self.clients[client]
-        starts, before = self._starts.pop(client, {}), self._before.pop(client, None)
+        some, before = self._some.pop(client, {}), self._before.pop(client, None)
         if before is None:
-            for name, start in starts.items():
-                if name in own.frozen and not torch.equal(_start(own.frozen[name]), start):
+            for name, entries in some.items():
+                if name in own.frozen and not torch.equal(_some(own.frozen[name]), entries):
                     self._refuse_if_shared(own, name)
             return
         changed = [name for name, weight in own.frozen.items() if not torch.equal(weight, before[name])]
@@ -131,5 +134,7 @@ class FrozenWeights:
             client.frozen.pop(name, None)
 
 
-def _start(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:16]
+def _some(tensor: Tensor) -> Tensor:
+    """Return entries from all over a tensor; all of a small one."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // ENTRIES)]

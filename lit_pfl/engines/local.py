@@ -5,7 +5,9 @@ from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeVar
 
+import torch
 from jsonargparse.typing import PositiveInt
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lit_pfl.core import Client
@@ -20,6 +22,7 @@ from lit_pfl.engines.last_good import LastGoodState, overwritten
 from lit_pfl.engines.replaced import Replaced
 from lit_pfl.engines.resuming import refuse_another_network
 from lit_pfl.engines.trainers import AlreadyJoined
+from lit_pfl.engines.unfreezing import Unfreezing
 from lit_pfl.engines.validation import check_monitored
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError
@@ -62,7 +65,7 @@ class Local(Engine):
         self.asleep: Asleep | None = None
         self.hub = LocalHub()
         self.frozen_weights = FrozenWeights(self.clients, asleep=awake is not None)
-        self.replaced = Replaced()
+        self.replaced, self.unfreezing = Replaced(), Unfreezing()
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
 
     def setup(self, work: Work, own: Sequence[int] | None = None, states: States | None = None) -> None:
@@ -92,6 +95,7 @@ class Local(Engine):
         made = dict(self.clients)
         for client in clients:
             module = made[client] = self.work.fresh(client, self.work.data.client(client))
+            self.unfreezing.made(client, module)
             self.frozen_weights.leave_out(module)
             share_frozen(module, next(iter(made.values())))  # at once, so that memory never holds all of them
         self.clients.update(made)
@@ -108,6 +112,7 @@ class Local(Engine):
         del self.clients[client]
         self._restored.pop(client, None)
         self.replaced.forget(client)
+        self.unfreezing.forget(client)
 
     def _place(self) -> None:
         first = next(iter(self.clients.values()), None)
@@ -149,8 +154,7 @@ class Local(Engine):
         module = self.clients[client]
         if client not in self.hub:
             with undisturbed():
-                self._add_fit(client)
-                self.hub.start(client)
+                self._start(client)
             check_monitored(module)
         module.completed_rounds = completed
         limit_batches(module.trainer, batches)
@@ -179,7 +183,8 @@ class Local(Engine):
             return Trained(trouble)
         return Trained(upload, loss, n)
 
-    def _add_fit(self, client: int) -> None:
+    def _start(self, client: int) -> None:
+        """Start a client's fit, which waits for a reply then."""
         module = self.clients[client]
         assert module.data is not None
         memory, loop = MemoryCheckpointIO(), AlreadyJoined(self.hub.link, every_n_epochs=self.work.local_epochs)
@@ -191,6 +196,9 @@ class Local(Engine):
         path = None if restored is None else MemoryCheckpointIO.MEMORY
         batches = LateLoader(module.training_data())
         self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
+        self.hub.start(client)
+        if restored is not None:
+            self.unfreezing.restore(client, module, restored)
 
     def _elsewhere(self, module: Client) -> Elsewhere | None:
         """Return who trains a client's batches instead of its Trainer, if somebody does."""
@@ -213,13 +221,15 @@ class Local(Engine):
         if self.asleep is not None:
             self.asleep.wake(client)
         with scoring_draws(self.hub.seed, client), self._holding(client, reply) as module:
-            return question(module)
+            answer = question(module)
+            # what of it is the client's own memory is about to be put back
+            return answer if reply is None else _copied(answer)
 
     @contextmanager
     def _holding(self, client: int, reply: Payload | None) -> Iterator[Client]:
         """Let a client hold a reply, if there is one; put it back afterwards."""
         module = self.clients[client]
-        with self.work.visitors.lent(module, self._restored.get(client, {}).get("epoch", 0)):
+        with self.work.visitors.lent(module, self._restored.get(client, {})):
             replaced, fixed = {} if reply is None else overwritten(module, reply), constant(module)
             self.replaced.loads(client, replaced)
             if reply is None:
@@ -227,7 +237,8 @@ class Local(Engine):
                 return
             # a whole state_dict() takes as long as all else here
             own = {name: attrgetter(name)(module).detach() for name in replaced} if replaced else module.state_dict()
-            before = copied({name: value for name, value in own.items() if name not in fixed})
+            # a reply may hold what is frozen here, and has been unfrozen elsewhere
+            before = copied({name: value for name, value in own.items() if name in replaced or name not in fixed})
             has_trained = client in self.hub or client in self._restored
             with next_epoch(module.trainer) if has_trained else nullcontext():
                 module.download(reply)
@@ -252,7 +263,9 @@ class Local(Engine):
         """Return the same of some clients."""
         streams = self.hub.streams
         clients = list(clients)
+        lacking = {client: names for client in clients if (names := self.replaced.lacking(client))}
         return {
+            **({"constant": lacking} if lacking else {}),
             "clients": {client: self._state(client) for client in clients},
             "streams": {client: streams[client].state_dict() for client in clients if client in streams},
         }
@@ -263,7 +276,7 @@ class Local(Engine):
             module.trainer.save_checkpoint(MemoryCheckpointIO.MEMORY, weights_only=False)
             memory = module.trainer.strategy.checkpoint_io
             assert isinstance(memory, MemoryCheckpointIO)
-            return memory.checkpoint
+            return {**memory.checkpoint, **self.unfreezing.changes(client, module)}
         return self._restored.get(client, {"state_dict": module.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
@@ -285,7 +298,8 @@ class Local(Engine):
             own = self._own(state, client)
             if len(own) > 1:  # it has trained
                 # at once, as it may be scored before it trains again; first, since shapes and names depend on it
-                module.on_load_checkpoint(own)
+                module.on_load_checkpoint({**own})  # which the fit asks for once more
+                module.thaw(own.get("thawed", ()))
                 self._restored[client] = {name: own[name] for name in (*TRAINER_STATE, *own)}
                 self.hub.stream(client).load_state_dict(state["streams"][client])
             saved, now = own["state_dict"], module.state_dict()
@@ -310,3 +324,8 @@ class Local(Engine):
         own, now = state["clients"][client], self.clients[client].state_dict()
         left_out = {name: now[name] for name in state["constant"][client] if name in now}
         return {**own, "state_dict": {**left_out, **own["state_dict"]}}
+
+
+@torch.no_grad()
+def _copied(answer: T) -> T:
+    return apply_to_collection(answer, Tensor, torch.clone, allow_frozen=True)

@@ -32,6 +32,10 @@ class Replaced:
         frozen = {name for name, x in module.named_parameters(remove_duplicate=False) if not x.requires_grad}
         self._lacking[client] = frozenset(left_out) - frozen
 
+    def lacking(self, client: int) -> list[str]:
+        """Return what a client is without."""
+        return sorted(self._lacking.get(client, ()))
+
     def loads(self, client: int, names: Collection[str], trains: bool = False) -> None:
         """See that a reply has all that a client is without.
 

@@ -1,8 +1,9 @@
 """A Trainer for clients that have none yet."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -13,11 +14,13 @@ from lit_pfl.data import LateLoader
 from lit_pfl.engines.frozen import share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.trainers import AlreadyJoined, client_trainer
-from lit_pfl.lightning_internals import MemoryCheckpointIO, forget_scores, lend_data, lent_trainer
+from lit_pfl.lightning_internals import MemoryCheckpointIO, forget_scores, lend_data, lent_trainer, show_progress
 from lit_pfl.randomness import random_state_kept
 
 if TYPE_CHECKING:
     from lit_pfl.engines.work import Work
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Visitors:
@@ -35,12 +38,12 @@ class Visitors:
         self._twin: Client | None = None
 
     @contextmanager
-    def lent(self, client: Client, epoch: int = 0, joins: bool = False) -> Iterator[None]:
+    def lent(self, client: Client, state: Mapping[str, Any] = NOTHING, joins: bool = False) -> Iterator[None]:
         """Let a client have a Trainer for a while: its own if it has one.
 
         Args:
             client: the client.
-            epoch: the epoch that it has come to, counted from 0.
+            state: its last checkpoint, if it has trained.
             joins: whether it is asked what it sends on joining; nothing is logged then. Otherwise it is scored.
         """
         if client._trainer is not None:
@@ -51,7 +54,7 @@ class Visitors:
                 self._trainer = self._started(client)
         assert client.data is not None
         trainer, outer = self._trainer, self._work.trainer
-        trainer.fit_loop.epoch_progress.current.completed = epoch
+        show_progress(trainer, state, self._groups)
         if joins:
             trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
         else:
@@ -84,6 +87,7 @@ class Visitors:
             hub.add(number, lambda: trainer.fit(twin, batches))
             hub.start(number)
         hub.abort()
+        self._groups = [[{**group} for group in optimizer.param_groups] for optimizer in trainer.optimizers]
         trainer.state.status = TrainerStatus.RUNNING
         return trainer
 

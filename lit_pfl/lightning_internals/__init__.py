@@ -22,6 +22,7 @@ from lit_pfl.lightning_internals.inside import (
     optimizers_and_schedules,
     optimizers_in,
     saved_hparams,
+    show_progress,
     show_scores,
     told_evaluating,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "read_checkpoint",
     "read_whole",
     "saved_hparams",
+    "show_progress",
     "show_scores",
     "told_evaluating",
     "undisturbed",

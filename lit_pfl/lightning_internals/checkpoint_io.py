@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.errors import ConfigError, SaveError
-from lit_pfl.lightning_internals.state_files import with_states
+from lit_pfl.lightning_internals.state_files import more_than_tensors, with_states
 from lit_pfl.lightning_internals.state_writing import StateFiles
 from lit_pfl_callbacks.files import replacing
 
@@ -108,6 +108,8 @@ def read_whole(path: Path, weights_only: bool = True, mmap: bool = False) -> Any
     except ConfigError:
         raise
     except Exception as error:  # whatever the pickle machine stumbles over
+        if untrusted := more_than_tensors(error):
+            raise ConfigError(f"{path} {untrusted}") from error
         raise ConfigError(f"{path} is not a whole checkpoint: {_first_line(error)}.{_offer(path)}") from error
 
 

@@ -1,6 +1,6 @@
 """A module inside another one, in the hook of a Trainer that knows only the outer one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,6 +78,24 @@ def lend_data(trainer: L.Trainer, data: L.LightningDataModule | None) -> None:
         selector.datamodule = data
     if data is not None:
         data.trainer = trainer
+
+
+def show_progress(trainer: L.Trainer, state: Mapping[str, Any], groups: Iterable[Iterable[Mapping[str, Any]]]) -> None:
+    """Let a Trainer that trains nothing show how far another one has come: epochs, steps, options of optimizers.
+
+    Args:
+        trainer: the Trainer.
+        state: what the other one has written into its checkpoint; nothing at the start.
+        groups: for each optimizer the options of its parameter groups at the start.
+    """
+    steps = state.get("global_step", 0)
+    trainer.fit_loop.epoch_progress.current.completed = state.get("epoch", 0)
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = steps
+    trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed = steps
+    saved = [one["param_groups"] for one in state.get("optimizer_states", ())] or groups
+    for optimizer, options in zip(trainer.optimizers, saved, strict=False):
+        for group, own in zip(optimizer.param_groups, options, strict=False):
+            group.update({name: value for name, value in own.items() if name != "params"})
 
 
 def log_nothing(trainer: L.Trainer) -> None:

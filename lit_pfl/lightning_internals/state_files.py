@@ -2,6 +2,8 @@
 
 import hashlib
 import io
+import pickle
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +38,25 @@ class Content(NamedTuple):
         return cls(buffer.getvalue())
 
     def state(self) -> dict[str, Any]:
-        """Return the state, on the CPU."""
-        return torch.load(io.BytesIO(self.content), map_location="cpu", weights_only=self.weights_only)
+        """Return the state, on the CPU.
+
+        Raises:
+            ConfigError: when there is more than tensors and plain values in it, and that is not to be loaded.
+        """
+        try:
+            return torch.load(io.BytesIO(self.content), map_location="cpu", weights_only=self.weights_only)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(f"The state of a client {more_than_tensors(error) or error}") from error
+
+
+def more_than_tensors(error: Exception) -> str | None:
+    """Return what is wrong with a checkpoint that PyTorch does not load since it need not be trusted, if that is it."""
+    if (found := re.search(r"GLOBAL (\S+)", str(error))) is None:
+        return None
+    return (
+        f"holds a {found[1]}, and only tensors and plain values are loaded: let get_extra_state(), "
+        "on_save_checkpoint() or state_dict() of the learner or of a callback return such."
+    )
 
 
 class StateFile(NamedTuple):
