@@ -59,6 +59,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise SaveError(message) from error
             rank_zero_warn(f"{message} The run continues without.")
 
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint, and the files that no other one refers to."""
+        super().remove_checkpoint(path)
+        if self.states is not None and "://" not in str(path):
+            self.states.clean(Path(path))
+
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:

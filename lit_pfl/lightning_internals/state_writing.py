@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import weakref
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -70,6 +70,7 @@ class StateFiles:
         self._since: dict[int, int] = {}  # by client, how many checkpoints there were before its file
         self._former: list[Former] = []
         self._checkpoints: dict[tuple[int, int], int | frozenset[str] | None] = {}  # see _refers
+        self._others: dict[Path, dict[tuple[int, int], frozenset[str] | None]] = {}  # by folder, checkpoints elsewhere
         self._swept = False
 
     def read(self, client: int) -> Content | None:
@@ -154,11 +155,12 @@ class StateFiles:
             self._elsewhere = set()
 
     def clean(self, checkpoint: Path) -> None:
-        """Delete what no checkpoint refers to any more, now that one is in its place."""
-        if checkpoint.resolve().parent / FOLDER != self.folder:
+        """Delete what no checkpoint refers to any more, now that one is in its place, or is removed."""
+        if (folder := checkpoint.resolve().parent / FOLDER) != self.folder:
+            self._clean_elsewhere(folder)
             return
-        there = {_key(path): path for path in self.folder.parent.iterdir() if path.is_file()}
-        known = self._checkpoints | {_key(checkpoint): self._count}
+        there = _files_in(self.folder.parent)
+        known = self._checkpoints | ({_key(checkpoint): self._count} if checkpoint.exists() else {})
         self._checkpoints = {key: known[key] if key in known else _names_in(path) for key, path in there.items()}
         needed = [former for former in self._former if self._refers(former)]
         paths = {former.file.path for former in needed}
@@ -170,6 +172,15 @@ class StateFiles:
         if not self._swept and None not in self._checkpoints.values():
             self._swept = True
             self._sweep()
+
+    def _clean_elsewhere(self, folder: Path) -> None:
+        """Do the same in another folder of checkpoints, where every file has been linked to."""
+        known = self._others.get(folder, {})
+        names = {key: known[key] if key in known else _names_in(path) for key, path in _files_in(folder.parent).items()}
+        self._others[folder] = names
+        there = [one for one in names.values() if one is not None]
+        if folder.is_dir() and len(there) == len(names):
+            _delete_others(folder, frozenset().union(*there))
 
     def _refers(self, former: "Former") -> bool:
         """Say whether a checkpoint that is there refers to a file.
@@ -186,9 +197,7 @@ class StateFiles:
         """Delete what processes that have been killed have left."""
         names = {file.name for file in self.latest.values()} | {former.file.name for former in self._former}
         names = names.union(*(one for one in self._checkpoints.values() if isinstance(one, frozenset)))
-        for path in self.folder.glob("*/*"):
-            if f"{path.parent.name}/{path.name}" not in names:
-                path.unlink(missing_ok=True)
+        _delete_others(self.folder, names)
 
 
 class Former(NamedTuple):
@@ -205,6 +214,17 @@ class Former(NamedTuple):
     file: StateFile
     since: int
     until: int
+
+
+def _files_in(folder: Path) -> dict[tuple[int, int], Path]:
+    return {_key(path): path for path in folder.glob("*") if path.is_file()}
+
+
+def _delete_others(folder: Path, names: Collection[str]) -> None:
+    """Delete all files of clients in a folder but those of some names."""
+    for path in folder.glob("*/*"):
+        if f"{path.parent.name}/{path.name}" not in names:
+            path.unlink(missing_ok=True)
 
 
 def _names_in(checkpoint: Path) -> frozenset[str] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_pfl import Federation
 from lit_pfl.core.sharing import NORM_STATISTICS
@@ -219,6 +220,17 @@ def test_files_stay_as_long_as_a_checkpoint_refers_to_them(tmp_path):
     assert files(tmp_path / "run") == referred(kept) | referred(last(tmp_path / "run"))
     kept.unlink()
     fit(tmp_path / "run", awake=2, rounds=ROUNDS + 3, resume=last(tmp_path / "run"))
+    assert files(tmp_path / "run") == referred(last(tmp_path / "run"))
+
+
+def test_checkpoints_of_another_folder_have_their_files_there_and_no_others(tmp_path):
+    best = ModelCheckpoint(tmp_path / "best", monitor="val/loss", save_top_k=2, every_n_epochs=1)
+    fit(tmp_path / "run", awake=1, rounds=8, callbacks=[best])
+    checkpoints = list((tmp_path / "best").glob("*.ckpt"))
+    assert len(checkpoints) == 2
+    there = {path.name for path in (tmp_path / "best" / state_files.FOLDER).rglob("*") if path.is_file()}
+    assert there == set().union(*map(referred, checkpoints))
+    fit(tmp_path / "again", awake=1, rounds=9, resume=checkpoints[0])
     assert files(tmp_path / "run") == referred(last(tmp_path / "run"))
 
 
