@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import weakref
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +46,7 @@ class StateFiles:
     """
 
     def __init__(self, folder: Path | None, near: Path | None = None) -> None:
+        self._temporary = folder is None
         try:
             if folder is None:
                 if near is not None:
@@ -158,20 +159,26 @@ class StateFiles:
         """Delete what no checkpoint refers to any more, now that one is in its place, or is removed."""
         if (folder := checkpoint.resolve().parent / FOLDER) != self.folder:
             self._clean_elsewhere(folder)
+            if self._temporary:  # with no checkpoint beside it
+                self._delete(self._former)
+                self._former = []
             return
         there = _files_in(self.folder.parent)
         known = self._checkpoints | ({_key(checkpoint): self._count} if checkpoint.exists() else {})
         self._checkpoints = {key: known[key] if key in known else _names_in(path) for key, path in there.items()}
         needed = [former for former in self._former if self._refers(former)]
         paths = {former.file.path for former in needed}
-        for former in self._former:
-            latest = self.latest.get(former.client)
-            if former.file.path not in paths and (latest is None or latest.path != former.file.path):
-                former.file.path.unlink(missing_ok=True)
+        self._delete(former for former in self._former if former.file.path not in paths)
         self._former = needed
         if not self._swept and None not in self._checkpoints.values():
             self._swept = True
             self._sweep()
+
+    def _delete(self, formers: Iterable["Former"]) -> None:
+        for former in formers:
+            latest = self.latest.get(former.client)
+            if latest is None or latest.path != former.file.path:
+                former.file.path.unlink(missing_ok=True)
 
     def _clean_elsewhere(self, folder: Path) -> None:
         """Do the same in another folder of checkpoints, where every file has been linked to."""

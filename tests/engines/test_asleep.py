@@ -273,6 +273,15 @@ def test_without_checkpoints_states_lie_in_a_folder_that_is_deleted(tmp_path):
     assert not folder.exists()
 
 
+def test_a_federation_that_was_validated_before_its_fit_leaves_no_files(tmp_path):
+    federation = Federation(made("FedAvg"), seed=3, threads=1, participation=2, engine=Local(awake=1))
+    trainer(1).validate(federation, datamodule=digits(4), verbose=False)
+    fitting = trainer(6, callbacks=[LastCheckpoint(tmp_path)], enable_checkpointing=True)
+    fitting.fit(federation, datamodule=digits(4))
+    for folder in (federation.engine.files.folder, tmp_path / state_files.FOLDER):
+        assert {path.name for path in folder.rglob("*.state")} == referred(tmp_path / "last.ckpt")
+
+
 def test_nobody_is_made_before_it_is_needed():
     made = []
 
