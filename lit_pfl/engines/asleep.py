@@ -111,10 +111,10 @@ class Asleep:
     def _write(self, client: int) -> None:
         state = self.engine.states([client])
         own, stream = state["clients"][client], state["streams"].get(client)
-        left_out = constant(self.engine.clients[client])
-        if not self.engine.work.keep_trained:
-            left_out |= self.engine.replaced.names(client)
-        self._put(client, own, stream, left_out)
+        replaced = frozenset[str]() if self.engine.work.keep_trained else self.engine.replaced.names(client)
+        if replaced:
+            own = {**own, "lacking": sorted(replaced)}
+        self._put(client, own, stream, constant(self.engine.clients[client]) | replaced)
         self._changed.discard(client)
 
     def _put(self, client: int, own: Mapping[str, Any], stream: Any, fixed: Collection[str]) -> None:
@@ -203,10 +203,9 @@ class Asleep:
         for client in self.engine.work.data.clients:
             own = state["clients"][client]
             there = own["state_dict"]
-            lacking = state.get("constant", {}).get(client, ())
-            same = {name for name in fixed & there.keys() if _equal(there[name], begun[name])}.union(lacking)
+            same = {name for name in fixed & there.keys() if _equal(there[name], begun[name])}
             if len(own) > 1 or not _same(there, begun):
-                self._put(client, own, state["streams"].get(client), same)
+                self._put(client, own, state["streams"].get(client), same.union(own.get("lacking", ())))
 
 
 def _changed(client: Client, stored: Collection[str]) -> list[str]:

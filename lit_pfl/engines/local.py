@@ -59,7 +59,7 @@ class Local(Engine):
 
     def __init__(self, awake: PositiveInt | None = None) -> None:
         super().__init__()
-        if awake is not None and awake < 1:
+        if awake is not None and not (isinstance(awake, int) and awake >= 1):
             raise ConfigError(f"federation.engine.awake={awake}: give 1 or more.")
         self.awake = awake
         self.asleep: Asleep | None = None
@@ -263,9 +263,7 @@ class Local(Engine):
         """Return the same of some clients."""
         streams = self.hub.streams
         clients = list(clients)
-        lacking = {client: names for client in clients if (names := self.replaced.lacking(client))}
         return {
-            **({"constant": lacking} if lacking else {}),
             "clients": {client: self._state(client) for client in clients},
             "streams": {client: streams[client].state_dict() for client in clients if client in streams},
         }
@@ -300,6 +298,7 @@ class Local(Engine):
                 # at once, as it may be scored before it trains again; first, since shapes and names depend on it
                 module.on_load_checkpoint({**own})  # which the fit asks for once more
                 module.thaw(own.get("thawed", ()))
+                self.replaced.lacks(client, own.get("lacking", ()))
                 self._restored[client] = {name: own[name] for name in (*TRAINER_STATE, *own)}
                 self.hub.stream(client).load_state_dict(state["streams"][client])
             saved, now = own["state_dict"], module.state_dict()
@@ -309,8 +308,6 @@ class Local(Engine):
         for client, module in some.items():
             saved = self._own(state, client)["state_dict"]
             keep_apart(module, saved)
-            if client in state.get("constant", ()):
-                self.replaced.lacks(client, state["constant"][client], module)
             module.load_state_dict(saved, strict=module.strict_loading)
 
     def _own(self, state: Mapping[str, Any], client: int) -> dict[str, Any]:

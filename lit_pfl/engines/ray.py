@@ -215,8 +215,7 @@ class Ray(Engine):
             self._keeper.left = self.left
             return self._keeper.state_dict()
         found = self._everybody(lambda worker: worker.actor.states.remote())
-        keys = dict.fromkeys(key for own in found.values() for key in own)
-        parts = {key: {k: v for own in found.values() for k, v in own.get(key, {}).items()} for key in keys}
+        parts = {key: {k: v for own in found.values() for k, v in own[key].items()} for key in ("clients", "streams")}
         left = {"left": dict.fromkeys(sorted(self.left))} if self.left else {}
         ordered = {key: {k: part[k] for k in self._placement.homes if k in part} for key, part in parts.items()}
         return {**ordered, **left}
@@ -232,7 +231,7 @@ class Ray(Engine):
         def load(worker: Handle) -> Any:
             own = self._placement.of(worker)
             part = {key: state[key] for key in ("seed", "left", ASLEEP) if key in state}
-            for key in {"clients", "streams", "constant"} & state.keys():
+            for key in ("clients", "streams", *(["constant"] if ASLEEP in state else [])):
                 there = own if key == "clients" and ASLEEP not in state else [k for k in own if k in state[key]]
                 part[key] = {client: state[key][client] for client in there}
             reference = self.ray.put(packed(part))

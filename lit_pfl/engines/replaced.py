@@ -2,8 +2,6 @@
 
 from collections.abc import Collection
 
-from torch import nn
-
 from lit_pfl.errors import ConfigError
 
 
@@ -21,20 +19,9 @@ class Replaced:
         """Return the names in a client's ``state_dict()`` of what the latest reply has replaced."""
         return self._by_reply.get(client, frozenset())
 
-    def lacks(self, client: int, left_out: Collection[str], module: nn.Module) -> None:
-        """Take note of what a client is without.
-
-        Args:
-            client: its id.
-            left_out: the names of what its file leaves out, of which frozen weights are as they were made.
-            module: the client.
-        """
-        frozen = {name for name, x in module.named_parameters(remove_duplicate=False) if not x.requires_grad}
-        self._lacking[client] = frozenset(left_out) - frozen
-
-    def lacking(self, client: int) -> list[str]:
-        """Return what a client is without."""
-        return sorted(self._lacking.get(client, ()))
+    def lacks(self, client: int, names: Collection[str]) -> None:
+        """Take note of what a client is without."""
+        self._lacking[client] = frozenset(names)
 
     def loads(self, client: int, names: Collection[str], trains: bool = False) -> None:
         """See that a reply has all that a client is without.

@@ -88,7 +88,8 @@ class Scores:
                 if self.coordinator.server.global_model():
                     self._global_model = self._make_global_model()
         there: list[State] = ["before", "after"] if self.work.keep_trained else ["after"]
-        there += [] if self._global_model is None else ["global"]
+        if self._global_model is not None:
+            there.append("global")
         return [self.state, *(state for state in there if state != self.state)]
 
     def replies(self, clients: Iterable[int]) -> dict[int, Payload | None]:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import weakref
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -71,7 +71,8 @@ class StateFiles:
         self._since: dict[int, int] = {}  # by client, how many checkpoints there were before its file
         self._former: list[Former] = []
         self._checkpoints: dict[tuple[int, int], int | frozenset[str] | None] = {}  # see _refers
-        self._others: dict[Path, dict[tuple[int, int], frozenset[str] | None]] = {}  # by folder, checkpoints elsewhere
+        self._linked: dict[Path, set[str]] = {}  # by another folder of checkpoints, the files put there
+        self._others: dict[Path, dict[tuple[int, int], frozenset[str] | None]] = {}  # the checkpoints there
         self._swept = False
 
     def read(self, client: int) -> Content | None:
@@ -149,9 +150,11 @@ class StateFiles:
         folder = checkpoint.resolve().parent / FOLDER
         for client in list(self._elsewhere) if folder == self.folder else self.latest:
             file = self.latest[client]
-            _link(file.path, folder / file.name)
+            is_new = _link(file.path, folder / file.name)
             if folder == self.folder:
                 self.latest[client] = file._replace(folder=folder)
+            elif is_new:
+                self._linked.setdefault(folder, set()).add(file.name)
         if folder == self.folder:
             self._elsewhere = set()
 
@@ -181,13 +184,17 @@ class StateFiles:
                 former.file.path.unlink(missing_ok=True)
 
     def _clean_elsewhere(self, folder: Path) -> None:
-        """Do the same in another folder of checkpoints, where every file has been linked to."""
+        """Do the same in another folder of checkpoints, with the files that this run has put there."""
         known = self._others.get(folder, {})
         names = {key: known[key] if key in known else _names_in(path) for key, path in _files_in(folder.parent).items()}
         self._others[folder] = names
         there = [one for one in names.values() if one is not None]
-        if folder.is_dir() and len(there) == len(names):
-            _delete_others(folder, frozenset().union(*there))
+        if len(there) < len(names):
+            return
+        linked = self._linked.get(folder, set())
+        for name in linked.difference(*there):
+            (folder / name).unlink(missing_ok=True)
+        linked.intersection_update(frozenset[str]().union(*there))
 
     def _refers(self, former: "Former") -> bool:
         """Say whether a checkpoint that is there refers to a file.
@@ -204,7 +211,9 @@ class StateFiles:
         """Delete what processes that have been killed have left."""
         names = {file.name for file in self.latest.values()} | {former.file.name for former in self._former}
         names = names.union(*(one for one in self._checkpoints.values() if isinstance(one, frozenset)))
-        _delete_others(self.folder, names)
+        for path in self.folder.glob("*/*"):
+            if f"{path.parent.name}/{path.name}" not in names:
+                path.unlink(missing_ok=True)
 
 
 class Former(NamedTuple):
@@ -225,13 +234,6 @@ class Former(NamedTuple):
 
 def _files_in(folder: Path) -> dict[tuple[int, int], Path]:
     return {_key(path): path for path in folder.glob("*") if path.is_file()}
-
-
-def _delete_others(folder: Path, names: Collection[str]) -> None:
-    """Delete all files of clients in a folder but those of some names."""
-    for path in folder.glob("*/*"):
-        if f"{path.parent.name}/{path.name}" not in names:
-            path.unlink(missing_ok=True)
 
 
 def _names_in(checkpoint: Path) -> frozenset[str] | None:
@@ -258,10 +260,10 @@ def _is_there(path: Path, size: int) -> bool:
         return False
 
 
-def _link(path: Path, new: Path) -> None:
-    """Let a file be in another place too."""
+def _link(path: Path, new: Path) -> bool:
+    """Let a file be in another place too; say whether it was not there before."""
     if _is_there(new, path.stat().st_size):
-        return
+        return False
     new.parent.mkdir(parents=True, exist_ok=True)
     unfinished = new.with_name(new.name + ".part")
     unfinished.unlink(missing_ok=True)
@@ -270,6 +272,7 @@ def _link(path: Path, new: Path) -> None:
     except OSError:  # another file system, or one without links
         shutil.copyfile(path, unfinished)
     unfinished.replace(new)
+    return True
 
 
 def _key(path: Path) -> tuple[int, int]:

@@ -333,7 +333,7 @@ def test_a_disk_that_fills_up_with_states_ends_the_run_and_it_is_gone_on_with(tm
     assert_same_run(whole, resumed, tmp_path / "whole", tmp_path / "run")
 
 
-@pytest.mark.parametrize("awake", [0, -1])
+@pytest.mark.parametrize("awake", [2.5, "2", 0, -1])
 def test_a_number_of_clients_that_is_none_is_refused(awake):
     with pytest.raises(ConfigError, match=rf"^federation\.engine\.awake={awake}: give 1 or more"):
         Local(awake=awake)

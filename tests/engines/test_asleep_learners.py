@@ -1,5 +1,7 @@
 """Learners that change in training what no ``state_dict()`` holds, or hold unusual things: asleep as awake."""
 
+from functools import partial
+
 import lightning as L
 import numpy as np
 import pytest
@@ -62,15 +64,16 @@ def same(one, other):
 
 
 class Unfreezes(Net):
-    """Trains its body from the second epoch on."""
+    """Trains a part of it from the second epoch on only."""
 
-    def __init__(self):
+    def __init__(self, part="body"):
         super().__init__()
-        self.body.requires_grad_(False)
+        self.part = part
+        self.get_submodule(part).requires_grad_(False)
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
-            self.body.requires_grad_(True)
+            self.get_submodule(self.part).requires_grad_(True)
 
 
 class Freezes(Net):
@@ -79,16 +82,6 @@ class Freezes(Net):
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
             self.body.requires_grad_(False)
-
-
-class UnfreezesHead(Net):
-    def __init__(self):
-        super().__init__()
-        self.head.requires_grad_(False)
-
-    def on_train_epoch_start(self):
-        if self.current_epoch == 1:
-            self.head.requires_grad_(True)
 
 
 class Trained(Net):
@@ -110,7 +103,7 @@ class Finetuning(BaseFinetuning):
     [
         (FedAvg, Unfreezes, []),
         (FedAvg, Freezes, []),
-        (FedPer, UnfreezesHead, []),
+        (FedPer, partial(Unfreezes, "head"), []),
         (FedPer, Trained, [Finetuning()]),
     ],
 )
