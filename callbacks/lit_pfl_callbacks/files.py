@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and locks of files and folders."""
 
 import os
 from collections.abc import Iterator
@@ -39,3 +39,24 @@ def write_whole(path: Path, content: bytes | str) -> None:
     """Write a file, see :func:`replacing`; text in UTF-8."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def lock(file: int | BinaryIO, shared: bool = False) -> bool:
+    """Lock a file or folder for as long as it is open and its process lives, in place of a former lock.
+
+    Args:
+        file: the open file, or a descriptor.
+        shared: whether others may have such a lock too; then it waits for a lock that is not shared.
+
+    Returns:
+        Whether it is locked now, and nobody else has it. A file system without locks says that always.
+    """
+    import fcntl  # POSIX only
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl_callbacks import RunLogger, run_folder
+from lit_pfl_callbacks.files import lock
 from lit_pfl_callbacks.run_folder import RUNS, checked_rows
 
 #: how a configuration begins that a run has written
@@ -150,18 +151,10 @@ def alone_in(folder: Path, made: bool) -> Iterator[None]:
     Raises:
         ConfigError: when another process has it.
     """
-    import fcntl  # POSIX only, as the signals are
-
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"Another process is at work in {folder}; wait for it, or choose another folder."
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        if not lock(handle):
+            raise ConfigError(f"Another process is at work in {folder}; wait for it, or choose another folder.")
         yield
     finally:
         os.close(handle)

@@ -1,6 +1,5 @@
 """Many runs: each a ``lit-pfl fit`` in a process and a folder of its own, several at once, and none done twice."""
 
-import fcntl  # POSIX only, as the signals are
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from joblib import cpu_count
 
 from lit_pfl.cli.config_files import with_fragments
-from lit_pfl_callbacks.files import write_whole
+from lit_pfl_callbacks.files import lock, write_whole
 
 #: what a job leaves in its folder beside the run's own files
 RECORD, OUTPUT = "job.json", "output.txt"
@@ -123,7 +122,7 @@ def _run(job: Job, environment: dict[str, str], stop: threading.Event) -> Job | 
     # The process has the locked file too, as its output: so the lock is there until it has ended, however we end, and
     # until its end is recorded, if we live.
     with (job.folder / OUTPUT).open("ab") as output:
-        if not _lock(output) or _is_done(job):
+        if not lock(output) or _is_done(job):
             stop.wait(PAUSE)
             return job
         process, since = _begun(job, environment, output), time.monotonic()
@@ -162,14 +161,6 @@ def _begun(job: Job, environment: dict[str, str], output: BinaryIO) -> "subproce
         env=environment,
         start_new_session=True,  # so that a Ctrl-C reaches it once, through us
     )
-
-
-def _lock(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -28,7 +28,7 @@ from lit_pfl.lightning_internals.state_files import (
     references_to,
     referred_to,
 )
-from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.files import lock, replacing
 
 #: how many clients' files are in one folder
 EACH = 1000
@@ -64,6 +64,9 @@ class StateFiles:
                 "federation.engine.awake."
             ) from None
         self.folder = folder.resolve()
+        self._handle = os.open(self.folder, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._handle)
+        lock(self._handle, shared=True)  # see _sweep
         self.latest: dict[int, StateFile] = {}
         self._elsewhere: set[int] = set()  # clients whose files are beside a checkpoint in another folder
         self._written: list[Path] = []  # not known to be on the disk itself
@@ -174,8 +177,7 @@ class StateFiles:
         self._delete(former for former in self._former if former.file.path not in paths)
         self._former = needed
         if not self._swept and None not in self._checkpoints.values():
-            self._swept = True
-            self._sweep()
+            self._swept = self._sweep()
 
     def _delete(self, formers: Iterable["Former"]) -> None:
         for former in formers:
@@ -207,8 +209,14 @@ class StateFiles:
             for one in self._checkpoints.values()
         )
 
-    def _sweep(self) -> None:
-        """Delete what processes that have been killed have left."""
+    def _sweep(self) -> bool:
+        """Delete what processes that have been killed have left; not while another one may have files here."""
+        if alone := lock(self._handle):
+            self._delete_unknown()
+        lock(self._handle, shared=True)
+        return alone
+
+    def _delete_unknown(self) -> None:
         names = {file.name for file in self.latest.values()} | {former.file.name for former in self._former}
         names = names.union(*(one for one in self._checkpoints.values() if isinstance(one, frozenset)))
         for path in self.folder.glob("*/*"):

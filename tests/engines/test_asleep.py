@@ -17,7 +17,7 @@ from lit_pfl import Federation
 from lit_pfl.core.sharing import NORM_STATISTICS
 from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError, SaveError
-from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint, state_files
+from lit_pfl.lightning_internals import AtomicCheckpointIO, Content, LastCheckpoint, StateFiles, state_files
 from lit_pfl.methods import Ditto, FedAvg, FedMA, FedPer, FedProto, PFedSim, PsiNet, Scaffold, SimFed
 from lit_pfl.models import MLP
 from lit_pfl_callbacks import ClientsTable, RunLogger
@@ -215,11 +215,24 @@ def test_files_stay_as_long_as_a_checkpoint_refers_to_them(tmp_path):
     for path in (kept, tmp_path / "elsewhere" / "kept.ckpt"):
         resumed = fit(tmp_path / "again" / path.parent.parent.name, awake=2, resume=path)
         assert_equal(whole.ask(own_state), resumed.ask(own_state))
+    gc.collect()
     # another process goes on from the last one, and knows of neither
     fit(tmp_path / "run", awake=2, rounds=ROUNDS + 2, resume=last(tmp_path / "run"))
     assert files(tmp_path / "run") == referred(kept) | referred(last(tmp_path / "run"))
     kept.unlink()
+    gc.collect()
     fit(tmp_path / "run", awake=2, rounds=ROUNDS + 3, resume=last(tmp_path / "run"))
+    assert files(tmp_path / "run") == referred(last(tmp_path / "run"))
+
+
+def test_what_another_run_at_work_beside_the_same_checkpoints_has_not_saved_yet_stays(tmp_path):
+    other = StateFiles(tmp_path / "run" / "checkpoints" / state_files.FOLDER)
+    other.put(5, Content.of({"weight": torch.ones(2)}), trained=True)
+    fit(tmp_path / "run", awake=2)
+    assert other.read(5).state()["weight"].sum() == 2
+    del other
+    gc.collect()
+    fit(tmp_path / "run", awake=2, rounds=ROUNDS + 1, resume=last(tmp_path / "run"))
     assert files(tmp_path / "run") == referred(last(tmp_path / "run"))
 
 
