@@ -297,7 +297,7 @@ def test_the_page_has_both_numbers_and_says_which_orderings_hold(reproduce, tiny
             results.add(result(table.cell(row, column).run, seed, [mean - 0.1, mean + 0.1]))
     text = reproduce.page.page(table, results)
     assert "\n- All: 1 orderings (too few seeds: 1)\n" in text
-    assert "| FedAvg above Stand-Alone | too few seeds, -10.50 | not measured |\n" in text
+    assert "| FedAvg above Stand-Alone | too few seeds, -10.50 | not measured |  |\n" in text
     for (row, column), means in measured.items():
         results.add(result(table.cell(row, column).run, 3, [sum(means) / 2 - 0.1, sum(means) / 2 + 0.1]))
     text = reproduce.page.page(table, results)
@@ -311,10 +311,9 @@ def test_the_page_has_both_numbers_and_says_which_orderings_hold(reproduce, tiny
         "labels; after the last of 25 rounds x 1 local epochs; mean over clients, each counting once. "
     ) in text
     assert "\n- All: 1 orderings (open: 1)\n" in text
-    assert (
-        "**All: 1 orderings (open: 1)**\n\n| the paper's order | as trained | as aggregated |\n|---|---|---|\n" in text
-    )
-    assert "| FedAvg above Stand-Alone | reversed, -10.50, p < 0.001 | not measured |\n" in text
+    titles = "| the paper's order | as trained | as aggregated | between the states |\n|---|---|---|---|\n"
+    assert f"**All: 1 orderings (open: 1)**\n\n{titles}" in text
+    assert "| FedAvg above Stand-Alone | reversed, -10.50, p < 0.001 | not measured |  |\n" in text
     assert "\n**Few: 1 orderings (holds as trained: 1)**\n\n**" in text  # without a table
     assert "\n- All, of FedAvg, again: 1 orderings (open: 1)\n" in text
     assert "- First: " not in text  # nothing there to compare with
@@ -448,7 +447,8 @@ def test_results_of_both_states_are_judged_under_both(reproduce, tiny, evaluate,
         results.add(result(alone, seed, [0.8 - seed / 1000], elements=0))
     text = reproduce.page.page(table, results)
     assert "\n- All: 1 orderings (holds as trained: 1)\n" in text
-    assert "| FedAvg above Stand-Alone | holds, +10.40, p < 0.001 | reversed, -9.40, p < 0.001 |" in text
+    judged = "holds, +10.40, p < 0.001 | reversed, -9.40, p < 0.001 | +19.80, p < 0.001"
+    assert f"| FedAvg above Stand-Alone | {judged} |" in text
     assert "not measured" not in text
     of_client_0 = reproduce.tables.Cell("", "", "", averaged, clients=(0,))
     assert reproduce.page._value(of_client_0, results.of(averaged, 3), f"{state}/") == pytest.approx(100 * acc[other])

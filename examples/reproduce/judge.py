@@ -69,6 +69,11 @@ class Judgement:
         return gap if self.p is None else f"{gap}, p {'< 0.001' if self.p < 0.001 else f'{self.p:.3f}'}"
 
 
+def gaps(above: Mapping[int, float], below: Mapping[int, float]) -> dict[int, float]:
+    """Return, by seed, how far one row is above another, for the seeds that both have."""
+    return {seed: above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())}
+
+
 def judge(above: Mapping[int, float], below: Mapping[int, float]) -> Judgement:
     """Judge whether one row is above another, by a paired t-test over the seeds that both have.
 
@@ -79,7 +84,7 @@ def judge(above: Mapping[int, float], below: Mapping[int, float]) -> Judgement:
         above: by seed, the row that the paper has above.
         below: by seed, the other one.
     """
-    differences = [above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())]
+    differences = list(gaps(above, below).values())
     if not differences:
         return Judgement("not measured")
     gap = fmean(differences)

@@ -7,7 +7,20 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from judge import AS_AGGREGATED, AS_TRAINED, LEVEL, READINGS, SEEDS, Judgement, Reading, counts, judge, path_of, verdict
+from judge import (
+    AS_AGGREGATED,
+    AS_TRAINED,
+    LEVEL,
+    READINGS,
+    SEEDS,
+    Judgement,
+    Reading,
+    counts,
+    gaps,
+    judge,
+    path_of,
+    verdict,
+)
 from results import Results
 from tables import Cell, Run, Table
 
@@ -31,6 +44,8 @@ TEST_DATA = {
 }
 #: the title of what is chosen on test data, which a paper may print
 BEST = "best round on test data"
+#: the title of how far the two states of a difference are apart
+BETWEEN = "between the states"
 #: a global model has one state to score; costs and numbers of parameters are of no state
 ONE_READING = (Reading("", frozenset(STATES), ""),)
 
@@ -199,16 +214,21 @@ def page(table: Table, results: Results) -> str:
     if missing:
         lines += [f"Not measured: {'; '.join(missing)}.", ""]
     if orders:
+        between = (
+            " An ordering that holds in one state and is undecided in the other need not depend on the state: the "
+            f"column *{BETWEEN}* says by how much that difference is larger as trained than as aggregated, judged in "
+            "the same way."
+        ) * any(BETWEEN in line for order in orders for line in order.lines)
         lines += [
             "## Which orderings hold",
             "",
             "Each pair of rows is judged by a paired t-test over the seeds that both have: two-sided, p below "
             f"{LEVEL}, not corrected for the number of orderings. Fewer than {SEEDS} seeds are too few. An ordering is "
-            "open where the seeds do not decide it, or where it holds in no state that was scored and another state "
-            "was not scored.",
+            "open where it holds in no scored state, and in one of the two the seeds do not decide it or there is no "
+            "score.",
             "",
             "The tables list every ordering that does not hold in all scored states, with the mean difference of the "
-            "two rows. All others hold.",
+            f"two rows. All others hold.{between}",
             "",
             *(line for order in orders for line in (f"**{order.summary}**", "", *order.lines)),
         ]
@@ -353,18 +373,22 @@ def _judged(table: Table, column: str, results: Results, pairs: list[tuple[str, 
     }
     summary = counts([verdict(judgements) for judgements in found.values()])
     states = [reading.name for reading in readings]
+    between = {
+        (above, below): [judge(*(gaps(seeds[above, reading], seeds[below, reading]) for reading in readings))]
+        for above, below in ordered
+        if len(readings) > 1
+    }
     in_one = table.sections == "one"  # with this many rows, pairs that nothing is known of would fill pages
     shown = {"reversed"} if in_one else {"reversed", "level", "undecided", "too few seeds"}
     failing = {
-        f"{above} above {below}": [judgements[state] for state in states]
-        for (above, below), judgements in found.items()
+        pair: [*(_outcome(judgements[state]) for state in states), *map(str, between.get(pair, []))]
+        for pair, judgements in found.items()
         if {one.outcome for one in judgements.values()} & shown
     }
-    lines = [
-        f"| the paper's order | {' | '.join(state or 'outcome' for state in states)} |",
-        "|---" * (1 + len(states)) + "|",
-    ]
-    lines += [f"| {pair} | {' | '.join(map(_outcome, judgements))} |" for pair, judgements in failing.items()]
+    titles = ["the paper's order", *(state or "outcome" for state in states)]
+    titles += [BETWEEN] if between else []
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += [f"| {above} above {below} | {' | '.join(cells)} |" for (above, below), cells in failing.items()]
     lines = [*lines, ""] if failing else []
     for state in states if in_one else ():
         same = sum((judgements[state].gap or 0.0) > 0 for judgements in found.values())
