@@ -35,7 +35,7 @@ class Seen(SignFlip):
         self.updates: list[dict[int, np.ndarray]] = []
 
     def _forge(self, round, uploads):
-        updates = {k: update_of(upload, self._server.center(k, upload)) for k, upload in uploads.items()}
+        updates = {k: update_of(upload, self._coordinator.center(k, upload)) for k, upload in uploads.items()}
         self.updates.append({k: torch.cat([t.flatten() for t in u.values()]).numpy() for k, u in updates.items()})
         return uploads
 

@@ -85,6 +85,7 @@ def test_a_trace_says_who_is_there(tmp_path):
         ("round,client\n0,3\n", "line 2: give a round from 1"),
         ("round;client\n1;3\n", "line 2: give a round from 1"),
         ("round,client\n1,3\n2,x\n", "line 3"),
+        ("round,client\n1,3\n\n2,x\n", "line 4"),
     ],
 )
 def test_a_trace_that_is_none(tmp_path, text, said):

@@ -13,6 +13,7 @@ from lit_pfl.core import ClientSpec
 from lit_pfl.data import BatchLoader, Digits
 from lit_pfl.models import Backbone
 from lit_pfl.testing import assert_equal as assert_equal
+from lit_pfl.testing.method_tester import GroupNet as GroupNet
 from lit_pfl_callbacks.tensors import tensors_of
 
 
@@ -32,16 +33,6 @@ class Parts(Backbone):
 
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
         super().__init__(body, head)
-
-
-class GroupNet(Backbone):
-    """A network with group norm in place of batch norm."""
-
-    def __init__(self, channels: int, classes: int) -> None:
-        body = nn.Sequential(
-            nn.Conv2d(channels, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
-        )
-        super().__init__(body, nn.Linear(16, classes))
 
 
 def momentum_sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -54,6 +54,8 @@ class ClientsTable(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Look whether the run can continue its file, before anything is computed that would be lost."""
+        if stage == "fit":  # perhaps another one than before
+            self._file, self._written = None, ()
         if writes(trainer) and stage != "predict":
             checked_rows(run_folder(trainer) / "clients.csv", NEEDED)
 

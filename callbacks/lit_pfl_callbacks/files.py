@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, and locks of files and folders."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,25 @@ def write_whole(path: Path, content: bytes | str) -> None:
     """Write a file, see :func:`replacing`; text in UTF-8."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def link_or_copy(path: Path, new: Path) -> None:
+    """Let a file be in another place too, as a link where the file system has these.
+
+    Args:
+        path: the file.
+        new: the other place, in a folder that there is; a file there is replaced.
+
+    Raises:
+        OSError: when it cannot be.
+    """
+    unfinished = new.with_name(new.name + ".part")
+    unfinished.unlink(missing_ok=True)
+    try:
+        unfinished.hardlink_to(path)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(path, unfinished)
+    unfinished.replace(new)
 
 
 def lock(file: int | BinaryIO, shared: bool = False) -> bool:

@@ -8,10 +8,12 @@ another kind, such as a number called ``clients``, is the module's own affair.
 protocol                 attribute                        who looks for it
 =======================  ===============================  =========================================================
 :class:`HasClients`      ``client_ids``, ``ask(...)``     ``Similarity``, ``SparsityMonitor``, ``FeatureAlignment``,
-                                                          ``FeatureMap``, ``PersonalizedModels``
+                                                          ``FeatureMap``, ``PersonalizedModels``,
+                                                          ``CommunicationLedger``, ``RoundProgress``
 :class:`HasScores`       ``rows``, ``higher_is_better``   ``ClientsTable``, ``PersonalizedModels``
 :class:`HasOtherStates`  ``other_rows``                   ``ClientsTable``
-:class:`HasTraffic`      ``traffic``                      ``CommunicationLedger``, ``Similarity``, ``EmbeddingMap``
+:class:`HasTraffic`      ``traffic``                      ``CommunicationLedger``, ``Similarity``, ``EmbeddingMap``,
+                                                          ``ClientsTable``, ``RoundProgress``
 :class:`HasSeconds`      ``seconds``                      ``RoundTimer``
 :class:`HasMixing`       ``mixing()``                     ``Similarity``
 :class:`HasRefusals`     ``refused``                      ``RefusedUploads``

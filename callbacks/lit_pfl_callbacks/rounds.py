@@ -97,6 +97,7 @@ class RoundTable:
         Raises:
             MisconfigurationException: when it cannot.
         """
+        self._path, self._former = None, self._path or self._former  # it may be another fit than before
         if writes(trainer):
             checked_rows(self._source(trainer), self.columns)
 

@@ -163,8 +163,8 @@ class FederatedCLI(LightningCLI):
 
     def _set_up_loggers(self) -> None:
         trainer = self.own.trainer
-        several = isinstance(trainer.logger, list)
-        loggers = [one for one in (trainer.logger if several else [trainer.logger]) if one]
+        listed = isinstance(trainer.logger, list)
+        loggers = [one for one in (trainer.logger if listed else [trainer.logger]) if one]
         refuse_missing(loggers)
         if self.scoring and self.own.ckpt_path is None:
             loggers = []
@@ -185,7 +185,7 @@ class FederatedCLI(LightningCLI):
                 options.name = f"{method}-{data}"
         if self.own.folder and self.folder is None and not any(map(is_run_logger, loggers)):
             raise ConfigError("folder: RunLogger writes there, and trainer.logger has none; leave one of the two out.")
-        trainer.logger = loggers if several and loggers else loggers[0] if loggers else False
+        trainer.logger = loggers if listed and loggers else loggers[0] if loggers else False
 
     def instantiate_classes(self) -> None:
         """Make the Trainer, the data and the federation, and take the run folder."""

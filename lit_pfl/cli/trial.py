@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 from lit_pfl.core import Client
 from lit_pfl.engines.trainers import planned_rounds
+from lit_pfl.engines.validation import monitors
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
 
@@ -135,10 +136,9 @@ def refuse_unknown_metrics(trainer: L.Trainer) -> None:
         ConfigError: when one watches another.
     """
     known = sorted(trainer.callback_metrics)
-    for callback in trainer.callbacks if known else ():  # type: ignore[attr-defined]
-        monitor = getattr(callback, "monitor", None)
-        if monitor is not None and monitor not in known:
+    for monitor, callback in monitors(trainer).items() if known else ():
+        if monitor not in known:
             raise ConfigError(
-                f"trainer.callbacks: {type(callback).__name__}(monitor={monitor}): there is no such metric; choose one "
-                f"of {', '.join(known)}."
+                f"trainer.callbacks: {callback}(monitor={monitor}): there is no such metric; choose one of "
+                f"{', '.join(known)}."
             )

@@ -61,6 +61,11 @@ class Asynchronous(ABC):
                 f"federation.asynchronous: {type(server).__name__} uses single uploads, not their mean alone; use a "
                 "method that averages, such as FedAvg or Ditto."
             )
+        if type(server).center is not Server.center:
+            raise ConfigError(
+                f"federation.asynchronous: uploads to {type(server).__name__} are no models, so nobody knows what late "
+                "ones count; use a method whose clients upload models, such as FedAvg or Ditto."
+            )
         if not isinstance(participation, int | float):
             raise ConfigError(
                 f"federation.participation={participation!r}: with federation.asynchronous, give the share or the "

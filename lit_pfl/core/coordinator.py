@@ -223,11 +223,19 @@ class Coordinator:
             return upload
         try:
             payload = as_payload(upload)
-            begun = None if self.in_training is None else self.in_training.models.get(client)
-            self._checks.check(client, payload, begun)
+            self._checks.check(client, payload, self._begun(client))
         except UploadError as error:
             return error
         return payload
+
+    def _begun(self, client: int) -> Payload | None:
+        """Return the model that a client began with while the server continued; None where it has not."""
+        return None if self.in_training is None else self.in_training.models.get(client)
+
+    def center(self, client: int, upload: Payload) -> Mapping[str, torch.Tensor]:
+        """Return what the tensors of a client's upload were before it trained, see :meth:`~lit_pfl.Server.center`."""
+        begun = self._begun(client)
+        return self.server.center(client, upload) if begun is None else begun
 
     @property
     def refusals(self) -> list[Refusal]:

@@ -1,15 +1,13 @@
 """Simulated time: how long clients take, and rounds that end whoever is still training."""
 
-import csv
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
-from lit_pfl.core.participation import named
+from lit_pfl.core.participation import lines_of, named
 from lit_pfl.errors import ConfigError, LateUpload
 from lit_pfl.randomness import Draws, check_share, number_of
 
@@ -203,19 +201,15 @@ class Deadline:
 
 def _read(name: str, latency: float) -> dict[int, Pace]:
     found: dict[int, Pace] = {}
-    try:
-        with Path(name).open(newline="", encoding="utf-8") as file:
-            for line, row in enumerate(csv.DictReader(file), start=2):
-                try:
-                    client, pace = int(row["client"]), Pace(float(row["batch"]), float(row.get("latency") or latency))
-                except (KeyError, TypeError, ValueError):
-                    client, pace = -1, Pace(math.nan, math.nan)
-                if client < 0 or client in found or not (0 <= pace.batch <= LONGEST and 0 <= pace.latency <= LONGEST):
-                    raise ConfigError(
-                        f"speeds.file={name}, line {line}: give the columns client and batch, with one row for "
-                        "every client and seconds from 0."
-                    )
-                found[client] = pace
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"speeds.file={name}: cannot be read: {error}") from None
+    for line, row in lines_of(option := f"speeds.file={name}", name):
+        try:
+            client, pace = int(row["client"]), Pace(float(row["batch"]), float(row.get("latency") or latency))
+        except (KeyError, TypeError, ValueError):
+            client, pace = -1, Pace(math.nan, math.nan)
+        if client < 0 or client in found or not (0 <= pace.batch <= LONGEST and 0 <= pace.latency <= LONGEST):
+            raise ConfigError(
+                f"{option}, line {line}: give the columns client and batch, with one row for every client and seconds "
+                "from 0."
+            )
+        found[client] = pace
     return found

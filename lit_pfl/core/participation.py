@@ -2,7 +2,7 @@
 
 import csv
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,16 +219,12 @@ class Trace(Participation):
     def _read(self) -> dict[int, list[int]]:
         rounds: dict[int, list[int]] = {}
         option = f"federation.participation.file={self.file}"
-        try:
-            with Path(self.file).open(newline="", encoding="utf-8") as file:
-                for line, row in enumerate(csv.DictReader(file), start=2):
-                    round, client = _number(row, "round"), _number(row, "client")
-                    if round is None or client is None or round < 1 or client < 0:
-                        raise ConfigError(f"{option}, line {line}: give a round from 1 and a client's id.")
-                    if client not in rounds.setdefault(round, []):
-                        rounds[round].append(client)
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise ConfigError(f"{option}: cannot be read: {error}") from None
+        for line, row in lines_of(option, self.file):
+            round, client = _number(row, "round"), _number(row, "client")
+            if round is None or client is None or round < 1 or client < 0:
+                raise ConfigError(f"{option}, line {line}: give a round from 1 and a client's id.")
+            if client not in rounds.setdefault(round, []):
+                rounds[round].append(client)
         if not rounds:
             raise ConfigError(f"{option}: it has no row; give the columns round and client.")
         return rounds
@@ -247,6 +243,25 @@ class Trace(Participation):
         super().check(clients)
         if unknown := {client for chosen in self._rounds.values() for client in chosen} - set(clients):
             raise ConfigError(f"federation.participation.file={self.file}: there is no client {min(unknown)}.")
+
+
+def lines_of(option: str, file: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a CSV file, each after the number of its line.
+
+    Args:
+        option: the option that names the file, and the name.
+        file: the name.
+
+    Raises:
+        ConfigError: when it cannot be read.
+    """
+    try:
+        with Path(file).open(newline="", encoding="utf-8") as lines:
+            rows = csv.DictReader(lines)
+            for row in rows:
+                yield rows.line_num, row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{option}: cannot be read: {error}") from None
 
 
 def _number(row: Mapping[str, Any], name: str) -> int | None:

@@ -14,9 +14,9 @@ from lit_pfl.core.encoding import Layout
 from lit_pfl.core.participation import Sampling
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
-from lit_pfl.core.updates import update_norm, update_of
+from lit_pfl.core.updates import norm_of, update_norm, update_of
 from lit_pfl.errors import ConfigError
-from lit_pfl.ops.robust import clipping_factors
+from lit_pfl.ops.robust import clipping_factor
 from lit_pfl.randomness import Draws
 
 
@@ -185,7 +185,7 @@ class ClientPrivacy:
         self, round: int, client: int, upload: Payload, center: Mapping[str, Tensor], std: float, scale: float
     ) -> Payload:
         update = update_of(upload, center)
-        factor = float(clipping_factors(torch.tensor(update_norm(upload, center)).double(), self.clip))
+        factor = clipping_factor(norm_of(update), self.clip)
         rng = self.draws.generator("privacy", round, client)
         tensors = {}
         for name, tensor in update.items():

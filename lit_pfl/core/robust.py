@@ -16,12 +16,12 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.updates import norm_of, update_norm, update_of
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.ops.robust import (
-    clipping_factors,
+    clipping_factor,
     coordinate_median,
     geometric_median_weights,
     inner_product,
     krum_scores,
-    squared_distances,
+    row_distances,
     trimmed_mean,
     trust_scores,
 )
@@ -184,7 +184,7 @@ class MultiKrum(Reweighted):
         chosen = min(self.chosen or count - self.byzantine, count)
         distances = torch.zeros(count, count, dtype=torch.float64)
         for part in parts:
-            distances += squared_distances(torch.stack([tensor.detach().flatten() for tensor in part])).cpu()
+            distances += row_distances(torch.stack([tensor.detach().flatten() for tensor in part])).cpu()
         best = krum_scores(distances, self.byzantine).argsort(stable=True)[:chosen]
         return torch.zeros_like(weights).index_fill_(0, best, 1 / chosen)
 
@@ -233,9 +233,8 @@ class NormClipping(Rescaled):
         self.norm = norm
 
     def scale(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> list[float]:  # noqa: D102
-        norms = torch.tensor([update_norm(upload, center, names) for upload in uploads.values()])
-        factors = clipping_factors(norms.double(), self.norm).tolist()
-        return [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        norms = (update_norm(upload, center, names) for upload in uploads.values())
+        return [weight * clipping_factor(norm, self.norm) for weight, norm in zip(weights, norms, strict=True)]
 
 
 class FLTrust(Rescaled):

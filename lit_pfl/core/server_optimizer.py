@@ -54,7 +54,10 @@ class ServerOptimizer(ABC):
 
     def kept(self, kind: str, name: str, like: Tensor, first: float = 0.0) -> Tensor:
         """Return what is kept for a tensor; at first a number in all places."""
-        return self.state.setdefault(kind, {}).setdefault(name, torch.full_like(like, first))
+        kept = self.state.setdefault(kind, {})
+        if name not in kept:
+            kept[name] = torch.full_like(like, first)
+        return kept[name]
 
 
 class ServerMomentum(ServerOptimizer):

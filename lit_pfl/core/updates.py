@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from lit_pfl.core.payload import Payload
 from lit_pfl.ops.robust import inner_product
 
 Tensors = Mapping[str, Tensor]
@@ -26,9 +27,21 @@ def update_of(upload: Tensors, center: Tensors, names: Sequence[str] | None = No
         if name in upload and upload[name].is_floating_point():
             tensor = upload[name].double()
             before = center.get(name)
-            moved = before is not None and before.shape == tensor.shape
-            update[name] = tensor - before.to(tensor) if moved and before is not None else tensor
+            if before is not None and before.shape == tensor.shape:
+                tensor = tensor - before.to(tensor)
+            update[name] = tensor
     return update
+
+
+def updated(upload: Payload, center: Tensors, update: Tensors) -> Payload:
+    """Return an upload whose update, see :func:`update_of`, is another one."""
+    tensors = {}
+    for name, tensor in update.items():
+        before = center.get(name)
+        if before is not None and before.shape == tensor.shape:
+            tensor = before.to(tensor) + tensor
+        tensors[name] = tensor.to(upload[name].dtype)
+    return upload.with_(tensors)
 
 
 def update_norm(upload: Tensors, center: Tensors, names: Sequence[str] | None = None) -> float:

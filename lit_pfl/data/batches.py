@@ -7,9 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_pfl.errors import ConfigError
-
-#: under which a batch that has names for its parts may hold its class labels
-LABELS = ("labels", "label", "targets", "target", "y")
+from lit_pfl_callbacks.batches import LABELS
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:

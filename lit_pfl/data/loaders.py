@@ -8,7 +8,6 @@ what needs single samples raises a ConfigError.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import singledispatch
 from typing import Any, Protocol
 
 import torch
@@ -98,7 +97,7 @@ def samples_of(loader: Any) -> Tensor:
 def labels_of(loader: Any) -> Tensor:
     """Return the (n,) int64 class labels of the samples, in their order, as this client numbers the classes.
 
-    Labels are the last part of a batch, or what it names ``labels``, ``label``, ``targets``, ``target`` or ``y``.
+    Labels are the last part of a batch, or what it names ``label``, ``labels``, ``target``, ``targets`` or ``y``.
     """
     labels = [labels_in(batch) for batch in in_order(loader)]
     return torch.cat(labels) if labels else torch.empty(0, dtype=torch.int64)
@@ -136,9 +135,10 @@ def needed(who: str, what: str) -> Iterator[None]:
         raise ConfigError(f"{who}: {what}, which its data does not allow: {error}") from None
 
 
-@singledispatch
 def _of(loader: Any) -> Loader:
-    """Return what does the work for a kind of loader; a new kind registers here."""
+    """Return what does the work for a kind of loader."""
+    if isinstance(loader, ResidentLoader):
+        return loader
     several = isinstance(loader, list | tuple | Mapping | str) or hasattr(
         loader, "__next__"
     )  # Lightning's CombinedLoader
@@ -148,11 +148,6 @@ def _of(loader: Any) -> Loader:
             "give a torch.utils.data.DataLoader over a map-style Dataset."
         )
     return kind_of(loader)
-
-
-@_of.register
-def _(loader: ResidentLoader) -> Loader:
-    return loader
 
 
 class LateLoader:

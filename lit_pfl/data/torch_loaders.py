@@ -96,32 +96,30 @@ class _Batches:
         return "makes whole batches"
 
 
-class _ReadyBatches(_Batches):
-    """Sees a DataLoader as the batches that its map-style dataset has, one under each number."""
+class _OfDataset(_Batches):
+    """Sees a DataLoader as the batches that its dataset, or it itself, makes."""
 
     def __init__(self, loader: DataLoader) -> None:
         super().__init__(loader)
         self.source = loader.dataset
 
+
+class _ReadyBatches(_OfDataset):
+    """Sees a DataLoader as the batches that its map-style dataset has, one under each number."""
+
     def in_order(self, batch_size: int | None = None) -> Any:
         batches = FixedDraws(_chosen(self.loader.dataset, self.loader.sampler))
-        return DataLoader(
-            batches, batch_size=None, collate_fn=self.loader.collate_fn, generator=torch.Generator()
-        )  # fmt: skip
+        return DataLoader(batches, batch_size=None, collate_fn=self.loader.collate_fn, generator=torch.Generator())
 
     def _makes(self) -> str:
         return "makes whole batches (batch_size=None)"
 
 
-class _Stream(_Batches):
+class _Stream(_OfDataset):
     """Sees a DataLoader over an ``IterableDataset`` as its batches.
 
     Its number of samples may also be the dataset's ``num_samples``; or its length, where the DataLoader makes batches.
     """
-
-    def __init__(self, loader: DataLoader) -> None:
-        super().__init__(loader)
-        self.source = loader.dataset
 
     @property
     def num_samples(self) -> int:

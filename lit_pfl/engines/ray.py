@@ -19,7 +19,6 @@ from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
 from lit_pfl.engines.local import Local
 from lit_pfl.engines.parcels import Replies, alike, packed
 from lit_pfl.engines.placement import Placement
-from lit_pfl.engines.trainers import planned_rounds
 from lit_pfl.engines.work import Work
 from lit_pfl.engines.worker import Answer, Modes, Outer
 from lit_pfl.engines.workforce import Handle, Workforce
@@ -140,12 +139,12 @@ class Ray(Engine):
     def _set_up(self, worker: Handle) -> Any:
         work, trainer = self.work, self.work.trainer
         device = "gpu" if self.resources.get("num_gpus") else "cpu"
-        rounds = planned_rounds(trainer) if work.rounds is None else work.rounds
         deterministic, folder = torch.are_deterministic_algorithms_enabled(), str(run_folder(trainer).absolute())
         threads, loggers = work.threads or 1, [type(logger) for logger in trainer.loggers]
         outer = Outer(
-            device, trainer.precision, deterministic, rounds, work.seed, threads, folder, loggers, work.keep_trained
-        )
+            device, trainer.precision, deterministic, work.planned, work.seed, threads, folder, loggers,
+            work.keep_trained,
+        )  # fmt: skip
         return worker.actor.setup.remote(outer)
 
     # -------------------------------------------------------------------------------------------------------- the verbs

@@ -6,12 +6,13 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lit_pfl.core import Client
 from lit_pfl.engines.client_logger import client_loggers
-from lit_pfl.engines.validation import OwnValidation, has_checkpoints
+from lit_pfl.engines.validation import OwnValidation
 from lit_pfl.errors import ConfigError, refuse_other_lightning
 from lit_pfl.learners import check_callbacks, place_checkpoints
 from lit_pfl.lightning_internals import NoProfiler, log_nothing, looked_up_once, make_endless, undisturbed
@@ -181,7 +182,7 @@ def client_trainer(
     client.checkpoint_folder = lambda: run_folder(outer) / "checkpoints" / f"client_{client.spec.client_id}"
     place_checkpoints(own, client.checkpoint_folder)
     arguments["callbacks"] = [*own, loop]
-    arguments["enable_checkpointing"] = has_checkpoints(own)
+    arguments["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in own)
     # Whatever started this process, a client's Trainer is none of several.
     arguments["plugins"] = [*arguments.get("plugins", []), memory, LightningEnvironment()]
     try:

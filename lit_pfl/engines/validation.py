@@ -1,7 +1,6 @@
-"""What a client's own Trainer monitors: schedules and callbacks that wait for a validation score."""
+"""What a Trainer monitors: schedules and callbacks that wait for a score; and the validation of a client that does."""
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer import call
 
 from lit_pfl.core import Client
@@ -12,19 +11,20 @@ from lit_pfl.lightning_internals import show_scores, told_evaluating
 from lit_pfl.randomness import scoring_draws
 
 
+def monitors(trainer: L.Trainer) -> dict[str, str]:
+    """Return the names of the scores that a Trainer's callbacks monitor, each with one that does."""
+    there = {getattr(callback, "monitor", None): callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
+    return {name: type(callback).__name__ for name, callback in there.items() if isinstance(name, str)}
+
+
 def monitored(trainer: L.Trainer) -> dict[str, str]:
-    """Return the names of the scores that a Trainer's schedules and callbacks monitor, each with who does."""
+    """Return those that its schedules wait for as well."""
     schedules = {
         str(config.monitor): type(config.scheduler).__name__
         for config in trainer.lr_scheduler_configs
         if config.reduce_on_plateau and config.strict
     }
-    callbacks = {
-        monitor: type(callback).__name__
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(monitor := getattr(callback, "monitor", None), str)
-    }
-    return {**callbacks, **schedules}
+    return {**monitors(trainer), **schedules}
 
 
 class OwnValidation:
@@ -70,8 +70,3 @@ def check_monitored(client: Client) -> None:
                 f"Client {client.spec.client_id}: {who} monitors {name!r}, and this client has no validation data; "
                 "give it some, or monitor a score of its training."
             )
-
-
-def has_checkpoints(callbacks: list[L.Callback]) -> bool:
-    """Say whether one of some callbacks writes checkpoints."""
-    return any(isinstance(callback, Checkpoint) for callback in callbacks)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_pfl.core.client import Client
 from lit_pfl.core.payload import Payload, Upload
-from lit_pfl.core.updates import update_of
+from lit_pfl.core.updates import update_of, updated
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.federation import Federation
 from lit_pfl.ops.robust import alie_deviation
@@ -125,7 +125,7 @@ class Forgery(Attack):
     """
 
     def begin(self, federation: Federation) -> None:  # noqa: D102
-        self._server = federation.coordinator.server
+        self._coordinator = federation.coordinator
         if self._forge not in federation.coordinator.changes:
             federation.coordinator.changes.append(self._forge)
 
@@ -138,11 +138,11 @@ class Forgery(Attack):
         attackers = [client for client in self.attackers if client in sent]
         if not attackers:
             return dict(uploads)
-        centers = {client: self._server.center(client, upload) for client, upload in sent.items()}
+        centers = {client: self._coordinator.center(client, upload) for client, upload in sent.items()}
         updates = {client: update_of(upload, centers[client]) for client, upload in sent.items()}
         forged: dict[int, Upload] = dict(uploads)
         for client, update in self.forge(attackers, updates).items():
-            forged[client] = _moved(sent[client], centers[client], update)
+            forged[client] = updated(sent[client], centers[client], update)
         return forged
 
     @abstractmethod
@@ -153,16 +153,6 @@ class Forgery(Attack):
             attackers: ids of those that take part in this round.
             updates: the updates of all participants as they trained them, by id: tensors of double precision.
         """
-
-
-def _moved(upload: Payload, center: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> Payload:
-    """Return an upload whose update is another one."""
-    tensors = {}
-    for name, tensor in update.items():
-        before = center.get(name)
-        moved = before is not None and before.shape == tensor.shape
-        tensors[name] = (before.to(tensor) + tensor if moved and before is not None else tensor).to(upload[name].dtype)
-    return upload.with_(tensors)
 
 
 class SignFlip(Forgery):

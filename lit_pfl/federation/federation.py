@@ -24,6 +24,7 @@ from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted, standalone
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
+from lit_pfl.engines.validation import monitors
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation.checkpoint import (
     OPTIONAL,
@@ -36,7 +37,7 @@ from lit_pfl.federation.checkpoint import (
     trained_in,
 )
 from lit_pfl.federation.ends_fits import EndsFits
-from lit_pfl.federation.monitors import monitors, refuse_misspelt
+from lit_pfl.federation.monitors import refuse_misspelt
 from lit_pfl.federation.options import check_options, check_together
 from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import Scores
@@ -93,8 +94,8 @@ class Federation(QuickModule):
             that do not say so themselves, as torchmetrics do. Without it their worst 10 % is not known.
         engine: where clients train: ``Local``, one after another in this process; ``Stacked``, many in one step, which
             is faster where a device is not busy with one small network: for methods that minimize the loss of an image
-            classifier, and networks without random layers; the numbers are the same except for rounding. By default
-            ``Local``.
+            classifier, and networks without random layers; the numbers are the same except for rounding; ``Ray``, in
+            worker processes, on one machine or a cluster. By default ``Local``.
         max_update_norm: largest Euclidean norm of an update, over all its floating-point tensors; a longer one is
             refused. To shorten long updates instead, see :class:`~lit_pfl.core.robust.NormClipping`. Default: any.
         privacy: differential privacy of clients, see :class:`~lit_pfl.core.privacy.ClientPrivacy`. Default: none.
@@ -314,7 +315,7 @@ class Federation(QuickModule):
         """Begin a round."""
         end_of_privacy(self.trainer, self.coordinator, begins=True)
         self._losses, self._validated = [], {}
-        self._plan = self.timetable.begin_round(self.coordinator, self.engine.left)
+        self._plan = self.timetable.begin_round(self.coordinator, self.trainer.current_epoch, self.engine.left)
 
     def training_step(self, batch: list[int], batch_idx: int) -> None:
         """Train a set of clients; after the last one of the round, let the server do its step."""

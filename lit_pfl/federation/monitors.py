@@ -5,13 +5,8 @@ from difflib import get_close_matches
 
 import lightning as L
 
+from lit_pfl.engines.validation import monitors
 from lit_pfl.errors import ConfigError
-
-
-def monitors(trainer: L.Trainer) -> dict[str, str]:
-    """Return the metrics that callbacks monitor, each with one that does."""
-    there = {getattr(callback, "monitor", None): callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
-    return {name: type(callback).__name__ for name, callback in there.items() if isinstance(name, str)}
 
 
 def refuse_misspelt(trainer: L.Trainer, known: Collection[str]) -> None:

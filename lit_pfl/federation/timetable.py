@@ -46,24 +46,25 @@ class Timetable:
             return sorted(self._schedule.step(completed).staleness)
         return participants(self.participation, completed, self._samples, self.draws)
 
-    def begin_round(self, coordinator: Coordinator, left: Collection[int]) -> Plan:
+    def begin_round(self, coordinator: Coordinator, completed: int, left: Collection[int]) -> Plan:
         """Let the server begin a round.
 
         Args:
             coordinator: the server's side.
+            completed: number of rounds before this one, also of those that nobody has uploaded in.
             left: ids of the clients that do not train any more.
 
         Returns:
             What the deadline makes of the round.
         """
-        plan, completed = Plan(), coordinator.round
+        plan = Plan()
         if self.deadline is not None:
             clients = set(self.participants(completed)) - set(left)
             plan = self.deadline.plan(completed + 1, {client: self.batches[client] for client in clients}, self.draws)
         if self.asynchronous is not None:
             step = self._schedule.step(completed)
             coordinator.begin_round(step.clock - coordinator.clock)
-            coordinator.send_out(step.starts, step.staleness)
+            coordinator.send_out([client for client in step.starts if client not in left], step.staleness)
         else:
             coordinator.begin_round(plan.seconds)
         return plan

@@ -1,7 +1,6 @@
 """Where checkpoints go: the federation's to a file, its clients' into the federation's."""
 
 import re
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_pfl.errors import ConfigError, SaveError
 from lit_pfl.lightning_internals.state_files import more_than_tensors, with_states
 from lit_pfl.lightning_internals.state_writing import StateFiles
-from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.files import link_or_copy, replacing
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -50,14 +49,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 self.states.join(Path(path))
             with replacing(Path(path)) as file:
                 torch.save(checkpoint, file)
-            if self.states is not None:
-                self.states.clean(Path(path))
         except (OSError, RuntimeError) as error:  # PyTorch's own, when its writer is cut short
             reason = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
             message = f"The checkpoint {path} cannot be written ({_first_line(reason)}); the former one is whole."
             if self.if_not_saved == "stop":
                 raise SaveError(message) from error
             rank_zero_warn(f"{message} The run continues without.")
+            return
+        if self.states is not None:
+            self.states.clean(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, and the files that no other one refers to."""
@@ -191,13 +191,7 @@ def _set_back(path: Path, steps: int) -> None:
             return
         if steps > 1:
             _set_back(before, steps - 1)
-    new = before.with_name(before.name + ".part")
-    new.unlink(missing_ok=True)
-    try:
-        new.hardlink_to(path)
-    except OSError:  # a file system without links
-        shutil.copyfile(path, new)
-    new.replace(before)
+    link_or_copy(path, before)
 
 
 class MemoryCheckpointIO(AtomicCheckpointIO):

@@ -28,7 +28,7 @@ from lit_pfl.lightning_internals.state_files import (
     references_to,
     referred_to,
 )
-from lit_pfl_callbacks.files import lock, replacing
+from lit_pfl_callbacks.files import link_or_copy, lock, replacing
 
 #: how many clients' files are in one folder
 EACH = 1000
@@ -66,7 +66,9 @@ class StateFiles:
         self.folder = folder.resolve()
         self._handle = os.open(self.folder, os.O_RDONLY)
         weakref.finalize(self, os.close, self._handle)
-        lock(self._handle, shared=True)  # see _sweep
+        # what is there although no other run is at work is of processes that have ended: see _sweep
+        self._found = set(self.folder.glob("*/*")) if lock(self._handle) else set()
+        lock(self._handle, shared=True)
         self.latest: dict[int, StateFile] = {}
         self._elsewhere: set[int] = set()  # clients whose files are beside a checkpoint in another folder
         self._written: list[Path] = []  # not known to be on the disk itself
@@ -76,7 +78,6 @@ class StateFiles:
         self._checkpoints: dict[tuple[int, int], int | frozenset[str] | None] = {}  # see _refers
         self._linked: dict[Path, set[str]] = {}  # by another folder of checkpoints, the files put there
         self._others: dict[Path, dict[tuple[int, int], frozenset[str] | None]] = {}  # the checkpoints there
-        self._swept = False
 
     def read(self, client: int) -> Content | None:
         """Return a client's latest state; None for one that is as it was made.
@@ -176,8 +177,8 @@ class StateFiles:
         paths = {former.file.path for former in needed}
         self._delete(former for former in self._former if former.file.path not in paths)
         self._former = needed
-        if not self._swept and None not in self._checkpoints.values():
-            self._swept = self._sweep()
+        if self._found and None not in self._checkpoints.values():
+            self._sweep()
 
     def _delete(self, formers: Iterable["Former"]) -> None:
         for former in formers:
@@ -209,19 +210,14 @@ class StateFiles:
             for one in self._checkpoints.values()
         )
 
-    def _sweep(self) -> bool:
-        """Delete what processes that have been killed have left; not while another one may have files here."""
-        if alone := lock(self._handle):
-            self._delete_unknown()
-        lock(self._handle, shared=True)
-        return alone
-
-    def _delete_unknown(self) -> None:
+    def _sweep(self) -> None:
+        """Delete what processes that have been killed have left."""
         names = {file.name for file in self.latest.values()} | {former.file.name for former in self._former}
         names = names.union(*(one for one in self._checkpoints.values() if isinstance(one, frozenset)))
-        for path in self.folder.glob("*/*"):
+        for path in self._found:
             if f"{path.parent.name}/{path.name}" not in names:
                 path.unlink(missing_ok=True)
+        self._found = set()
 
 
 class Former(NamedTuple):
@@ -241,7 +237,12 @@ class Former(NamedTuple):
 
 
 def _files_in(folder: Path) -> dict[tuple[int, int], Path]:
-    return {_key(path): path for path in folder.glob("*") if path.is_file()}
+    found = {}
+    for path in folder.glob("*"):
+        with suppress(FileNotFoundError):  # another run's unfinished file is renamed at any time
+            if path.is_file():
+                found[_key(path)] = path
+    return found
 
 
 def _names_in(checkpoint: Path) -> frozenset[str] | None:
@@ -273,13 +274,7 @@ def _link(path: Path, new: Path) -> bool:
     if _is_there(new, path.stat().st_size):
         return False
     new.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = new.with_name(new.name + ".part")
-    unfinished.unlink(missing_ok=True)
-    try:
-        unfinished.hardlink_to(path)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(path, unfinished)
-    unfinished.replace(new)
+    link_or_copy(path, new)
     return True
 
 

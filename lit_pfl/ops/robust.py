@@ -49,7 +49,7 @@ def _middle(values: Tensor, cut: int) -> Tensor:
     return total / len(ordered)
 
 
-def squared_distances(values: Tensor) -> Tensor:
+def row_distances(values: Tensor) -> Tensor:
     """Return the squared Euclidean distances between all rows.
 
     Args:
@@ -124,20 +124,13 @@ def inner_product(a: Tensor, b: Tensor) -> float:
     return float(torch.stack(parts).sum()) if parts else 0.0
 
 
-def clipping_factors(norms: Tensor, bound: float) -> Tensor:
-    """Return by how much vectors are scaled so that none is longer than a bound.
-
-    Args:
-        norms: (J,) Euclidean norms.
-        bound: the largest norm that is left as it is.
-
-    Returns:
-        (J,) factors above 0 and up to 1.
+def clipping_factor(norm: float, bound: float) -> float:
+    """Return by how much a vector of some Euclidean norm is scaled so that it is no longer than a bound.
 
     Source:
         Sun et al. 2019, Section 3 (norm thresholding): ``1 / max(1, norm / bound)``.
     """
-    return 1 / (norms / bound).clamp(min=1)
+    return 1 / max(1.0, norm / bound)
 
 
 def trust_scores(products: Tensor, norms: Tensor, norm: float) -> tuple[Tensor, Tensor]:

@@ -90,6 +90,14 @@ def test_a_plain_project_gets_a_file(tmp_path):
     assert callback.depth in (1, 2)
 
 
+def test_another_fit_of_the_same_callback_has_a_file_of_its_own(tmp_path):
+    callback = FeatureAlignment()
+    for name in ("one", "two"):
+        fit(tmp_path / name, callback=callback)
+    one, two = (tmp_path / name / "run" / "features.csv" for name in ("one", "two"))
+    assert one.read_text() == two.read_text()
+
+
 def test_training_goes_on_as_if_nobody_had_looked():
     watched, alone = fit(callback=FeatureAlignment(every_n_epochs=1)).state_dict(), fit().state_dict()
     assert all(torch.equal(watched[name], tensor) for name, tensor in alone.items())

@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from callbacks.plain import rows
 from lit_pfl import Federation
 from lit_pfl.methods import SimFed
-from lit_pfl_callbacks import EmbeddingMap, RunLogger, Similarity, SparsityMonitor
+from lit_pfl_callbacks import ClientsTable, EmbeddingMap, RunLogger, Similarity, SparsityMonitor
 from tiny import client, digits, trainer
 
 FILES = ("similarity.csv", "matching.csv", "embeddings.csv", "sparsity.csv")
@@ -24,3 +24,15 @@ def test_a_run_that_goes_on_from_an_earlier_round_has_no_rows_of_rounds_it_does_
     assert measured(6) == [{1, 3, 6}] * 4
     assert measured(4, tmp_path / "kept" / "epoch=2.ckpt") == [{1, 3}] * 4
     assert measured(6, tmp_path / "kept" / "epoch=3.ckpt") == [{1, 3, 6}] * 4
+
+
+def test_another_fit_of_the_same_callbacks_in_the_same_folder_takes_the_place_of_the_first(tmp_path):
+    callbacks = [Similarity(), EmbeddingMap(), SparsityMonitor(), ClientsTable(show=False)]
+    files = [*FILES, "clients.csv"]
+    written = []
+    for _ in range(2):
+        logger = RunLogger(str(tmp_path), name="", version="run")
+        federation = Federation(client(SimFed), seed=1, threads=1)
+        trainer(2, callbacks=callbacks, logger=logger).fit(federation, datamodule=digits(3))
+        written.append([rows(tmp_path / "run" / name) for name in files])
+    assert written[0] == written[1]

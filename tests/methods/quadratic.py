@@ -98,8 +98,12 @@ def sgd(lr: float, **options: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda parameters: torch.optim.SGD(parameters, lr=lr, **options)
 
 
-def halved_every_other_epoch(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+class OnceBroken(QuadraticClient):
+    """Client 2 gets lost in round 2."""
+
+    def objective(self, batch, batch_idx):
+        lost = self.spec.client_id == 2 and self.current_epoch == 1
+        return super().objective(batch, batch_idx) * (float("nan") if lost else 1.0)
 
 
 def quadratic(

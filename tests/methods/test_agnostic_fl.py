@@ -8,7 +8,6 @@ from quadratic import (
     SoftmaxRegression,
     chosen,
     flat,
-    halved_every_other_epoch,
     quadratic,
     sizes,
     softmax_regression,
@@ -20,7 +19,7 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import BatchLoader, CropFlip
 from lit_pfl.methods import AgnosticFL, FedAvg
 from lit_pfl.methods.global_model.agnostic_fl import LOSS, AgnosticFLServer
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, digits, run, step_schedule, weights
 
 
 def projected(values: np.ndarray, total: float) -> np.ndarray:
@@ -167,7 +166,7 @@ def test_heads_at_home_and_averaged_running_statistics():
 
 
 def test_gradient_clipping_and_a_schedule():
-    problem, options = Quadratics.random(), {"scheduler": halved_every_other_epoch}
+    problem, options = Quadratics.random(), {"scheduler": step_schedule}
     federation = run(
         quadratic(AgnosticFL, problem, **options), unequal(), rounds=2, local_epochs=3,
         client_trainer={"gradient_clip_val": 0.01},

@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 import torch
 from quadratic import (
-    QuadraticClient,
+    OnceBroken,
     Quadratics,
     SoftmaxRegression,
     chosen,
     equal,
     flat,
-    halved_every_other_epoch,
     quadratic,
     run_whole_and_in_two_parts,
     sgd,
@@ -26,7 +25,7 @@ from lit_pfl.methods import FedAvg, FedDyn
 from lit_pfl.methods.global_model.feddyn import ALPHA
 from lit_pfl.nn import factorized_layers
 from lit_pfl.nn.factorization import Factorization
-from tiny import assert_equal, client, digits, run, trainer, weights
+from tiny import assert_equal, client, digits, run, step_schedule, trainer, weights
 
 THRESHOLD = 0.02
 
@@ -81,7 +80,7 @@ def test_updates_equal_the_formulas(options, alpha, participation):
         FedDyn,
         problem,
         optimizer=sgd(0.1, weight_decay=rest.get("decay", 0.0)),
-        scheduler=halved_every_other_epoch if "gamma" in rest else None,
+        scheduler=step_schedule if "gamma" in rest else None,
         alpha=alpha,
     )
     federation = run(
@@ -160,14 +159,6 @@ def test_deviations_of_others_stay_and_their_mean_is_the_server_s():
     moved = {k for k in range(4) if not np.array_equal(before[k], after[k])}
     assert moved == set(federations[0].participants(2))
     np.testing.assert_allclose(-after.mean(0), flat(federations[1].coordinator.server.deviation), atol=1e-6)
-
-
-class OnceBroken(QuadraticClient):
-    """Client 2 gets lost in round 2."""
-
-    def objective(self, batch, batch_idx):
-        lost = self.spec.client_id == 2 and self.current_epoch == 1
-        return super().objective(batch, batch_idx) * (float("nan") if lost else 1.0)
 
 
 def test_a_refused_client_forgets_what_the_server_never_knew():

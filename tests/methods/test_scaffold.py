@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 import torch
 from quadratic import (
-    QuadraticClient,
+    OnceBroken,
     Quadratics,
     SoftmaxRegression,
     chosen,
     equal,
     flat,
-    halved_every_other_epoch,
     quadratic,
     sgd,
     sizes,
@@ -25,7 +24,7 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, Scaffold
 from lit_pfl.methods.global_model.scaffold import CONTROL, ScaffoldServer
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, digits, run, step_schedule, weights
 
 
 def by_the_formulas(
@@ -80,7 +79,7 @@ def test_updates_equal_the_formulas(options, participation):
         Scaffold,
         problem,
         optimizer=sgd(0.1, weight_decay=rest.get("decay", 0.0)),
-        scheduler=halved_every_other_epoch if "gamma" in rest else None,
+        scheduler=step_schedule if "gamma" in rest else None,
         **{name: rest[name] for name in ("server_lr", "by_samples") if name in rest},
     )
     federation = run(
@@ -155,14 +154,6 @@ def test_control_variates_of_others_stay_and_their_mean_is_the_server_s():
     moved = {k for k in range(4) if not np.array_equal(before[k], after[k])}
     assert moved == set(third)
     np.testing.assert_allclose(after.mean(0), flat(federations[1].coordinator.server.control), atol=1e-6)
-
-
-class OnceBroken(QuadraticClient):
-    """Client 2 gets lost in round 2."""
-
-    def objective(self, batch, batch_idx):
-        lost = self.spec.client_id == 2 and self.current_epoch == 1
-        return super().objective(batch, batch_idx) * (float("nan") if lost else 1.0)
 
 
 def test_a_refused_client_forgets_what_the_server_never_knew():

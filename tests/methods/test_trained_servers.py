@@ -16,7 +16,7 @@ from lit_pfl.methods.knowledge.fedgen import GENERATOR, Generator, diversity, te
 from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES
 from lit_pfl.methods.partial.fedgh import HEAD, FedGHServer
 from lit_pfl.methods.similarity.pfedhn import HyperNetwork, PFedHNServer
-from tiny import TinyNet, assert_equal, client, run, weights
+from tiny import TinyNet, assert_equal, client, momentum_sgd, run, weights
 
 # -------------------------------------------------------------------------------------------------------------- pFedHN
 
@@ -54,13 +54,9 @@ class Remembering(PFedHN):
         return server
 
 
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def test_with_an_embedding_of_all_weights_every_client_stands_alone():
-    a = run(client(Remembering, optimizer=momentum), skewed(), rounds=3)
-    b = run(client(StandAlone, optimizer=momentum, reset_optimizer=True), skewed(), rounds=3)
+    a = run(client(Remembering, optimizer=momentum_sgd), skewed(), rounds=3)
+    b = run(client(StandAlone, optimizer=momentum_sgd, reset_optimizer=True), skewed(), rounds=3)
     for k, tensors in weights(b).items():
         for name, tensor in tensors.items():
             torch.testing.assert_close(learners(a)[k][name], tensor, atol=1e-5, rtol=1e-4)

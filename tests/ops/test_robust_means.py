@@ -8,12 +8,12 @@ from scipy import optimize, stats
 from lit_pfl.ops.robust import (
     SERIAL,
     alie_deviation,
-    clipping_factors,
+    clipping_factor,
     coordinate_median,
     geometric_median_weights,
     inner_product,
     krum_scores,
-    squared_distances,
+    row_distances,
     trimmed_mean,
     trust_scores,
 )
@@ -47,7 +47,7 @@ def test_distances_do_not_depend_on_threads():
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            got.append((squared_distances(x), inner_product(x[0], x[1])))
+            got.append((row_distances(x), inner_product(x[0], x[1])))
     finally:
         torch.set_num_threads(threads)
     np.testing.assert_allclose(got[0][0].numpy(), expected, rtol=1e-12)
@@ -94,14 +94,15 @@ def test_krum_scores_are_sums_over_the_nearest(byzantine):
     for i in range(9):
         others = sorted(((x[i] - x[j]) ** 2).sum() for j in range(9) if j != i)
         expected.append(sum(others[: 9 - byzantine - 2]))
-    scores = krum_scores(squared_distances(torch.from_numpy(x)), byzantine)
+    scores = krum_scores(row_distances(torch.from_numpy(x)), byzantine)
     np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-12)
     with pytest.raises(ValueError, match="need 11 clients"):
-        krum_scores(squared_distances(torch.from_numpy(x)), 4)
+        krum_scores(row_distances(torch.from_numpy(x)), 4)
 
 
 def test_clipping_leaves_short_ones_as_they_are():
-    assert clipping_factors(torch.tensor([0.0, 1.0, 2.0, 8.0]), 2.0).tolist() == [1, 1, 1, 0.25]
+    assert [clipping_factor(norm, 2.0) for norm in (0.0, 1.0, 2.0, 8.0)] == [1, 1, 1, 0.25]
+    assert 1 - 1e-7 < clipping_factor(1 + 3e-8, 1.0) < 1  # in double precision
 
 
 def test_trust_is_the_positive_part_of_the_cosine():

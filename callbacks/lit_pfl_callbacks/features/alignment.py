@@ -36,7 +36,7 @@ class FeatureAlignment(L.Callback):
 
     It works on any LightningModule that is a classifier: its ``forward`` maps a batch's inputs to (B, classes) logits.
     Inputs and (B,) labels are a batch's first two entries, or those of a dict that have usual names, such as ``image``
-    and ``label``. Validation data are used, or training data where there are none. A module that is not a such
+    and ``label``. Validation data are used, or training data where there are none. A module that is not such a
     classifier is not measured, which a warning says. A federation has clients
     (:class:`~lit_pfl_callbacks.protocols.HasClients`), modules with their ``data``; then each is measured on its own.
 
@@ -82,6 +82,8 @@ class FeatureAlignment(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look whether it can measure, and continue its files."""
+        self.rows = self._neurons = None
+        self._measured = -1
         for name in ("features.csv", "preferences.csv") if writes(trainer) else ():
             checked_rows(run_folder(trainer) / name, ["epoch"], "epoch")
 

@@ -149,7 +149,7 @@ class CCVRServer(TrainedServer):
         self.calibrated = Payload({name: heads.get(name, tensor) for name, tensor in before.items()}, before.sparse)
 
     def evaluation_reply(self, client: int) -> Payload:  # noqa: D102
-        return self.calibrated if len(self.calibrated) else self.model
+        return self.global_model()
 
     def global_model(self) -> Payload:  # noqa: D102
         return self.calibrated if len(self.calibrated) else self.model

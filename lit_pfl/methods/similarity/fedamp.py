@@ -11,8 +11,7 @@ from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import MixingServer
 from lit_pfl.core.sharing import EVERYTHING
-from lit_pfl.methods.global_model.fedprox import squared_distance
-from lit_pfl.ops import cosines, softmax_over, squared_distances
+from lit_pfl.ops import cosines, softmax_over, squared_distance, squared_distances
 
 
 class FedAMP(Client):
