@@ -133,12 +133,27 @@ class RandomStream:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Put the process's random state back afterwards, once for all the streams that are active in between."""
+    """Put the process's random state back afterwards, once for all the streams that are active in between.
+
+    Except for a normal number that NumPy has drawn in advance, see :func:`normal_number_kept`.
+    """
     outside = _get_random_state()
     try:
         yield
     finally:
         _set_random_state(outside)
+
+
+@contextmanager
+def normal_number_kept() -> Iterator[None]:
+    """Put back the normal number that ``np.random.normal`` draws in advance, which swapped generators lose."""
+    before: Any = np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        if before[3]:
+            after: Any = np.random.get_state()  # noqa: NPY002
+            np.random.set_state((*after[:3], *before[3:]))  # noqa: NPY002
 
 
 @contextmanager

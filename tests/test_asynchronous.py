@@ -96,6 +96,13 @@ def test_a_stale_upload_counts_less():
     assert FedAsync(1.0).counted(sent, Payload(model), model, 0) is sent
 
 
+def test_a_running_variance_stays_above_zero():
+    name, model = "norm.running_var", {"norm.running_var": torch.tensor([0.2])}
+    began, sent = Payload({name: torch.tensor([1.0])}), Payload({name: torch.tensor([0.1])})
+    stale = FedBuff(1, exponent=0.5).counted(sent, began, model, 3)
+    torch.testing.assert_close(stale[name], torch.tensor([0.2 + 0.5 * (0.1 - 0.2)]))
+
+
 # In a federation
 
 

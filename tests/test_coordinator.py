@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lit_pfl import Payload
+from lit_pfl.core.asynchronous import FedBuff, InTraining
 from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.ledger import Ledger
@@ -409,3 +410,18 @@ def test_a_tensor_that_no_upload_may_hold_is_named_before_the_first_round():
         Coordinator(Server()).start({4: ClientInfo(10, initial)})
     assert "\n" not in str(error.value)
     Coordinator(Neighbours()).start({4: ClientInfo(10, Payload({"w": torch.zeros(2), "b": mask}))})  # not averaged
+
+
+def test_a_state_that_is_taken_over_leaves_nothing_of_the_run_before():
+    one, other = started(quorum=0.0), started(quorum=0.0)
+    play(one, 1)
+    with pytest.warns(UserWarning, match="Client 0"):
+        play(other, 1, refuse=(0,))
+    other.begin_round()
+    other.load_state_dict(one.state_dict())
+    assert not other.refusals
+    assert not other.under_way
+    asynchronous = started()
+    asynchronous.in_training = InTraining(FedBuff(1))
+    asynchronous.load_state_dict(one.state_dict())  # of a run that waits for all, to be scored
+    assert asynchronous.round == 1

@@ -11,6 +11,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from torch import nn
 
@@ -23,6 +24,7 @@ from lit_pfl.export.deployment import PROGRAM, SCRIPT, WEIGHTS, Deployment
 from lit_pfl.methods import APFL, Ditto, FedAvg, FedSLR, PFedPara, PsiNet, SimFed
 from lit_pfl.models import Backbone
 from lit_pfl.nn.factorization import Factorization
+from lit_pfl_callbacks.run_folder import write_rows
 from tiny import GroupNet, client, digits, trainer
 
 with_onnx = pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="needs the extra export")
@@ -269,5 +271,18 @@ def test_on_the_command_line(capsys):
     assert contents(run) == before
     wrong = typed(capsys, "export", "nowhere", "--client", "0", "--no-onnx")
     assert wrong.errors == [
-        "lit-pfl: error: nowhere is not the folder of a run that was made by `lit-pfl fit`: it has no config.yaml."
+        "lit-pfl: error: nowhere has no config.yaml; give the folder of a run that `lit-pfl fit` has saved."
     ]
+
+
+def test_a_run_of_a_cluster_that_is_no_more_and_without_numbers_of_samples_is_exported(capsys):
+    assert typed(capsys, "fit", *TINY, "--trainer.max_epochs", "1").code == 0
+    [run] = Path("runs").glob("*/*")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    ray = {"class_path": "lit_pfl.engines.Ray", "init_args": {"address": "127.0.0.1:1"}}
+    config["federation"]["engine"] = ray
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    table = rows(run / "clients.csv")
+    write_rows(run / "clients.csv", [{name: value for name, value in row.items() if name != "n"} for row in table])
+    assert typed(capsys, "export", str(run), "--client", "1", "--no-onnx", "--to", "there").code == 0
+    assert "(personalized:before, after round 1)" in Path("there/README.md").read_text()

@@ -127,6 +127,33 @@ def test_a_scripted_part_trains_only_where_it_is_not_copied():
     FedAvg(learner=learner).build(spec())
 
 
+class Compiles(Lazy):
+    def configure_model(self):
+        self.net.compile(backend="eager")
+
+
+def test_parts_are_compiled_in_configure_model():
+    learner = Compiles(made=True)
+    clients = [FedAvg(learner=learner).build(spec()) for _ in range(2)]
+    assert all(client.learner.net._compiled_call_impl is not None for client in clients)
+    assert learner.net._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(("part", "named"), [("net", "'net'"), ("", "'all'")])
+def test_a_part_whose_copies_would_not_be_compiled_is_told(part, named):
+    learner = Lazy(made=True)
+    learner.get_submodule(part).compile(backend="eager")
+    with pytest.warns(UserWarning, match=f"^{named} of Lazy was compiled before it was copied"):
+        FedAvg(learner=learner).build(spec())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_learner_that_was_compiled_as_a_whole_is_refused(alone):
+    method = FedAvg(learner=torch.compile(Lazy(made=True), backend="eager"))
+    with pytest.raises(ConfigError, match=r"^model\.learner: Lazy was compiled as a whole, .*; let configure_model"):
+        method.configure_model() if alone else method.build(spec())
+
+
 def test_a_learner_that_asks_for_its_trainer_too_early_is_told():
     message = "AsksForItsTrainer.configure_model asks for its Trainer, .*; give __init__ what it needs"
     with pytest.raises(ConfigError, match=message) as error:

@@ -1,11 +1,13 @@
 """A federation without a seed of its own takes the process's once, and keeps it."""
 
+import numpy as np
 import pytest
 import torch
 
 from lit_pfl import Federation
 from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint
 from lit_pfl.methods import FactorizedFL, FedFOMO, SimFed
+from lit_pfl.randomness import normal_number_kept, scoring_draws
 from tiny import assert_equal, client, digits, trainer, weights
 
 DRAWS = {
@@ -31,3 +33,15 @@ def test_what_a_server_draws_after_a_resume_in_another_process(tmp_path, method)
     whole = run("whole", 6, process=1)
     run("parts", 2, process=1)
     assert_equal(run("parts", 6, process=2, resume=True), whole)
+
+
+def test_the_normal_number_that_numpy_has_in_advance_comes_after_others_were_drawn():
+    seed, draw = np.random.seed, np.random.randn
+    seed(1)
+    expected = draw(3)
+    seed(1)
+    found = [draw()]
+    with normal_number_kept(), scoring_draws(5):
+        draw(3)
+    found += [draw(), draw()]
+    assert found == expected.tolist()

@@ -1,8 +1,12 @@
 """What numbers come to over clients or runs, where some may be infinite or none at all: NaN."""
 
 import math
+import re
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+
+#: names of metrics that are losses, of which lower values are better
+LOSS = re.compile(r"(^|[/_.])loss$")
 
 
 def mean(values: Collection[float]) -> float:
@@ -37,3 +41,14 @@ def worst_tenth(values: Collection[float], higher_is_better: bool) -> list[float
     sign = 1 if higher_is_better else -1
     ordered = sorted(values, key=lambda value: (not math.isnan(value), sign * value))
     return ordered[: math.ceil(len(values) / 10)]
+
+
+def best_round(scores: Mapping[int, float], higher_is_better: bool) -> int | None:
+    """Return the round with the best score, of equal ones the first; None where no score is finite.
+
+    Example:
+        >>> best_round({1: math.nan, 2: 0.5, 3: 0.9}, higher_is_better=True)
+        3
+    """
+    finite = {round: score for round, score in scores.items() if math.isfinite(score)}
+    return (max if higher_is_better else min)(finite, key=finite.__getitem__, default=None)

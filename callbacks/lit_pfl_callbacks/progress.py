@@ -28,6 +28,7 @@ class RoundProgress(ProgressBar):
         self._enabled = True
         self._scored: int | None = None  # rounds before the one that was last validated
         self._score = ""
+        self._trained = 0  # clients in this round
         self._own = 0  # bytes of a site
 
     def disable(self) -> None:
@@ -77,7 +78,8 @@ class RoundProgress(ProgressBar):
         if self._bar is not None:
             # where the loader tells clients, a batch is a list of some, mostly of one
             each = len(batch) if hasattr(trainer.train_dataloader, "clients") else 1
-            client, sent = _of((batch_idx + 1) * each, self._clients(trainer)), self._sent(pl_module)
+            self._trained = (self._trained if batch_idx else 0) + each
+            client, sent = _of(self._trained, self._clients(trainer)), self._sent(pl_module)
             self._bar.update(self._task, advance=each, round=self._rounds(trainer), client=client, sent=sent)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

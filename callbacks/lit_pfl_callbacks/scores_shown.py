@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
+from lit_pfl_callbacks.averages import best_round, deviation, mean, worst_tenth
 from lit_pfl_callbacks.protocols import Row
 from lit_pfl_callbacks.states import GLOBAL, UNTRAINED, WORDS
 
@@ -80,7 +80,7 @@ def best_validated(lines: Sequence[Mapping[str, Any]], row: Row, directions: Map
         directions: by metric, whether higher values are better.
 
     Returns:
-        The sentence; None where not every round was validated.
+        The sentence; None where not every round was validated, or none with a finite score.
     """
     name, model = next((name for name in row.scores if name in directions), ""), row.model.partition(":")[0]
     scores: dict[int, list[float]] = {}
@@ -90,7 +90,9 @@ def best_validated(lines: Sequence[Mapping[str, Any]], row: Row, directions: Map
     if len(scores) < 2 or scores.keys() != {*range(1, row.round + 1)}:
         return None
     means = {round: mean(values) for round, values in scores.items()}
-    best = (max if directions[name] else min)(means, key=lambda round: means[round])
+    best = best_round(means, directions[name])
+    if best is None:
+        return None
     return (
         f"On validation data, {_heading(name)}: {means[row.round]:.4f} after round {row.round}, the last; "
         f"{means[best]:.4f} after round {best}, the best by these data."

@@ -149,7 +149,7 @@ def rank_of(matrix: Tensor, other: Tensor | None = None) -> int:
     """
     if other is not None:
         if matrix.shape[1] == 1:
-            return int(matrix.any() and other.any())
+            return int(all(factor.any() and factor.isfinite().all() for factor in (matrix, other)))
         if matrix.shape[1] >= min(len(matrix), len(other)):
             return rank_of(matrix @ other.T)
         left, right = (torch.linalg.qr(factor.double(), mode="r").R for factor in (matrix, other))

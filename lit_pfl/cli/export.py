@@ -5,6 +5,7 @@ import argparse
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     for file, difference in differences.items():
         print(f"  {file}: outputs differ from the client's by {difference:.1e} at most")
     if (folder / SCRIPT).exists():
-        print(f"See {CARD} there; to classify an image: cd {folder} && python {SCRIPT} IMAGE")
+        print(f"See {CARD} there; to classify an image: cd {quote(str(folder))} && python {SCRIPT} IMAGE")
 
 
 def loaded(folder: Path) -> FederatedCLI:
@@ -63,12 +64,13 @@ def loaded(folder: Path) -> FederatedCLI:
     for file in (config, checkpoint):
         if not file.is_file():
             raise ConfigError(
-                f"{folder} is not the folder of a run that was made by `lit-pfl fit`: it has no {file.name}."
+                f"{folder} has no {file.relative_to(folder)}; give the folder of a run that `lit-pfl fit` has saved."
             )
     # Predicting nothing is what loads a checkpoint and does no more.
     options = {"limit_predict_batches": "0", "logger": "false", "callbacks": "null", "accelerator": "cpu",
                "enable_progress_bar": "false", "devices": "1", "strategy": "auto"}  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--trainer.{name}", value)]
+    words += ["--federation.engine", "Local"]  # whatever cluster the run was on
     with ExitStack() as held, undisturbed():
         return execute(held, ["predict", "--config", str(config), "--ckpt_path", str(checkpoint), *words])
 
@@ -138,6 +140,6 @@ def _scores(folder: Path, client: int) -> dict[str, str]:
         f"Scores on its {split} data": ", ".join(
             [f"{name} {float(value):.4f}" for name, value in row.items() if name not in COLUMNS and value != ""]
         )
-        + f" ({row['n']} samples, {row['model']}, after round {row['round']})"
+        + f" ({row['n'] + ' samples, ' if row.get('n') else ''}{row['model']}, after round {row['round']})"
         for split, row in latest.items()
     }

@@ -93,7 +93,7 @@ def write_report(runs: Sequence[Run], output: Path, pictures: bool = True) -> Pa
 
     Args:
         runs: the runs.
-        output: the page's file; the pictures go to a folder of the same name without its ending.
+        output: the page's file, ``.html`` if it has no ending; the pictures go to a folder of the same name without it.
         pictures: whether there are any.
 
     Raises:
@@ -102,5 +102,6 @@ def write_report(runs: Sequence[Run], output: Path, pictures: bool = True) -> Pa
     from lit_pfl.report import page  # needs what not everybody has installed
 
     check(runs)
+    output = output if output.suffix else output.with_suffix(".html")
     page.write(grouped(runs), main_metric(runs), output, output.with_suffix("") if pictures else None)
     return output

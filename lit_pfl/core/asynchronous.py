@@ -14,6 +14,7 @@ from lit_pfl.core.participation import named
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.payload_state import payload_from, payload_state
 from lit_pfl.core.server import Server
+from lit_pfl.core.sharing import NORM_STATISTICS
 from lit_pfl.errors import ConfigError
 from lit_pfl.randomness import Draws, number_of
 
@@ -150,14 +151,16 @@ STALENESS: dict[str, Callable[[int, float, int], float]] = {
 
 
 def _moved(upload: Payload, start: Mapping[str, Tensor], model: Mapping[str, Tensor], share: float) -> Payload:
-    """Return ``model + share (upload - start)``; whole numbers, and what is new in the upload, stay as they are."""
-    names = [name for name in upload if name in start and name in model and upload[name].is_floating_point()]
-    return upload.with_(
-        {
-            name: (model[name].double() + share * (upload[name].double() - start[name].double())).to(upload[name].dtype)
-            for name in names
-        }
-    )
+    """Return ``model + share (upload - start)``; whole numbers, and what is new in the upload, stay as they are.
+
+    Running statistics go a share of the way to the upload's: a variance plus a difference could be negative.
+    """
+    moved = {}
+    for name, own in upload.items():
+        if name in start and name in model and own.is_floating_point():
+            from_ = model if name.rpartition(".")[2] in NORM_STATISTICS else start
+            moved[name] = (model[name].double() + share * (own.double() - from_[name].double())).to(own.dtype)
+    return upload.with_(moved)
 
 
 class Step(NamedTuple):

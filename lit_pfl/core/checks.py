@@ -70,6 +70,11 @@ class Checks:
         layout = self.server.layout(client) if client in self.layouts else {}
         return Expected(self.layouts[client] if layout is None else layout, self._frozen)
 
+    def unknown(self, upload: Payload) -> str | None:
+        """Return a tensor that was frozen, so that the server does not know what it was; None if there is none."""
+        model = self.server.model
+        return next((name for name in upload if name in self._frozen and name not in model), None)
+
     def check(self, client: int, upload: Payload, begun: Payload | None = None) -> None:
         """See that an upload can be used.
 
@@ -116,6 +121,16 @@ def check_samples(client: int, number: object) -> None:
         raise ConfigError(f"Client {client}: its number of training samples is {number!r}; it must be a whole number.")
     if number < 1:
         raise ConfigError(f"Client {client} has no training sample.")
+
+
+def check_quorum(option: str, quorum: float) -> None:
+    """See that a quorum is a share.
+
+    Raises:
+        ConfigError: when it is not; it names the option.
+    """
+    if not 0 <= quorum <= 1:
+        raise ConfigError(f"{option}={quorum}: give a share from 0 to 1.")
 
 
 def without_frozen(clients: Mapping[int, ClientInfo]) -> tuple[dict[int, ClientInfo], Layout]:

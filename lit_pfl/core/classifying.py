@@ -124,8 +124,18 @@ class Classifying(Client):
                     yield seen.features, seen.logits, self.targets(batch) if self.needs_labels else torch.empty(0)
 
     def all_embedded(self) -> tuple[Tensor, Tensor]:
-        """Return (n, d) features and (n,) labels of all training data; see :meth:`embedded`."""
-        features, _, labels = (torch.cat(parts) for parts in zip(*self.embedded(), strict=True))
+        """Return (n, d) features and (n,) labels of all training data; see :meth:`embedded`.
+
+        Raises:
+            ConfigError: when the learner skips all of them.
+        """
+        batches = list(self.embedded())
+        if not batches:
+            raise ConfigError(
+                f"Client {self.spec.client_id}: {type(self).__name__} takes features of its training samples, and "
+                f"training_step of {type(self.learner).__name__} skips every batch."
+            )
+        features, _, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         return features, labels
 
     def network_tensors(self) -> dict[str, Tensor]:
@@ -158,12 +168,13 @@ class Classifying(Client):
 
     def class_moments(self, of: Literal["features", "logits"] = "features") -> tuple[Tensor, Tensor, Tensor]:
         """Return (C, d) means, (C,) mean squared norms, both in double precision, and (C,) counts; see above."""
-        counts = self.class_counts.to(self.device)
+        counts = torch.zeros(self.num_logits, dtype=torch.int64, device=self.device)
         width = self.num_features if of == "features" else self.num_logits
         sums = torch.zeros(self.num_logits, width + 1, dtype=torch.float64, device=self.device)
         for features, logits, labels in self.embedded():
             values = (features if of == "features" else logits).double()
             sums.index_add_(0, labels, torch.cat([values, values.square().sum(1, keepdim=True)], 1))
+            counts += torch.bincount(labels, minlength=len(counts))
         means = sums / counts.clamp_min(1)[:, None]
         return means[:, :-1], means[:, -1], counts
 

@@ -81,10 +81,10 @@ class Coordinator:
             ConfigError: when there is no client, or one without samples, or with a tensor that cannot be sent, or
                 that is not finite; when the robust mean cannot do with these clients.
         """
-        if self.server.robust is not None:
-            self.server.robust.check(clients)
         clients, frozen = without_frozen(clients)
         self._checks = Checks(clients, frozen, self.server, self.max_update_norm)
+        if self.server.robust is not None:
+            self.server.robust.check(clients)
         tensors = (tensor for info in clients.values() for tensor in info.initial.values())
         self._device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.server.start(clients)
@@ -223,10 +223,30 @@ class Coordinator:
             return upload
         try:
             payload = as_payload(upload)
+            self._refuse_unknown(payload)
             self._checks.check(client, payload, self._begun(client))
         except UploadError as error:
             return error
         return payload
+
+    def _refuse_unknown(self, upload: Payload) -> None:
+        """See that whatever measures updates knows what everything of an upload was before.
+
+        Raises:
+            ConfigError: when a weight has just been unfrozen, which would all be an update.
+        """
+        mean = self.server.robust
+        options = {
+            "federation.max_update_norm": self.max_update_norm is not None,
+            "federation.privacy": self.privacy is not None,
+            f"model.mean={type(mean).__name__}": mean is not None and mean.from_center,
+        }
+        option = next((option for option, measures in options.items() if measures), None)
+        if option is not None and (name := self._checks.unknown(upload)) is not None:
+            raise ConfigError(
+                f"{option} measures updates, and nobody knows what {name!r} was before it was unfrozen; let "
+                "it train from round 1, or leave the option out."
+            )
 
     def _begun(self, client: int) -> Payload | None:
         """Return the model that a client began with while the server continued; None where it has not."""
@@ -258,11 +278,11 @@ class Coordinator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`, on the clients' device. :meth:`start` comes first."""
         self.round, self.clock = state["round"], state.get("clock", 0.0)
-        if (
-            self.privacy is not None and "privacy" in state
-        ):  # it matters to runs that train on, which have been compared
+        self.refused, self._uploads, self.under_way = [], {}, False
+        # both matter to runs that train on, which have been compared
+        if self.privacy is not None and "privacy" in state:
             self.privacy.load_state_dict(state["privacy"])
         self.ledger.load_state_dict(state["ledger"])
         self.server.load_state_dict(move_data_to_device(state["server"], self._device))
-        if self.in_training is not None:
+        if self.in_training is not None and "in_training" in state:
             self.in_training.load_state_dict(move_data_to_device(state["in_training"], self._device))

@@ -5,6 +5,7 @@ A new one is a subclass of :class:`RobustMean` with one method, and then works b
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
@@ -37,6 +38,9 @@ class RobustMean(ABC):
     are of are all floating-point tensors of an upload together; whole numbers, such as counts of batches, only get the
     weights that follow.
     """
+
+    #: whether it measures how far uploads are from what the clients trained from
+    from_center: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:
@@ -205,6 +209,8 @@ class Krum(MultiKrum):
 
 class Rescaled(RobustMean):
     """A mean of updates that are scaled first, added to what the clients trained from."""
+
+    from_center = True
 
     def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:  # noqa: D102
         scaled = self.scale(uploads, weights, names, center)

@@ -1,14 +1,11 @@
 """Scores of clients, and what they come to over all of them."""
 
-import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lit_pfl_callbacks.averages import deviation, mean, worst_tenth
+from lit_pfl_callbacks.averages import LOSS, deviation, mean, worst_tenth
 from lit_pfl_callbacks.states import GLOBAL
-
-LOSS = re.compile(r"(^|[/_.])loss$")
 
 
 class Row(NamedTuple):

@@ -52,8 +52,8 @@ class PartitionedDataModule(FederatedDataModule):
         eval_batch_size: samples in a validation or test batch.
         evaluate_on: ``own``: every client is evaluated on a part of the validation and test data with the same share of
             each class as its training data. ``all``: on all of them (all of its domain's, if there are several), under
-            its own labels (Factorized-FL's released code). ``alike``: on about ``eval_samples`` of them, drawn with the
-            same shares of classes, whatever other clients have drawn (FedSLR, Appendix B.1).
+            its own labels (Factorized-FL's released code). ``alike``: on ``eval_samples`` of them, up to one fewer
+            of every class, drawn with the same shares of classes, whatever others have drawn (FedSLR, Appendix B.1).
         split: ``pooled``: the source's own training and test data together are split again. ``official``: the source's
             own test data are for testing, all of them, and its training data are cut into a training part and, below
             a ``train_fraction`` of 1, a validation part. Where there are no validation data, test data are scored every
@@ -176,6 +176,8 @@ class PartitionedDataModule(FederatedDataModule):
     def _deal_groups(self, data: Samples) -> None:
         """Give every natural group a client, and cut each on its own."""
         assert data.groups is not None
+        if self.evaluate_on == "alike":
+            raise ConfigError("data.evaluate_on=alike: groups have evaluation samples of their own; choose own or all.")
         groups, num_classes = data.groups.numpy(), data.num_classes or 1
         sizes = np.unique(groups, return_counts=True)[1]
         members = np.split(np.argsort(groups, kind="stable"), np.cumsum(sizes)[:-1])

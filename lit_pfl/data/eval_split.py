@@ -31,12 +31,21 @@ def alike_samples(
     Returns:
         K arrays of positions, none twice for one client.
 
+    Raises:
+        ConfigError: when ``count`` is too small for a client that has training samples.
+
     Source:
         FedSLR, Appendix B.1 (100 samples), rounded as in its released code.
     """
     members = [np.flatnonzero(labels == c) for c in range(shares.shape[1])]
     # in whole numbers, since 0.29 * 100 is less than 29
     wanted = count * shares.astype(np.int64) // np.maximum(shares.sum(1, keepdims=True).astype(np.int64), 1)
+    for client, (own, trained) in enumerate(zip(wanted, shares, strict=True)):
+        if trained.any() and not own.any():
+            raise ConfigError(
+                f"data.eval_samples={count}: client {client} has {np.count_nonzero(trained)} classes, and rounded down "
+                "it gets no sample of any; give more, or data.evaluate_on=own."
+            )
     return [
         np.sort(np.concatenate([rng.permutation(of_c)[:n] for of_c, n in zip(members, own, strict=True)])).astype(
             np.int64

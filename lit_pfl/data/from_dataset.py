@@ -37,7 +37,8 @@ class FromDataset(PartitionedDataModule):
     Args:
         dataset: the dataset, or a function that makes it.
         partition: how training samples are split among clients; by default all get equally many.
-        labels: the class of every sample, for partitions that need it: whole numbers from 0, or names. A column of a
+        labels: the class of every sample, for partitions that need it: whole numbers from 0, or names, which decide who
+            gets what and stay in batches as they are. A column of a
             Hugging Face dataset, an attribute of the dataset such as ``targets``, a key of samples that are dicts, a
             function of a sample, or a sequence.
         groups: what every sample is of: a writer, a hospital, a play. Given likewise. Every group is then a client,
@@ -71,7 +72,8 @@ class FromDataset(PartitionedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(partition=partition or Uniform(), **kwargs)
-        dataset = _in_tensors(dataset() if callable(dataset) and not hasattr(dataset, "__getitem__") else dataset)
+        makes = isinstance(dataset, type) or (callable(dataset) and not hasattr(dataset, "__getitem__"))
+        dataset = _in_tensors(dataset() if makes else dataset)  # type: ignore[operator]
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigError(
                 f"data.dataset: {type(dataset).__name__} cannot be split over clients; "

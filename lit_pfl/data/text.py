@@ -120,7 +120,10 @@ class Text(FederatedDataModule):
             return dict(sorted(topics.items()))
         if isinstance(self.source, str):
             folder = Path(self.source)
-            paths = sorted(path for path in folder.rglob(self.files) if path.is_file())
+            try:
+                paths = sorted(path for path in folder.rglob(self.files) if path.is_file())
+            except (NotImplementedError, ValueError) as error:
+                raise ConfigError(f"data.files={self.files!r}: {error}; give a pattern such as '*.txt'.") from None
             names = [str(path.relative_to(folder)) for path in paths]
             if not paths:
                 what = f"holds no file {self.files!r}" if folder.is_dir() else "is not a folder"

@@ -1,11 +1,13 @@
 """Many Trainers in one process: every client's ``fit`` lives in a greenlet and sleeps inside its ``FederatedLoop``."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
+from lit_pfl.core.checks import check_quorum
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.server import ClientInfo, Server
@@ -144,10 +146,10 @@ class LocalHub:
 
     def abort(self) -> None:
         """End all fits at once, as after an error."""
-        with undisturbed():
-            for fit in self._fits.values():
-                fit.throw(GreenletExit)
-        self._fits.clear()
+        with undisturbed(), ExitStack() as ends:  # all of them, also where a callback fails on the way
+            ends.callback(self._fits.clear)
+            for fit in reversed(self._fits.values()):
+                ends.callback(fit.throw, GreenletExit)
 
     def run(
         self,
@@ -174,6 +176,7 @@ class LocalHub:
                 part in, as ``state`` has it; when modules are under a method and no server is given.
             UploadError: when fewer uploads of a round are usable than the quorum asks for.
         """
+        check_quorum("quorum", quorum)
         coordinator = _Coordinator(server or Server(), quorum)
         try:
             infos = {client: self.start(client) for client in sorted(self._fits)}

@@ -67,6 +67,7 @@ class Local(Engine):
         self.frozen_weights = FrozenWeights(self.clients, asleep=awake is not None)
         self.replaced, self.unfreezing = Replaced(), Unfreezing()
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
+        self._aborted = False
 
     def setup(self, work: Work, own: Sequence[int] | None = None, states: States | None = None) -> None:
         """Make the clients the first time; move them to the Trainer's device.
@@ -79,6 +80,11 @@ class Local(Engine):
         Raises:
             ConfigError: when these files cannot be written.
         """
+        if self._aborted and work.trainer.state.fn == "fit" and not work.trainer.ckpt_path:
+            raise ConfigError(
+                "The last fit ended by an error, and what its clients had trained since the last checkpoint is lost; "
+                "continue from it by ckpt_path, or make another Federation."
+            )
         self.work = work
         if self.awake is not None:
             if self.asleep is None:
@@ -210,6 +216,7 @@ class Local(Engine):
         self._place()  # a Trainer that ends takes its module to the CPU
 
     def abort(self) -> None:  # noqa: D102
+        self._aborted = any(client in self.hub for client in self.clients)
         self.hub.abort()
 
     # --------------------------------------------------------------------------------------------------------- asking
@@ -278,6 +285,7 @@ class Local(Engine):
         return self._restored.get(client, {"state_dict": module.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+        self._aborted = False
         self.hub.seed = self.work.seed = state.get("seed", self.work.seed)
         # of what these clients did before nothing is left, nor of those that have not trained yet in that state
         self._restored.clear()

@@ -8,7 +8,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.learners import STAGE
 from lit_pfl.learners.scoring import RUNNING, score
 from lit_pfl.lightning_internals import show_scores, told_evaluating
-from lit_pfl.randomness import scoring_draws
+from lit_pfl.randomness import normal_number_kept, scoring_draws
 
 
 def monitors(trainer: L.Trainer) -> dict[str, str]:
@@ -49,7 +49,8 @@ class OwnValidation:
             return
         data = self.client.data
         assert data is not None
-        with scoring_draws(self.seed, self.client.spec.client_id), self.client.personalized() as learner:
+        draws = scoring_draws(self.seed, self.client.spec.client_id)
+        with normal_number_kept(), draws, self.client.personalized() as learner:
             logged_now = score(learner, data.val, "val").logged
         show_scores(trainer, logged_now)
         self._scored |= logged_now.keys()

@@ -146,6 +146,7 @@ class Worker:
         vars(self.data).update(unpacked(samples, copy=False))
         self.carried, self.awake = Carried(), awake
         self.engine = Local(awake)
+        self._kept: Parcel | None = None  # states after the latest round
 
     def ready(self) -> tuple[str, str]:
         """Return the names of the machine and of its node of Ray, once the process is at work."""
@@ -230,14 +231,14 @@ class Worker:
             The answer. Then the states of all who have trained: a parcel, or by client what goes into its file where
             not all clients are in memory.
         """
-        self.carried.sent, self.carried.changed = sent, {}
-        answer = self._train(replies, which, completed, batches)
-        if self.awake is not None:
-            return answer, self.carried.changed
-        return answer, packed(self.engine.states(which)) if keep else None
+        self.carried.sent, self.carried.changed, self._kept = sent, {}, None
+        answer = self._train(replies, which, completed, batches, keep and self.awake is None)
+        return answer, self._kept if self.awake is None else self.carried.changed
 
     @carefully
-    def _train(self, replies: Parcel, which: Mapping[int, int], completed: int, batches: Mapping[int, int]) -> Answer:
+    def _train(
+        self, replies: Parcel, which: Mapping[int, int], completed: int, batches: Mapping[int, int], keep: bool
+    ) -> Answer:
         distinct: list[Payload] = unpacked(replies)
         trained: dict[int, Trained] = {}
         seconds: dict[int, float] = {}
@@ -248,6 +249,8 @@ class Worker:
                 seconds[client] = time.perf_counter() - began
         if self.engine.asleep is not None:
             self.engine.asleep.write()
+        if keep:
+            self._kept = packed(self.engine.states(which))
         return Answer(trained, seconds, self.engine.left.intersection(which))
 
     @carefully

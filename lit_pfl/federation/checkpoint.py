@@ -105,7 +105,9 @@ def resume(
         engine.load_state_dict(state)
         coordinator.load_state_dict(state["coordinator"])
         return state
-    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, ValueError) as error:
         raise ConfigError(f"The checkpoint is not a federation's, or not whole: {error!r}.") from error
 
 

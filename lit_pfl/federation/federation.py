@@ -159,13 +159,16 @@ class Federation(QuickModule):
         self.participation = participation
         self.evaluate_clients = evaluate_clients
         self.evaluate, self.keep_trained = evaluate, keep_trained
-        self.quorum, self.max_update_norm, self.privacy = quorum, max_update_norm, privacy
+        self.quorum, self.max_update_norm = quorum, max_update_norm
         self.deadline, self.asynchronous = deadline, asynchronous
         self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.client_trainer = client_trainer or {}
         self.if_not_saved = if_not_saved
-        self.engine = Local() if engine is None else copy.deepcopy(engine)  # what was given is as good for another run
+        # what was given is as good for another run
+        self.privacy = copy.deepcopy(privacy)
+        self._given_engine = engine or Local()
+        self.engine = copy.deepcopy(self._given_engine)
         self._directions = higher_is_better or {}
         self.round_log = RoundLog()
         self._work: Work | None = None
@@ -173,6 +176,7 @@ class Federation(QuickModule):
         self._validated: dict[str, float] = {}
         self._given_seed = self.seed
         self._asked_to_stop = False
+        self._begun_rounds = self._earlier_rounds = 0  # of all fits, and of those by other Trainers
 
     def __getstate__(self) -> dict[str, Any]:
         if self._work is not None:
@@ -211,10 +215,16 @@ class Federation(QuickModule):
         data.all_at_once = self.engine.all_at_once
         data.move_to(self.trainer.strategy.root_device)
         if self._work is None:
-            self._begin(data)
+            try:
+                self._begin(data)
+            except BaseException:
+                self.engine = copy.deepcopy(self._given_engine)  # this one may have made clients
+                raise
         else:
             self._work.goes_on(self.trainer)
             self.engine.setup(self._work)
+        if self.trainer.state.fn == "fit":
+            self._earlier_rounds = self._begun_rounds - self.trainer.current_epoch
         save_whole(self.trainer, self.if_not_saved, self.engine.files)
         summarize(self.trainer, self._described)
 
@@ -294,8 +304,8 @@ class Federation(QuickModule):
     # ---------------------------------------------------------------------------------------------------------- rounds
 
     def participants(self, completed: int) -> list[int]:
-        """Return the ids of the clients that train in the round after ``completed`` rounds."""
-        return self.timetable.participants(completed)
+        """Return the ids of the clients that train in the round after ``completed`` rounds of this Trainer."""
+        return self.timetable.participants(self._earlier_rounds + completed)
 
     def validated(self) -> list[int]:
         """Return the ids of the clients that are evaluated on validation data: in a fit those of a sample."""
@@ -308,14 +318,17 @@ class Federation(QuickModule):
         if monitors(self.trainer).keys() <= known or not self.trainer.limit_val_batches:
             return
         with torch.no_grad(), self.trainer.precision_plugin.val_step_context():
-            known |= self.scores.names(self.data, self.client_ids[0])
+            scored = (k for k in self.client_ids if self.scores.validated_on == "test" or len(self.data.client(k).val))
+            known |= self.scores.names(self.data, next(scored, self.client_ids[0]))
         refuse_misspelt(self.trainer, known)
 
     def on_train_epoch_start(self) -> None:
         """Begin a round."""
         end_of_privacy(self.trainer, self.coordinator, begins=True)
         self._losses, self._validated = [], {}
-        self._plan = self.timetable.begin_round(self.coordinator, self.trainer.current_epoch, self.engine.left)
+        completed = self._earlier_rounds + self.trainer.current_epoch
+        self._plan = self.timetable.begin_round(self.coordinator, completed, self.engine.left)
+        self._begun_rounds = completed + 1
 
     def training_step(self, batch: list[int], batch_idx: int) -> None:
         """Train a set of clients; after the last one of the round, let the server do its step."""
@@ -463,7 +476,8 @@ class Federation(QuickModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the whole federation, see :func:`~lit_pfl.federation.checkpoint.saved`."""
-        checkpoint["federation"] = saved(self._identity(), self.coordinator, self.engine)
+        own = saved(self._identity(), self.coordinator, self.engine)
+        checkpoint["federation"] = own | ({"earlier_rounds": n} if (n := self._earlier_rounds) else {})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the whole federation.
@@ -476,6 +490,8 @@ class Federation(QuickModule):
             names += ["local_epochs", "participation", *OPTIONAL] + ([] if self._given_seed is None else ["seed"])
         state = resume(checkpoint, self._identity(), names, self.coordinator, self.engine)
         self.seed = state["seed"]
+        self._earlier_rounds = state.get("earlier_rounds", 0)
+        self._begun_rounds = self.coordinator.round
         self.timetable.draw_again(self.seed)
         self.scores.trained = trained_in(state)
 

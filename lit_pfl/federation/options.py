@@ -1,6 +1,7 @@
 """Which options of a federation are right, and which go together."""
 
 from lit_pfl.core.asynchronous import Asynchronous
+from lit_pfl.core.checks import check_quorum
 from lit_pfl.core.deadline import Deadline
 from lit_pfl.core.participation import Participation, check_participation
 from lit_pfl.core.privacy import ClientPrivacy
@@ -26,8 +27,7 @@ def check_options(
     """
     check_participation(participation)
     check_share("federation.evaluate_clients", evaluate_clients)
-    if not 0 <= quorum <= 1:
-        raise ConfigError(f"federation.quorum={quorum}: give a share from 0 to 1.")
+    check_quorum("federation.quorum", quorum)
     if not isinstance(engine, Engine | None):
         raise ConfigError(f"federation.engine={engine!r}: give an engine, such as Local() or Stacked(size=32).")
     if max_update_norm is not None and not max_update_norm > 0:

@@ -93,7 +93,9 @@ class Timetable:
 
 
 def batches_of_round(client: int, data: ClientData, local_epochs: int, options: Mapping[str, Any]) -> int:
-    """Return how many batches a client trains in a round.
+    """Return how many batches of training data a client has in a round.
+
+    A method that trains on a part of them, such as PerFedAvg and FedFOMO, takes less; that is not counted.
 
     Args:
         client: its id.

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -24,6 +25,7 @@ _AVERAGES = (
     "they are trained"
 )
 _TRIES = "trains before the first round; let a Trainer that is given the module alone find it"
+_COMPILE = "let configure_model call self.net.compile(), or __init__ set self.net = torch.compile(self.net)"
 #: Lightning's callbacks that neither clients nor a federation can have, and why
 REFUSED = {
     StochasticWeightAveraging: _AVERAGES,
@@ -47,6 +49,10 @@ def check_learner(learner: Any, why_automatic: str = "") -> None:
     name = type(learner).__name__
     if not isinstance(learner, L.LightningModule):
         refuse_other_lightning("model.learner", learner, "LightningModule")
+        if isinstance(whole := getattr(learner, "_orig_mod", None), L.LightningModule):
+            raise ConfigError(
+                f"model.learner: {type(whole).__name__} was compiled as a whole, and clients need copies; {_COMPILE}."
+            )
         raise ConfigError(f"model.learner: {name} is not a LightningModule; pass one.")
     if not learner.automatic_optimization and why_automatic:
         raise ConfigError(
@@ -90,6 +96,11 @@ def check_copies(learner: nn.Module) -> None:
             raise ConfigError(
                 f"model.learner: {name!r} of {type(learner).__name__} is a ScriptModule, whose copies PyTorch cannot "
                 "train, and every client needs one of its own; leave out torch.jit.script."
+            )
+        if part._compiled_call_impl is not None:
+            rank_zero_warn(
+                f"{name or 'all'!r} of {type(learner).__name__} was compiled before it was copied for every client, "
+                f"and PyTorch's copies are not compiled; {_COMPILE}."
             )
 
 

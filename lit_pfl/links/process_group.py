@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lit_pfl.core.checks import check_quorum
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.encoding import Layout
 from lit_pfl.core.payload import FROM_FACTORS, Payload, Upload, as_payload
@@ -73,6 +74,7 @@ class ProcessGroupLink:
         if others:
             raise TypeError(f"ProcessGroupLink has no option {', '.join(others)}")
         check_share("participation", participation)
+        check_quorum("quorum", quorum)
         if participation != 1 and rounds is None:
             raise ConfigError("rounds: clients that wait for their turn cannot count rounds; say how many there are.")
         if rounds is not None and rounds < 1:

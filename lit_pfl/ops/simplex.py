@@ -24,14 +24,21 @@ def project_onto_simplex(values: Tensor, total: float = 1.0) -> Tensor:
         >>> project_onto_simplex(torch.tensor([0.5, 0.25, -1.0]))
         tensor([0.6250, 0.3750, 0.0000])
     """
+    return rows_onto_simplex(values[None], total)[0]
+
+
+def rows_onto_simplex(values: Tensor, total: float = 1.0) -> Tensor:
+    """Return what :func:`project_onto_simplex` makes of every row of an (N, n) tensor."""
     if total <= 0:
         raise ValueError(f"Nothing but zeros sums to {total}; total must be above 0.")
-    values = values - values.max()  # changes nothing but keeps a total that is tiny beside the values from being lost
+    # changes nothing but keeps a total that is tiny beside the values from being lost
+    values = values - values.amax(1, keepdim=True)
     largest = values.sort(descending=True).values
     # theta if exactly the k largest entries stay above zero; the right k is the last that holds its k-th entry above
-    thetas = (largest.cumsum(0) - total) / torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
-    k = int((largest > thetas).sum())
-    return (values - thetas[k - 1]).clamp(min=0)
+    counts = torch.arange(1, values.shape[1] + 1, dtype=values.dtype, device=values.device)
+    thetas = (largest.cumsum(1) - total) / counts
+    last = (largest > thetas).sum(1, keepdim=True) - 1
+    return (values - thetas.gather(1, last)).clamp(min=0)
 
 
 def minimize_on_simplex(matrices: Tensor, steps: int = 2000, tolerance: float = 1e-12) -> Tensor:
@@ -68,12 +75,3 @@ def minimize_on_simplex(matrices: Tensor, steps: int = 2000, tolerance: float = 
         if float(moved.abs().max()) < tolerance:
             break
     return a
-
-
-def rows_onto_simplex(values: Tensor) -> Tensor:
-    """Return what :func:`project_onto_simplex` makes of every row of an (N, n) tensor, with a total of 1."""
-    largest = values.sort(descending=True).values
-    counts = torch.arange(1, values.shape[1] + 1, dtype=values.dtype, device=values.device)
-    thetas = (largest.cumsum(1) - 1) / counts
-    last = (largest > thetas).sum(1, keepdim=True) - 1
-    return (values - thetas.gather(1, last)).clamp(min=0)

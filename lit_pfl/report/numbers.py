@@ -1,17 +1,17 @@
 """What is drawn and tabled: metrics over seeds, and every client's last score."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lit_pfl.report.runs import Group, Row, Run
-from lit_pfl_callbacks.averages import deviation, mean
+from lit_pfl_callbacks.averages import LOSS, best_round, deviation, mean
 from lit_pfl_callbacks.states import BY_OPTION, TRAINED, UNTRAINED, WORDS
 
 #: the metric that an image classifier has, its title and unit, and what it is multiplied by
 TITLES = {"acc": ("accuracy (%)", 100.0)}
 DERIVED = re.compile(r"_(std|worst10)$")
-LOSS = re.compile(r"(^|[/_.])loss$")
 
 
 class Metric(NamedTuple):
@@ -103,23 +103,25 @@ def states_there(groups: Sequence[Group], metric: Metric) -> list[str]:
 def best_validated(run: Run, metric: Metric) -> tuple[int, float] | None:
     """Return the round with the best score on validation data, and the score.
 
-    None where a round was not validated, there is one round only, or nobody knows which end of the metric is good.
+    None where a round was not validated, none has a finite score, there is one round only, or nobody knows which end
+    of the metric is good.
     """
     name = f"val/{metric.name}"
     scores = {int(row["round"]): row[name] for row in run.metrics if name in row}
     higher = _higher_is_better(run, metric.name)
     if higher is None or len(scores) < 2 or scores.keys() != {*range(1, run.rounds + 1)}:
         return None
-    best = (max if higher else min)(scores, key=lambda round: scores[round])
-    return best, scores[best]
+    best = best_round(scores, higher)
+    return None if best is None else (best, scores[best])
 
 
 def _higher_is_better(run: Run, name: str) -> bool | None:
     """Say which end of a metric is the good one: the worst 10 % of clients is at the other one."""
     if name == "acc" or LOSS.search(name):
         return name == "acc"
-    below = sum(row[f"val/{name}"] - row[f"val/{name}_worst10"] for row in run.metrics if f"val/{name}_worst10" in row)
-    return below > 0 if below else None
+    below = [row[f"val/{name}"] - row[f"val/{name}_worst10"] for row in run.metrics if f"val/{name}_worst10" in row]
+    known = sum(value for value in below if math.isfinite(value))
+    return known > 0 if known else None
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float | None]:
@@ -154,6 +156,7 @@ def last_scores(run: Run, metric: Metric) -> dict[int, float]:
         row
         for row in run.table("clients.csv", "client", "round", "split", "model")
         if (row["split"], int(float(row["round"]))) == (metric.split, run.rounds)
+        and row["client"] != ""  # as of a Trainer that is nobody's client
         and row.get(metric.name) not in ("", None)
     ]
     if not last:

@@ -1,6 +1,7 @@
 """Runs as they lie in their folders, and which of them differ in nothing but the seed."""
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,9 +49,9 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all its rounds are there, and a test of the last one."""
-        wanted = self.options.get("trainer.max_epochs") or 0
-        return self.rounds >= wanted and any(name.startswith("test/") for row in self.metrics[-1:] for name in row)
+        """Whether all its rounds are there, or, of a run that was ended before, a test of the last one."""
+        wanted = self.options.get("trainer.max_epochs") or math.inf
+        return self.rounds >= wanted or any(name.startswith("test/") for row in self.metrics[-1:] for name in row)
 
     def last(self, name: str) -> list[float]:
         """Return a metric after the last round, nothing where it is not there."""
@@ -66,6 +67,8 @@ class Run:
             rows = read_rows(self.folder / name)
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigError(f"runs: {self.folder / name} is not a CSV file: {error}.") from None
+        if any(None in row for row in rows):
+            raise ConfigError(f"runs: {self.folder / name} has a line of more columns than its first; take it away.")
         for column in columns:
             if rows and column not in rows[0]:
                 raise ConfigError(f"runs: {self.folder / name} has no column {column!r}; take the file away.")
@@ -110,8 +113,8 @@ def check(runs: Sequence[Run]) -> None:
     for run in runs:
         if not run.metrics:
             raise ConfigError(f"runs: {run.folder} has no round in its metrics.csv; leave it out.")
-        if "round" not in run.metrics[0]:
-            raise ConfigError(f"runs: {run.folder}/metrics.csv has no column 'round'; leave it out.")
+        if any("round" not in row for row in run.metrics):
+            raise ConfigError(f"runs: {run.folder}/metrics.csv has no 'round' in every line; leave it out.")
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
@@ -150,7 +153,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
     elsewhere = [name for name in differing([run.options for run in runs]) if not name.startswith("model")]
     for run in runs:
         if "model" not in run.options:
-            names.append(run.folder.name)
+            names.append(run.folder.resolve().name)
             continue
         same = [other.options for other in runs if other.options.get("model") == run.options["model"]]
         told = [name for name in [*differing(same), *elsewhere] if name in run.options]

@@ -38,6 +38,13 @@ def test_ranks_are_those_of_numpy(shape, rank):
     assert rank_of(u.float(), v.float()) == np.linalg.matrix_rank((u @ v.T).numpy())
 
 
+@pytest.mark.parametrize("columns", [1, 2])
+def test_what_is_not_finite_has_rank_zero(columns):
+    bad = torch.ones(3, columns)
+    bad[0, 0] = torch.nan
+    assert rank_of(bad) == rank_of(bad, torch.ones(4, columns)) == rank_of(torch.ones(4, columns), bad) == 0
+
+
 def test_ranks_of_what_is_empty_or_not_finite():
     assert rank_of(torch.zeros(0, 3)) == rank_of(torch.full((2, 2), torch.nan)) == rank_of(torch.zeros(3, 3)) == 0
     assert rank_of(torch.ones(3, 1), torch.zeros(4, 1)) == 0

@@ -43,9 +43,9 @@ def test_a_run_by_names(capsys):
 
 def test_a_comparison_by_names():
     Path("quick.yaml").write_text("trainer: {max_epochs: 1}")
-    one, other = make_jobs(["simfed", "FedAvg"], [1], ["quick", "logger/report"], Path("out"))
+    one, other = make_jobs(["simfed", "FedAvg"], [1], ["quick", "logger/mlflow"], Path("out"))
     assert one.folder == Path("out/simfed/seed_1")
-    shared = ("--config", "quick.yaml", "--config", str(ROOT / "configs/logger/report.yaml"))
+    shared = ("--config", "quick.yaml", "--config", str(ROOT / "configs/logger/mlflow.yaml"))
     assert one.arguments[:6] == ("--config", str(ROOT / "configs/simfed.yaml"), *shared)
     assert other.arguments[:4] == shared
 

@@ -29,6 +29,10 @@ def test_it_goes_where_it_is_told(capsys):
     make_run(Path("a"), "FedAvg", 1, clients=3, rounds=2)
     typed(capsys, "report", "a", "--output", "there/it.html", "--no_pictures")
     assert Path("there/it.html").exists()
+    came = typed(capsys, "report", "a", "--output", "page")
+    assert Path("page.html").is_file()
+    assert Path("page").is_dir()
+    assert came.out.strip() == "page.html"
 
 
 @pytest.mark.parametrize(

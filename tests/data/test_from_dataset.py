@@ -391,6 +391,12 @@ def test_batches_of_a_single_tensor():
     )
 
 
+def test_a_class_makes_the_dataset():
+    module = FromDataset(Numbers, num_clients=2)
+    module.setup()
+    assert len(module.dataset) == N
+
+
 def test_a_subset_is_a_dataset():
     data = ready(Subset(Numbers(), range(50)), labels=lambda sample: sample[1], num_clients=2)
     assert sorted(i for part in PARTS for k in range(2) for i in of(data, k, part)) == list(range(50))
@@ -429,6 +435,7 @@ def test_held_samples_move_to_the_device():
         ({"labels": [-1] * N}, "numbered from 0; there is a -1"),
         ({"labels": [0.5] * N}, "not fractions"),
         ({"groups": [None, 1] * 101 + [2]}, "data.groups: they have no order"),
+        ({"groups": [0, 1] * 101 + [2], "evaluate_on": "alike"}, "data.evaluate_on=alike: groups have evaluation sam"),
         ({"dataset": Stream()}, "Stream cannot be split over clients; give a map-style Dataset"),
         ({"dataset": TensorDataset(torch.zeros(0))}, "this TensorDataset is empty"),
         ({"num_clients": 200}, "more than the 162 training samples of FromDataset; choose at most 162"),

@@ -325,3 +325,11 @@ def test_samples_alike_are_all_there_are_of_a_rare_class():
     np.testing.assert_array_equal(np.bincount(labels[drawn]), [5, 50])
     [nothing] = alike_samples(np.empty(0, np.int64), np.array([[1, 1]]), 100, np.random.default_rng(0))
     assert len(nothing) == 0
+
+
+def test_so_few_samples_alike_that_a_client_gets_none_are_refused():
+    labels, counts = np.arange(100) % 10, np.array([[50] * 10, [0] * 10])
+    message = r"^data\.eval_samples=9: client 0 has 10 classes, and rounded down it gets no sample of any; give more"
+    with pytest.raises(ConfigError, match=message):
+        alike_samples(labels, counts, 9, np.random.default_rng(0))
+    assert [len(own) for own in alike_samples(labels, counts, 10, np.random.default_rng(0))] == [10, 0]

@@ -181,6 +181,7 @@ def test_language_models_of_lightning_read_it(module: type[L.LightningModule]):
     [
         ({"source": "nowhere"}, "data.source='nowhere' is not a folder; give a folder of texts, or a list of files"),
         ({"source": ".", "files": "*.tex"}, r"data.source='.' holds no file '\*.tex'"),
+        ({"source": ".", "files": "/tmp/*.txt"}, r"data.files='/tmp/\*.txt': .*; give a pattern such as '\*.txt'"),
         ({"source": []}, "give at least one file"),
         ({"source": ["nothing.txt"]}, "nothing.txt cannot be read as a text in UTF-8: .*No such file"),
         ({"source": ["binary.txt"]}, "binary.txt cannot be read as a text in UTF-8: .*codec"),

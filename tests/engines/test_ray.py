@@ -303,6 +303,16 @@ def test_what_goes_wrong_with_a_client_names_it_and_its_machine(cluster):
     assert f"of {os.uname().nodename}" in notes
 
 
+class CannotBeSaved(L.Callback):
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        raise ValueError("not to be saved")
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_and_no_lost_worker(cluster):
+    with pytest.raises(ValueError, match="not to be saved"):
+        run(client(M.FedAvg), engine=Ray(2), client_trainer={"callbacks": [CannotBeSaved()]})
+
+
 def test_callbacks_ask_clients_wherever_they_are(cluster, tmp_path):
     def fit(engine, name):
         callbacks = [

@@ -30,10 +30,10 @@ REFUSED = {
     **{("FedBN", project): "has no batch norm" for project in PROJECTS if project not in ("Screening", "Segmentation")},
     **{(name, project): f"{name} trains adapters, and .* has none" for name in ON_ADAPTERS for project in PROJECTS},
     ("APFL", "Segmentation"): "use model.mixing=parameters",
-    **{(method, "Boring"): f"{method} trains a body, and this one has no weights" for method in ("FedBABU", "FedRep")},
+    **{(method, "Boring"): f"{method} trains a body, and this one has no weights" for method in ("FedBABU",)},
     **{(method, project): "has no class labels"
        for method in ON_LABELS for project in ("Boring", "Regression", "Screening")},
-    **{(method, "Boring"): f"{method} trains the body alone" for method in ("FedAH", "FedPAC", "FLUTE")},
+    **{(method, "Boring"): f"{method} trains the body alone" for method in ("FedAH", "FedPAC", "FedRep", "FLUTE")},
     **{(method, project): r"model.head: .* needs a head (that returns \(B, C\) logits|with a linear layer)"
        for method in ON_HEADS for project in ("LSTM", "Transformer", "Segmentation")},
 }  # fmt: skip

@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation, Server
+from lit_pfl.core.privacy import ClientPrivacy
+from lit_pfl.core.robust import CoordinateMedian, NormClipping
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
@@ -353,3 +355,21 @@ def test_a_module_that_keeps_an_activation_is_copied():
     assert not learner.last.is_leaf
     federation = fit(FedAvg(learner=learner), rounds=1)
     assert {client.learner.last.shape for client in federation.clients.values()} == {(2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "says"),
+    [
+        ({"mean": NormClipping(1.0)}, {}, "model.mean=NormClipping"),
+        ({}, {"max_update_norm": 100.0}, "federation.max_update_norm"),
+        ({}, {"privacy": ClientPrivacy(clip=1.0)}, "federation.privacy"),
+    ],
+    ids=["mean", "norm", "privacy"],
+)
+def test_updates_of_weights_that_are_unfrozen_later_cannot_be_measured(method, option, says):
+    """All of a weight would be its update."""
+    said = rf"^{says} measures updates, and nobody knows what 'body\.0\.weight' was before it was unfrozen; let it"
+    with pytest.raises(ConfigError, match=said):
+        fit(FedAvg(learner=PlainSteps(train_from=1), **method), **option)
+    fit(FedAvg(learner=PlainSteps(train_from=1), mean=CoordinateMedian()))
+    fit(FedAvg(learner=PlainSteps(), **method), **option)

@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -269,6 +270,30 @@ def test_a_client_that_has_lost_its_state_says_so():
     with pytest.warns(UserWarning, match=r"Client 2: .*its state after round 1 is not in node20"):
         flower.run()
     assert flower.metrics[-1]["uploads"] == 4
+
+
+def test_a_client_that_a_callback_has_ended_is_named_and_the_others_of_its_node_train_on():
+    class EndsEarly(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.should_stop = pl_module.spec.client_id == 1
+
+    here = grid(participation=1.0)
+    here.app = client_app(lambda config: METHODS["FedAvg"](), sites, client_options={"callbacks": [EndsEarly()]})
+    flower = server(here, rounds=4)
+    with pytest.warns(UserWarning, match="Client 1: a callback has ended its training"):
+        flower.run()
+    assert [row["uploads"] for row in flower.metrics] == [6, 5, 5, 5]
+    assert {row["client"] for row in read_rows(flower.folder / "clients.csv")} == {*"012345"}
+
+
+def test_a_scoring_that_nobody_answers_leaves_the_table():
+    here = grid(participation=1.0)
+    server(here, rounds=1).run()
+    table = Path("server/clients.csv").read_text()
+    here.change = lambda message, answer: None if message.metadata.message_type == "evaluate" else answer
+    with pytest.warns(UserWarning, match="No node has answered the scoring"):
+        server(here, rounds=2).run()
+    assert Path("server/clients.csv").read_text() == table
 
 
 def test_training_that_runs_away_is_refused_by_name():

@@ -8,10 +8,11 @@ from torch import nn
 from two_layers import ALL, TwoLayers, arrays, backward, logits
 
 from lit_pfl.core import Payload
+from lit_pfl.core.robust import Krum
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import ElasticAggregation, FedAvg
+from lit_pfl.methods import ElasticAggregation, FedAvg, Scaffold
 from lit_pfl.methods.global_model.elastic_aggregation import SENSITIVITY, ElasticServer, elastic_factors
-from tiny import Parts, assert_equal, client, run, weights
+from tiny import Parts, assert_equal, client, digits, run, weights
 
 
 def federation(rounds: int, **options):
@@ -91,3 +92,20 @@ def test_a_network_without_a_head_module_is_refused():
             client(ElasticAggregation, backbone=lambda channels, classes: Parts(nn.Linear(8, classes), nn.Flatten())),
             rounds=1,
         )
+
+
+@pytest.mark.parametrize("method", [ElasticAggregation, Scaffold])
+def test_a_robust_mean_sees_whole_uploads(method):
+    """A mean that takes one client's upload takes all of it, what is beside the weights too."""
+    asked = []
+
+    class Noted(Krum):
+        def __call__(self, uploads, weights, names, center):
+            asked.append(set(names))
+            return super().__call__(uploads, weights, names, center)
+
+    optimizer = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05)}
+    run(client(method, mean=Noted(1), **optimizer), digits(5), rounds=2)
+    assert len(asked) == 2
+    assert len({len(names) for names in asked}) == 1
+    assert any("." in name and name.split(".")[0] in ("sensitivity", "control") for name in asked[0])

@@ -8,7 +8,7 @@ from heads import learners, skewed
 from lit_pfl.methods import FedCP, FedPer
 from lit_pfl.methods.partial.fedcp import Gates, mmd
 from lit_pfl_callbacks.tensors import tensors_of
-from tiny import client, digits, run, weights
+from tiny import assert_equal, client, digits, run, weights
 
 
 def test_gates_sum_to_one_and_both_heads_get_their_part():
@@ -80,6 +80,7 @@ def test_the_head_that_is_sent_is_the_mean_of_both():
     member.begin_round()
     member.end_round()
     mean = (member.backbone.head.weight + received["weight"]) / 2
+    assert_equal(dict(member.common_head.state_dict()), received)  # with which it has trained, and is scored
     torch.testing.assert_close(member.upload()["backbone.head.weight"], mean.detach())
     own = member.backbone.head.weight.detach().clone()
     member.download({name: torch.zeros_like(x) for name, x in member.upload().items()})

@@ -39,6 +39,17 @@ def test_equal_means_weigh_heads_by_their_inverse_variances():
     torch.testing.assert_close(head_weights(v, torch.ones(3, 5, 4)), expected.double().expand(3, 3), atol=1e-6, rtol=0)
 
 
+def test_heads_of_a_thousand_equal_clients_are_averaged(monkeypatch):
+    """Of which no weight is above the smallest that counts; and in parts, as the server holds no cube of them."""
+    variances, means = torch.linspace(1, 2, 30), torch.randn(30, 2, 3)
+    whole = head_weights(variances, means)
+    monkeypatch.setattr("lit_pfl.methods.partial.fedpac.MOST_NUMBERS", 30 * 30 * 7)
+    torch.testing.assert_close(head_weights(variances, means), whole, atol=1e-4, rtol=0)
+    monkeypatch.setattr("lit_pfl.methods.partial.fedpac.minimize_on_simplex", lambda m: torch.full(m.shape[:2], 1e-3))
+    weights = head_weights(torch.ones(1000), torch.ones(1000, 1, 1))
+    torch.testing.assert_close(weights, torch.full((1000, 1000), 1e-3))
+
+
 def test_without_variances_every_head_is_its_own():
     h = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(head_weights(torch.zeros(4), h), torch.eye(4, dtype=torch.float64))

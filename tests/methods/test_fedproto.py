@@ -9,7 +9,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.data import Digits
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedProto, StandAlone
-from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES, FedProtoServer, mean_prototypes
+from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES, FedProtoServer, Nearest, mean_prototypes
 from lit_pfl.models import CNN
 from tiny import Parts, assert_equal, client, digits, run, weights
 
@@ -36,6 +36,23 @@ def test_prototypes_equal_the_formula(weighting):
     for c in range(10):
         expected = np.average(own[:, c], axis=0, weights=by[:, c]) if counts[:, c].any() else 0
         np.testing.assert_allclose(model[PROTOTYPES][c], expected, atol=1e-6)
+
+
+def test_samples_that_the_learner_skips_do_not_count(monkeypatch):
+    member = run(client(FedProto), skewed(), rounds=1).clients[0]
+    means, counts = member.class_means()
+    step, full = member.learner.training_step, member.training_data()
+    monkeypatch.setattr("lit_pfl.core.classifying.in_order", lambda data: [*full.in_order(8)])
+    monkeypatch.setattr(member.learner, "training_step", lambda batch, i: None if i == 0 else step(batch, i))
+    fewer_means, fewer = member.class_means()
+    labels = next(iter(full.in_order(8)))[1]
+    assert torch.equal(counts - fewer, torch.bincount(labels, minlength=10))
+    seen = fewer > 0
+    assert (fewer_means.norm(dim=1)[seen] > 0.5 * means.norm(dim=1)[seen]).all()
+    monkeypatch.setattr(member.learner, "training_step", lambda batch, i: None)
+    assert not member.class_means()[1].any()
+    with pytest.raises(ConfigError, match=r"^Client 0: FedProto takes features .* ImageClassifier skips every batch"):
+        member.all_embedded()
 
 
 def test_the_term_is_the_mean_squared_distance_where_there_is_a_prototype():
@@ -95,3 +112,9 @@ def test_a_convolutional_head_is_refused():
 def test_a_larger_network_on_larger_images():
     data = Digits(num_clients=2, image_size=16, train_fraction=0.05, test_fraction=0.9)
     assert run(client(FedProto, backbone=CNN), data, rounds=1).rows
+
+
+def test_a_class_without_a_prototype_is_never_the_nearest():
+    nearest = Nearest(torch.tensor([[0.0, 0.0], [500.0, 0.0], [1e6, 0.0]]), torch.tensor([False, True, True]))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert int(nearest(torch.tensor([[200.0, 300.0]], dtype=dtype), torch.empty(0)).argmax()) == 1

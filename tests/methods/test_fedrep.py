@@ -94,9 +94,9 @@ def test_errors():
     with pytest.raises(ConfigError, match=r"model\.body_epochs=1 leaves none of federation\.local_epochs=1"):
         client(FedRep).build(task)
     client(FedRep, mode="joint").build(task)
-    linear = client(FedRep, mode="joint", backbone=lambda *_: Parts(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
-    with pytest.raises(ConfigError, match=r"model\.backbone: FedRep trains a body"):
-        linear.build(task)
+    linear = client(FedRep, backbone=lambda *_: Parts(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+    with pytest.raises(ConfigError, match=r"model\.backbone: FedRep trains the body alone"):
+        linear.build(spec(channels=1, image_size=8, local_epochs=2))
     tied = Parts(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64)), torch.nn.Linear(64, 64))
     tied.head.weight, tied.head.bias = tied.body[1].weight, tied.body[1].bias
     with pytest.raises(ConfigError, match=r"model\.head: .* \(tied weights\)"):

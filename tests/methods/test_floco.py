@@ -15,6 +15,7 @@ from lit_pfl.testing import MethodTester, assert_equal
 from lit_pfl.testing.methods import (
     clients_that_do_not_take_part_stay_as_they_are,
     resumed_equals_uninterrupted,
+    servers_work_on_the_clients_device_also_after_a_resume,
     the_order_of_clients_does_not_matter,
 )
 from tiny import Parts, client, run, weights
@@ -112,6 +113,7 @@ def test_before_round_tau_mixtures_are_of_all_the_simplex():
     "check",
     [
         resumed_equals_uninterrupted,
+        servers_work_on_the_clients_device_also_after_a_resume,
         the_order_of_clients_does_not_matter,
         clients_that_do_not_take_part_stay_as_they_are,
     ],
@@ -128,5 +130,7 @@ def test_what_cannot_be_is_said():
     )
     with pytest.raises(ConfigError, match=r"^model\.head: Floco needs a head with a linear layer and nothing else"):
         run(client(Floco, backbone=deep), skewed(), rounds=1)
+    with pytest.raises(ConfigError, match=r"^model\.rho=1\.0: Floco's regions need a radius below 1"):
+        Floco(rho=1.0)
     with pytest.raises(ConfigError, match=r"^model\.share_head=false: Floco averages the endpoints"):
         run(client(Floco, share_head=False), skewed(), rounds=1)

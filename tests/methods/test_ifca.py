@@ -3,11 +3,12 @@
 import numpy as np
 import torch
 from quadratic import Quadratics, equal, flat, quadratic, run_whole_and_in_two_parts
+from torch import nn
 
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, UniformServer
 from lit_pfl.methods import IFCA, FedAvg
-from lit_pfl.methods.similarity.ifca import CLUSTER, IFCAServer, by_cluster
+from lit_pfl.methods.similarity.ifca import CLUSTER, IFCAServer, by_cluster, draw_anew
 from tiny import assert_equal, client, digits, run, weights
 
 
@@ -44,7 +45,7 @@ def test_a_round_equals_the_formula():
     problem = Quadratics.random()
     federation = run(quadratic(IFCA, problem, clusters=3), equal(4), rounds=1, local_epochs=3)
     one, start = federation.coordinator.server, run(quadratic(IFCA, problem, clusters=3), equal(4), rounds=0)
-    firsts = [flat(model) for model in start.coordinator.server.models]
+    firsts = [flat(model) for model in start.coordinator.server.models.values()]
     np.testing.assert_array_equal(firsts[0], problem.start)
     assert len({tuple(first) for first in firsts}) == 3
     chosen = {k: int(np.argmin([problem.loss(k, w) for w in firsts])) for k in range(4)}
@@ -64,7 +65,7 @@ def test_a_model_that_nobody_chooses_stays():
     server = IFCAServer([Payload({"w": torch.ones(1)})])
     server.start({k: ClientInfo(1, first) for k in range(2)})
     server.aggregate(1, {k: Payload({"w": torch.full((1,), 2.0 + k), CLUSTER: torch.tensor(0)}) for k in range(2)})
-    assert [float(model["w"]) for model in server.models] == [2.5, 1.0]
+    assert [float(model["w"]) for model in server.models.values()] == [2.5, 1.0]
 
 
 def test_all_models_come_down_and_one_goes_up():
@@ -75,7 +76,7 @@ def test_all_models_come_down_and_one_goes_up():
     assert reply.elements == 3 * (upload.elements - 1)
     norm, head = "backbone.body.1.weight", "backbone.head.weight"
     first = run(client(IFCA, clusters=3), rounds=0).coordinator.server.models
-    assert all(torch.equal(model[norm], torch.ones(4)) for model in first)
+    assert all(torch.equal(model[norm], torch.ones(4)) for model in first.values())
     assert not torch.equal(first[1][head], first[2][head])
 
 
@@ -83,3 +84,12 @@ def test_resumed_equals_uninterrupted(tmp_path):
     a, b = run_whole_and_in_two_parts(tmp_path, lambda: client(IFCA), lambda: digits(4), participation=0.5)
     assert_equal(weights(a), weights(b))
     assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())
+
+
+def test_frozen_weights_are_in_every_model_as_they_are():
+    layer = nn.Linear(3, 2)
+    layer.weight.requires_grad_(False)
+    weight, bias = layer.weight.clone(), layer.bias.clone()
+    draw_anew(layer)
+    assert torch.equal(layer.weight, weight)
+    assert not torch.equal(layer.bias, bias)

@@ -127,6 +127,34 @@ def test_every_client_holds_the_server_s_model_whenever_it_takes_part():
     assert set(whole) == set(change) - {CHANGE}
 
 
+def test_a_change_that_comes_twice_is_added_once():
+    """As after a round of which no upload could be used."""
+    federation = run(client(FedKD, energy_start=0.5, energy_end=0.6), skewed(2), rounds=2)
+    server, member = federation.coordinator.server, federation.clients[0]
+    for _ in range(2):
+        member.download(server.reply(0))
+        for name, own in member.before_round.items():
+            torch.testing.assert_close(own, server.model[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_what_matches_features_is_clipped_by_itself(algorithm):
+    member = run(client(FedKD), skewed(2), rounds=1).clients[0]
+    clip = torch.nn.utils.clip_grad_value_ if algorithm == "value" else torch.nn.utils.clip_grad_norm_
+    parts = [list(part.parameters()) for part in (member.learner, member.personal, member.matched)]
+    expected = []
+    for number, weights_of in enumerate(parts, 1):
+        for weight in weights_of:
+            weight.grad = torch.full_like(weight, float(number))
+        clip(weights_of, 0.5)
+        expected += [weight.grad for weight in weights_of]
+        for weight in weights_of:
+            weight.grad = torch.full_like(weight, float(number))
+    member.configure_gradient_clipping(member.trainer.optimizers[0], 0.5, algorithm)
+    for weight, grad in zip([weight for part in parts for weight in part], expected, strict=True):
+        torch.testing.assert_close(weight.grad, grad)
+
+
 def test_the_energy_rises_over_the_rounds():
     method = FedKD(rounds=5)
     assert [round(method.energy(t), 4) for t in (0, 2, 4, 9)] == [0.95, 0.965, 0.98, 0.98]

@@ -5,6 +5,7 @@ import pytest
 import torch
 from quadratic import Quadratics, chosen, equal, flat, quadratic, run_whole_and_in_two_parts, sgd
 
+from lit_pfl.core import ServerAdam
 from lit_pfl.core.server import UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, PFedMe
@@ -92,3 +93,9 @@ def test_resumed_equals_uninterrupted(tmp_path):
     )
     assert_equal(weights(a), weights(b))
     assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())
+
+
+def test_beta_is_a_server_optimizer():
+    with pytest.raises(ConfigError, match=r"^model\.beta=0\.5: it is a server optimizer itself"):
+        PFedMe(beta=0.5, server_optimizer=ServerAdam(lr=0.1))
+    assert isinstance(PFedMe(server_optimizer=ServerAdam(lr=0.1)).server_optimizer, ServerAdam)

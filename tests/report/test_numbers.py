@@ -267,6 +267,31 @@ def test_what_is_no_number_is_named(tmp_path):
         check([read(tmp_path)])
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"), [("1,0.5\n2,0.5,0.7\n", "a line of more columns than its first"), ("1,0.5\n,0.6\n", "'round'")]
+)
+def test_lines_that_do_not_fit_are_named(tmp_path, lines, said):
+    (tmp_path / "metrics.csv").write_text("round,val/acc\n" + lines)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/metrics.csv has .*{said}"):
+        check([read(tmp_path)])
+
+
+def test_scores_of_a_trainer_that_is_nobody_s_client_are_no_client_s(tmp_path):
+    write(tmp_path / "metrics.csv", "round test/acc", [[1, 0.5]])
+    write(tmp_path / "clients.csv", "client round split model acc", [["", 1, "test", "personalized:before", 0.5]])
+    assert last_scores(read(tmp_path), ACC) == {}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "tested", "finished"), [(2, False, True), (2, True, True), (1, True, True), (1, False, False)]
+)
+def test_a_run_is_finished_with_its_rounds_or_its_test(tmp_path, rounds, tested, finished):
+    """One may go without a test, and one may be ended by its privacy budget, and is tested then."""
+    lines = [[r, 0.5, 0.5 if tested and r == rounds else ""] for r in range(1, rounds + 1)]
+    write(tmp_path / "metrics.csv", "round val/acc test/acc", lines)
+    assert Run(tmp_path, {"trainer.max_epochs": 2}).finished == finished
+
+
 def test_what_is_no_table_is_named(tmp_path):
     (tmp_path / "metrics.csv").write_bytes(b"round,val/acc\n1,\xff\xfe\n")
     with pytest.raises(ConfigError, match=f"{tmp_path}/metrics.csv is not a CSV file"):
@@ -358,3 +383,13 @@ def test_which_end_of_a_metric_is_good_is_seen_at_its_worst_tenth(tmp_path, name
     ])  # fmt: skip
     found = best_validated(Run(tmp_path, {}), Metric(name, f"val/{name}", f"val/{name}"))
     assert (found and found[0]) == best
+
+
+@pytest.mark.parametrize(
+    ("values", "best"), [(("nan", 0.5, 0.9), (3, 0.9)), ((0.5, "nan", 0.9), (3, 0.9)), (("nan", "nan", "inf"), None)]
+)
+@pytest.mark.parametrize("name", ["acc", "r2"])
+def test_a_round_without_a_finite_score_is_not_the_best(tmp_path, name, values, best):
+    lines = [[r, v, v if isinstance(v, str) else v - 0.2] for r, v in enumerate(values, 1)]
+    write(tmp_path / "metrics.csv", f"round val/{name} val/{name}_worst10", lines)
+    assert best_validated(Run(tmp_path, {}), Metric(name, f"val/{name}", f"val/{name}")) == best

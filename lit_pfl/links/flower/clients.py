@@ -151,9 +151,9 @@ class Node:
             try:
                 if client in engine.left:
                     troubles[str(client)] = [f"Client {client}: a callback has ended its training.", ""]
-                    continue
-                with self._computing(client, engine):
-                    upload, loss, n = engine.train({client: reply}, completed)[client]
+                else:
+                    with self._computing(client, engine):
+                        upload, loss, n = engine.train({client: reply}, completed)[client]
                     if isinstance(upload, UploadError):
                         troubles[str(client)] = [str(upload), upload.tensor]
                     else:

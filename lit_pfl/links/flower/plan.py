@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
+from lit_pfl.core.checks import check_quorum
 from lit_pfl.errors import ConfigError
 from lit_pfl.links.unavailable import refuse_unavailable
 from lit_pfl.randomness import check_share
@@ -42,8 +43,7 @@ class Plan:
         for name, least in (("clients", 1), ("rounds", 1), ("local_epochs", 0), ("seed", 0), ("threads", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"run-config {_spelt(name)}={getattr(self, name)}: must be {least} or more.")
-        if not 0 <= self.quorum <= 1:
-            raise ConfigError(f"run-config quorum={self.quorum}: give a share from 0 to 1.")
+        check_quorum("run-config quorum", self.quorum)
         if not self.timeout > 0:
             raise ConfigError(f"run-config timeout={self.timeout}: give a number of seconds.")
         check_share("run-config participation", self.participation, self.clients)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flwr.app import Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_pfl.core import Client, ClientSpec
 from lit_pfl.core.coordinator import Coordinator
@@ -173,6 +173,9 @@ class FlowerServer:
         server, answered = self.coordinator.server, self.nodes.answered
         fresh = {client: server.reply(client) for client, round in answered.items() if not round}
         scores, higher_is_better = self.nodes.evaluate(fresh, self.coordinator.round)
+        if not scores:
+            rank_zero_warn("No node has answered the scoring; clients.csv stays as it was.")
+            return
         rows = []
         for client, model, n, values in scores:
             kind = f"{model}:{'before' if answered[client] else 'untrained'}"

@@ -16,6 +16,7 @@ from lit_pfl.core.server import ClientInfo, UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Step, call_with, holding, silenced, single_optimizer
 from lit_pfl.methods.factorized.structures import STRUCTURES, Structure, StructureName
+from lit_pfl.methods.partial.phases import check_epochs
 from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl.nn import Memory
 from lit_pfl.ops.low_rank import LowRank, as_matrix
@@ -120,8 +121,7 @@ class FedSLR(TwoModels):
 
     def configure_state(self) -> None:  # noqa: D102
         super().configure_state()
-        if self.spec.local_epochs is not None:
-            self._check(self.spec.local_epochs)
+        check_epochs(self.spec.local_epochs, self.personal_epochs, "model.personal_epochs", "global model")
         roles = self.roles()
         with torch.no_grad():
             for name, p in self.personal.named_parameters():
@@ -129,13 +129,6 @@ class FedSLR(TwoModels):
                     p.zero_()
         self.dual = Memory(self.shared_weights() if self.solver.corrected else {}).zero_()
         self.register_buffer("common_parameters", torch.tensor(sum(p.numel() for p in self.learner.parameters())))
-
-    def _check(self, local_epochs: int) -> None:
-        if local_epochs <= self.personal_epochs:
-            raise ConfigError(
-                f"model.personal_epochs={self.personal_epochs} leaves none of federation.local_epochs={local_epochs} "
-                f"for the global model; set at least {self.min_local_epochs} local epochs."
-            )
 
     def configure_server(self) -> "FedSLRServer":  # noqa: D102
         threshold = 0.0 if self.solver.local else self.lam * self.eta_g
@@ -188,7 +181,7 @@ class FedSLR(TwoModels):
         self._trains_personal = False
 
     def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
-        self._check(local_epochs)
+        check_epochs(local_epochs, self.personal_epochs, "model.personal_epochs", "global model")
         if epoch == local_epochs - self.personal_epochs:
             self._finish_common()
             self._trains_personal = True

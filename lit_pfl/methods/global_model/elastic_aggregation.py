@@ -126,11 +126,12 @@ class ElasticServer(Server):
         return not name.startswith(SENSITIVITY)
 
     def averaged(self, uploads: Mapping[int, Payload], weights: list[float]) -> Payload:  # noqa: D102
-        mean = super().averaged(uploads, weights)
-        names = [name for name in mean if name in self.weights]
-        sensitivity = self.average(uploads, weights, [SENSITIVITY + name for name in names])
-        factors = elastic_factors({name: sensitivity[SENSITIVITY + name] for name in names}, self.tau)
-        return mean.with_({name: torch.lerp(self.model[name], mean[name], factors[name]) for name in names})
+        names = self._averaged(uploads)
+        moved = [name for name in names if name in self.weights]
+        mean = self.average(uploads, weights, [*names, *(SENSITIVITY + name for name in moved)])
+        factors = elastic_factors({name: mean[SENSITIVITY + name] for name in moved}, self.tau)
+        own = {name: torch.lerp(self.model[name], mean[name], factors[name]) for name in moved}
+        return Payload({name: own.get(name, mean[name]) for name in names}, mean.sparse)
 
 
 def elastic_factors(sensitivity: Mapping[str, Tensor], tau: float) -> dict[str, Tensor]:

@@ -165,7 +165,15 @@ class ScaffoldServer(UniformServer):
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         before = self.model
-        super().aggregate(round, uploads)
+        names, weights = self._averaged(uploads), self.averaging_weights(round, uploads)
+        controls = [CONTROL + name for name in self.control]
+        counts = [self._size(client) / len(self.num_samples) for client in uploads]
+        if self.robust is None:
+            mean, changes = self.average(uploads, weights, names), self.average(uploads, counts, controls)
+        else:  # which looks at all tensors of an upload together
+            mean = self.average(uploads, weights, [*names, *controls])
+            changes = Payload({name: mean[name] * sum(counts) for name in controls})
+        self.model = Payload({name: mean[name] for name in names}, mean.sparse.intersection(names))
         if self.server_lr != 1:
             moved = {
                 name: torch.lerp(before[name], mean, self.server_lr)
@@ -173,8 +181,6 @@ class ScaffoldServer(UniformServer):
                 if name in self.control
             }
             self.model = self.model.with_(moved)
-        counts = [self._size(client) / len(self.num_samples) for client in uploads]
-        changes = self.average(uploads, counts, [CONTROL + name for name in self.control])
         self.control = {name: control + changes[CONTROL + name] for name, control in self.control.items()}
 
     def center(self, client: int, upload: Payload) -> Mapping[str, Tensor]:

@@ -167,6 +167,7 @@ class FedGenServer(TrainedServer):
     """
 
     count_tensors = (COUNTS,)
+    kept = ("completed",)
 
     def __init__(self, method: FedGen, seed: int = 0) -> None:
         super().__init__(seed)
@@ -175,7 +176,6 @@ class FedGenServer(TrainedServer):
         self.sizes = method.noise_dim, method.num_logits, method.hidden_dim, method.num_features
         self.lr, self.decay, self.eta = method.generator_lr, method.decay, method.eta
         self.steps, self.batch_size = method.generator_steps, method.gen_batch_size
-        self.occurring, self.completed = torch.zeros(0, dtype=torch.int64), 0
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
@@ -219,13 +219,6 @@ class FedGenServer(TrainedServer):
 
     def global_model(self) -> Payload:  # noqa: D102
         return self.model
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return {**super().state_dict(), "completed": self.completed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.completed = state["completed"]
 
 
 def teacher_loss(logits: Iterator[Tensor], labels: Tensor, counts: Tensor) -> Tensor:

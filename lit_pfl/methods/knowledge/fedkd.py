@@ -86,8 +86,8 @@ class FedKD(Mutual):
 
     def initial(self) -> Payload:
         """Return the whole mentee."""
-        change = super().initial()
-        return Payload({name: x for name, x in self.shared_parameters().items() if name in change})
+        super().initial()
+        return Payload(self.shared_parameters())
 
     def upload(self) -> Payload:
         """Return the change of the mentee, in factors."""
@@ -97,8 +97,12 @@ class FedKD(Mutual):
 
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
-        changes = CHANGE in reply
-        new = {name: x + reply[name].to(x) if changes else reply[name] for name, x in self.before_round.items()}
+        if CHANGE not in reply:
+            new = {name: reply[name] for name, _ in self.before_round.items()}
+        elif int(reply[ROUNDS]) == int(self.completed):  # which is in it: of the round since then no upload was used
+            new = dict(self.before_round.items())
+        else:
+            new = {name: x + reply[name].to(x) for name, x in self.before_round.items()}
         self.before_round.copy_(new)
         self.completed.copy_(reply[ROUNDS])
         super().download(new)

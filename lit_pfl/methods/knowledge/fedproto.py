@@ -138,7 +138,7 @@ class Nearest(nn.Module):
     def forward(self, features: Tensor, logits: Tensor) -> Tensor:
         """Return (B, C) logits."""
         distances = (features[:, None] - self.prototypes.to(features)).square().mean(2)
-        return (-distances).masked_fill(~self.known, -1e4)
+        return (-distances).masked_fill(~self.known, torch.finfo(distances.dtype).min)
 
 
 class FedProtoServer(Server):

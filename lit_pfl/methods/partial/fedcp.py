@@ -78,9 +78,9 @@ class FedCP(Classifying):
         return Gates(self.extra["policy"], self.common_head, self.own["context"])
 
     def upload(self) -> Payload:
-        """Return body, policy and the head that is averaged."""
-        payload, common = super().upload(), self.common_head.state_dict()
-        heads = {name: common[self._leaves[name]] for name in payload if name in self._leaves}
+        """Return body, policy and the head that is averaged: the mean of the personal and the received one."""
+        payload, received = super().upload(), self.common_head.state_dict()
+        heads = {name: _middle(x, received[self._leaves[name]]) for name, x in payload.items() if name in self._leaves}
         return Payload({**payload, **heads}, payload.sparse)
 
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
@@ -99,14 +99,6 @@ class FedCP(Classifying):
         with self.at_head(features=gates.personal, logits=gates.add_common) as seen:
             loss = super().objective(batch, batch_idx)
         return loss if before is None else loss + self.lam * mmd(seen.features, before)
-
-    @torch.no_grad()
-    def end_round(self) -> None:
-        """Make the head that is sent: the mean of the personal and the received one."""
-        personal = self.head_module.state_dict()
-        for leaf, tensor in self.common_head.state_dict().items():
-            if tensor.is_floating_point():
-                tensor.add_(personal[leaf]).div_(2)
 
     @contextmanager
     def personalized(self) -> Iterator[L.LightningModule]:
@@ -146,6 +138,11 @@ class Gates(nn.Module):
     def add_common(self, features: Tensor, logits: Tensor) -> Tensor:
         """Return the sum of both heads' logits."""
         return logits + self.common_head(self._others)
+
+
+def _middle(personal: Tensor, received: Tensor) -> Tensor:
+    """Return the mean of two tensors of heads; of two counters the received one."""
+    return (personal.detach() + received) / 2 if received.is_floating_point() else received
 
 
 def mmd(x: Tensor, y: Tensor) -> Tensor:

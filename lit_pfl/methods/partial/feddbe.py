@@ -117,6 +117,7 @@ class FedDBEServer(Server):
     """
 
     averages = means_only = True
+    kept = ("feature_mean",)
 
     feature_mean: Tensor | None = None
 
@@ -134,10 +135,3 @@ class FedDBEServer(Server):
         if self.feature_mean is None:
             return self.model
         return Payload({**self.model, MEAN: self.feature_mean}, self.model.sparse)
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return {**super().state_dict(), "feature_mean": self.feature_mean}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.feature_mean = state["feature_mean"]

@@ -19,6 +19,8 @@ from lit_pfl.ops import minimize_on_simplex
 
 VARIANCE, MEANS = "variance", "class_means"
 STATISTICS = (PROTOTYPES, COUNTS, VARIANCE, MEANS)
+#: of double precision that the server holds at once where it compares clients
+MOST_NUMBERS = 2**25
 
 
 class FedPAC(Classifying):
@@ -139,10 +141,14 @@ def head_weights(variances: Tensor, means: Tensor) -> Tensor:
         means: (K, C, d) h of every client.
     """
     flat = means.double().flatten(1)
-    away = flat[:, None] - flat[None]  # (i, j): h_i - h_j
-    matrices = away @ away.transpose(1, 2) + torch.diag(variances.double())
-    weights = minimize_on_simplex(matrices)
-    weights = torch.where(weights > 1e-3, weights, torch.zeros_like(weights))
+    at_once = max(1, MOST_NUMBERS // (len(flat) * max(flat.shape)))
+    rows = []
+    for some in flat.split(at_once):
+        away = some[:, None] - flat[None]  # (i, j): h_i - h_j
+        rows.append(minimize_on_simplex(away @ away.transpose(1, 2) + torch.diag(variances.double())))
+    weights = torch.cat(rows)
+    large = torch.where(weights > 1e-3, weights, torch.zeros_like(weights))
+    weights = torch.where(large.any(1, keepdim=True), large, weights)  # of 1,000 equal clients none is large
     return weights / weights.sum(1, keepdim=True)
 
 
@@ -157,6 +163,8 @@ class FedPACServer(Server):
     """
 
     count_tensors = (COUNTS,)
+
+    kept_payloads = ("heads",)
 
     heads: dict[int, Payload]
 
@@ -193,10 +201,3 @@ class FedPACServer(Server):
 
     def global_model(self) -> None:
         """Return nothing: every client has a head of its own."""
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return {**super().state_dict(), "heads": {client: dict(head) for client, head in self.heads.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.heads = {client: Payload(head) for client, head in state["heads"].items()}

@@ -3,11 +3,10 @@
 from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
-from torch import nn
 
 from lit_pfl.core import Client
 from lit_pfl.core.sharing import BODY, needs_head
-from lit_pfl.errors import ConfigError
+from lit_pfl.methods.partial.phases import Phases, check_epochs
 
 
 class FedRep(Client):
@@ -25,7 +24,8 @@ class FedRep(Client):
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
-        ConfigError: when a round has no epoch left for the head, or the body no weights.
+        ConfigError: when there is no head, or, if they alternate, a round has no epoch left for the head or one of head
+            and body has no weights.
 
     Source:
         Collins et al. 2021, Algorithm 1.
@@ -34,8 +34,6 @@ class FedRep(Client):
     needs_automatic = "freezes head and body in turn, which a learner that chooses its weights itself would undo"
 
     shares = BODY
-
-    _trained: dict[str, list[nn.Parameter]]  # by the part that they belong to
 
     def __init__(
         self, mode: Literal["alternating", "joint"] = "alternating", body_epochs: PositiveInt = 1, **kwargs: Any
@@ -48,42 +46,17 @@ class FedRep(Client):
         return self.body_epochs + 1 if self.mode == "alternating" else 1
 
     def configure_state(self) -> None:  # noqa: D102
-        if self.spec.local_epochs is not None:
-            self._check(self.spec.local_epochs)
-        head = self.head_names
-        needs_head(self.learner, head, "FedRep")
-        trained = [(name, weight) for name, weight in self.learner.named_parameters() if weight.requires_grad]
-        self._trained = {
-            "head": [weight for name, weight in trained if name in head],
-            "body": [weight for name, weight in trained if name not in head],
-        }
-        if not self._trained["body"]:
-            raise ConfigError("model.backbone: FedRep trains a body, and this one has no weights.")
-        if not self._trained["head"] and self.mode == "alternating":
-            raise ConfigError(
-                "model.head: FedRep trains the head alone, and this one has no weights of its own: they are frozen, "
-                "or the body's too (tied weights); say by a regular expression which others are the head's."
-            )
-
-    def _check(self, local_epochs: int) -> None:
-        if self.mode == "alternating" and local_epochs <= self.body_epochs:
-            raise ConfigError(
-                f"model.body_epochs={self.body_epochs} leaves none of federation.local_epochs={local_epochs} for the "
-                f"head; give at least {self.body_epochs + 1} local epochs, or model.mode=joint."
-            )
+        needs_head(self.learner, self.head_names, "FedRep")
+        if self.mode == "alternating":
+            check_epochs(self.spec.local_epochs, self.body_epochs, "model.body_epochs", "head")
+            self.phases = Phases(self.learner, self.head_names, "FedRep")
 
     def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
-        self._check(local_epochs)
         if self.mode == "alternating":
-            trains_body = epoch >= local_epochs - self.body_epochs
-            self._train("body", trains_body)
-            self._train("head", not trains_body)
+            check_epochs(local_epochs, self.body_epochs, "model.body_epochs", "head")
+            self.phases.train("body" if epoch >= local_epochs - self.body_epochs else "head")
 
     def end_round(self) -> None:
         """Let nothing be frozen any more."""
-        self._train("body", True)
-        self._train("head", True)
-
-    def _train(self, part: str, trains: bool) -> None:
-        for weight in self._trained[part]:
-            weight.requires_grad_(trains)
+        if self.mode == "alternating":
+            self.phases.train("body", "head")

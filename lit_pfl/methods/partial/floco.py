@@ -41,11 +41,12 @@ class Floco(Classifying):
     Args:
         endpoints: their number, M.
         tau: the round after which clients get regions of their own.
-        rho: the radius of a region.
+        rho: the radius of a region, below 1: of 1 and more, sums of drawn mixtures may be 0.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
-        ConfigError: when labels differ from client to client, or the head is not one linear layer or is not shared.
+        ConfigError: when labels differ from client to client, the head is not one linear layer or is not shared, or
+            ``rho`` is too large.
 
     Source:
         Grinwald, Wiesner and Nakajima 2024, Algorithm 1, with the details of the authors' code.
@@ -64,6 +65,8 @@ class Floco(Classifying):
         self, endpoints: PositiveInt = 10, tau: PositiveInt = 10, rho: PositiveFloat = 0.1, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
+        if rho >= 1:
+            raise ConfigError(f"model.rho={rho}: Floco's regions need a radius below 1.")
         self.endpoints, self.tau, self.rho = endpoints, tau, rho
 
     def configure_learner(self) -> None:  # noqa: D102
@@ -153,7 +156,7 @@ class FlocoServer(Server):
         self.updates |= {client: (upload[ENDPOINTS] - before).flatten().cpu() for client, upload in uploads.items()}
         if round >= self.tau:
             ids = sorted(self.updates)
-            found = regions(torch.stack([self.updates[client] for client in ids]), len(before))
+            found = regions(torch.stack([self.updates[client].cpu() for client in ids]), len(before))
             self.updates, self.centers = {}, dict(zip(ids, found, strict=True))
 
     def reply(self, client: int) -> Payload:  # noqa: D102

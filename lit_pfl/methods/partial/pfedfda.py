@@ -74,9 +74,6 @@ class PFedFDA(Classifying):
         self.common.copy_(reply)
         super().download({name: x for name, x in reply.items() if name not in (MEANS, COVARIANCE)})
 
-    def load_global(self, model: Mapping[str, Tensor]) -> None:  # noqa: D102
-        self.download(model)
-
     def upload(self) -> Payload:
         """Return the body, and the mixed means and covariance."""
         return super().upload().with_(dict(self.own.items()))
@@ -136,6 +133,9 @@ class PFedFDAServer(Server):
         means = self.model[MEANS]
         drawn = torch.rand(means.shape, generator=torch.Generator().manual_seed(self.seed))
         self.model = self.model.with_({MEANS: drawn.to(means)})
+
+    def global_model(self) -> None:
+        """Return nothing: every client makes a head of its own."""
 
 
 class Discriminant(nn.Module):

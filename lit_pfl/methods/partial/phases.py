@@ -5,6 +5,16 @@ from torch import nn
 
 from lit_pfl.errors import ConfigError
 
+#: by part, the option that says what it is, and what may be wrong where it has no weights
+OF_NONE = {
+    "head": (
+        "model.head",
+        " of its own: they are frozen, or the body's too (tied weights); say by a regular expression which others are "
+        "the head's",
+    ),
+    "body": ("model.backbone", ""),
+}
+
 
 class Phases:
     """Head and body of a learner, of which one may be frozen: neither momentum nor weight decay moves it then.
@@ -26,8 +36,8 @@ class Phases:
         }
         for part, weights in self.parts.items():
             if not weights:
-                option = "model.head" if part == "head" else "model.backbone"
-                raise ConfigError(f"{option}: {method} trains the {part} alone, and this one has no weights.")
+                option, why = OF_NONE[part]
+                raise ConfigError(f"{option}: {method} trains the {part} alone, and this one has no weights{why}.")
 
     def train(self, *parts: str) -> None:
         """Let only these of ``head`` and ``body`` train."""

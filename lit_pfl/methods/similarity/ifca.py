@@ -96,13 +96,15 @@ class IFCAServer(UniformServer):
         further: what all models but the first are before round 1.
 
     Attributes:
-        models: the k models.
+        models: the k models, by number.
         chosen: the model that each client chose last, by client id.
     """
 
     averages = True
+    kept = ("chosen",)
+    kept_payloads = ("models",)
 
-    models: list[Payload]
+    models: dict[int, Payload]
     chosen: dict[int, int]
 
     def __init__(self, further: list[Payload]) -> None:
@@ -110,13 +112,9 @@ class IFCAServer(UniformServer):
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
-        self.models = [
-            self.model,
-            *(
-                Payload({name: model[name].to(own.device) for name, own in self.model.items()})
-                for model in self.further
-            ),
-        ]
+        self.models = {0: self.model}
+        for cluster, model in enumerate(self.further, 1):
+            self.models[cluster] = Payload({name: model[name].to(own.device) for name, own in self.model.items()})
         self.chosen = {}
 
     def is_averaged(self, name: str) -> bool:  # noqa: D102
@@ -124,19 +122,19 @@ class IFCAServer(UniformServer):
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         self.chosen |= {client: int(upload[CLUSTER]) for client, upload in uploads.items()}
-        for cluster, model in enumerate(self.models):
+        for cluster, model in self.models.items():
             own = {client: upload for client, upload in uploads.items() if int(upload[CLUSTER]) == cluster}
             if own:
                 self.models[cluster] = self.average(own, [1 / len(own)] * len(own), list(model), model)
 
     def center(self, client: int, upload: Payload) -> Payload:
         """Return the model that the client chose; nothing if there is none of that number."""
-        return dict(enumerate(self.models)).get(int(upload[CLUSTER]), Payload({}))
+        return self.models.get(int(upload[CLUSTER]), Payload({}))
 
     def reply(self, client: int) -> Payload:
         """Return all models, each tensor named ``<cluster>/<tensor>``."""
-        named = {f"{cluster}/{name}": t for cluster, model in enumerate(self.models) for name, t in model.items()}
-        sparse = [f"{cluster}/{name}" for cluster, model in enumerate(self.models) for name in model.sparse]
+        named = {f"{cluster}/{name}": t for cluster, model in self.models.items() for name, t in model.items()}
+        sparse = [f"{cluster}/{name}" for cluster, model in self.models.items() for name in model.sparse]
         return Payload(named, sparse)
 
     def mixing(self) -> tuple[list[int], Tensor] | None:
@@ -150,15 +148,6 @@ class IFCAServer(UniformServer):
 
     def global_model(self) -> None:
         """Return nothing: there are several models."""
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        models = [dict(model) for model in self.models]
-        return {**super().state_dict(), "models": models, "chosen": dict(self.chosen)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        super().load_state_dict(state)
-        self.models = [Payload(model, state["sparse"]) for model in state["models"]]
-        self.chosen = dict(state["chosen"])
 
 
 def by_cluster(reply: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -178,7 +167,10 @@ def draw_anew(module: nn.Module) -> None:
         if not own:
             continue
         if callable(reset := getattr(part, "reset_parameters", None)):
+            frozen = [(x, x.clone()) for x in part.parameters(recurse=False) if not x.requires_grad]
             reset()
+            for weight, was in frozen:
+                weight.copy_(was)
         else:
             for weight in own:
                 spread = weight.std() if weight.numel() > 1 and weight.std() > 0 else 1.0

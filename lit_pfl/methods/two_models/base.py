@@ -1,7 +1,7 @@
 """What methods have in common whose clients train a second, personal model next to the common one."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,28 +73,34 @@ class TwoModels(Client):
         if not own and not gradient_clip_val:
             return
         clip = nn.utils.clip_grad_value_ if gradient_clip_algorithm == "value" else nn.utils.clip_grad_norm_
-        for name, learner in self.learners.items():
-            if all(weight.grad is None for weight in learner.parameters()):
-                continue  # it does not train at present
+        trained = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+        for name, weights in self._by_learner(trained).items():
             if not own:
-                clip(learner.parameters(), gradient_clip_val)  # type: ignore[arg-type]
-            else:
-                [other] = [other for other in self.learners.values() if other is not learner]
-                with _without_gradients(other):  # whose weights are in the optimizer too
-                    call_hook(
-                        learner,
-                        "configure_gradient_clipping",
-                        optimizer,
-                        gradient_clip_val=gradient_clip_val,
-                        gradient_clip_algorithm=gradient_clip_algorithm,
-                        muted=name != "learner",
-                    )
+                clip(weights, gradient_clip_val)  # type: ignore[arg-type]
+                continue
+            with _without_gradients(set(trained).difference(weights)):  # which are in the optimizer too
+                call_hook(
+                    self.learners.get(name, self.learner),
+                    "configure_gradient_clipping",
+                    optimizer,
+                    gradient_clip_val=gradient_clip_val,
+                    gradient_clip_algorithm=gradient_clip_algorithm,
+                    muted=name != "learner",
+                )
+
+    def _by_learner(self, weights: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+        """Return weights by the name of their learner, under an empty name what is of neither."""
+        owner = {weight: name for name, learner in self.learners.items() for weight in learner.parameters()}
+        found: dict[str, list[Tensor]] = {}
+        for weight in weights:
+            found.setdefault(owner.get(weight, ""), []).append(weight)  # type: ignore[call-overload]
+        return found
 
 
 @contextmanager
-def _without_gradients(learner: L.LightningModule) -> Iterator[None]:
-    """Take a learner's gradients away, and give them back afterwards."""
-    gradients = [(weight, weight.grad) for weight in learner.parameters()]
+def _without_gradients(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Take the gradients of some weights away, and give them back afterwards."""
+    gradients = [(weight, weight.grad) for weight in weights]
     for weight, _ in gradients:
         weight.grad = None
     try:

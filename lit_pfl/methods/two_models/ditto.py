@@ -7,8 +7,8 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from lit_pfl.core.server import Server, Weighting, averaging
-from lit_pfl.errors import ConfigError
 from lit_pfl.learners import single_optimizer
+from lit_pfl.methods.partial.phases import check_epochs
 from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl.ops import squared_distance
 
@@ -54,15 +54,8 @@ class Ditto(TwoModels):
 
     def configure_state(self) -> None:  # noqa: D102
         super().configure_state()
-        if self.spec.local_epochs is not None:
-            self._check(self.spec.local_epochs)
-
-    def _check(self, local_epochs: int) -> None:
-        if self.schedule == "separate" and local_epochs <= self.personal_epochs:
-            raise ConfigError(
-                f"model.personal_epochs={self.personal_epochs} leaves none of federation.local_epochs={local_epochs} "
-                f"for the global model; set at least {self.personal_epochs + 1} local epochs."
-            )
+        if self.schedule == "separate":
+            check_epochs(self.spec.local_epochs, self.personal_epochs, "model.personal_epochs", "global model")
 
     def configure_server(self) -> Server:  # noqa: D102
         return averaging(self.weighting)
@@ -79,8 +72,8 @@ class Ditto(TwoModels):
         self.received = {name: weight.detach().clone() for name, weight in self.learner.named_parameters()}
 
     def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
-        self._check(local_epochs)
         if self.schedule == "separate":
+            check_epochs(local_epochs, self.personal_epochs, "model.personal_epochs", "global model")
             self._trains_personal = epoch >= local_epochs - self.personal_epochs
             self._trains_common = not self._trains_personal
 

@@ -37,7 +37,8 @@ class PFedMe(TwoModels):
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
-        ConfigError: for another optimizer than plain SGD, or with ``trainer.precision=16-mixed``.
+        ConfigError: for another optimizer than plain SGD, with ``trainer.precision=16-mixed``, or for a ``beta`` and a
+            server optimizer.
 
     Source:
         Dinh et al. 2020, Algorithm 1.
@@ -56,6 +57,8 @@ class PFedMe(TwoModels):
         **kwargs: Any,
     ) -> None:
         if beta != 1:
+            if kwargs.get("server_optimizer") is not None:
+                raise ConfigError(f"model.beta={beta}: it is a server optimizer itself; leave out one of the two.")
             kwargs["server_optimizer"] = ServerMomentum(beta, 0.0)
         super().__init__(optimizer=optimizer, **kwargs)
         self.lam, self.inner_steps, self.inner_lr, self.beta = lam, inner_steps, inner_lr, beta
