@@ -28,7 +28,7 @@ class Stops(L.Callback):
             raise RuntimeError("full")
 
 
-def test_after_an_error_clients_do_not_silently_begin_anew(tmp_path):
+def test_after_an_error_clients_do_not_begin_again_without_a_word(tmp_path):
     saving = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     federation = Federation(client(FedAvg), seed=3, threads=1)
     first = trainer(3, callbacks=[LastCheckpoint(tmp_path), Stops(2)], **saving)

@@ -177,7 +177,9 @@ class PartitionedDataModule(FederatedDataModule):
         """Give every natural group a client, and cut each on its own."""
         assert data.groups is not None
         if self.evaluate_on == "alike":
-            raise ConfigError("data.evaluate_on=alike: groups have evaluation samples of their own; choose own or all.")
+            raise ConfigError(
+                f"data.evaluate_on={self.evaluate_on}: groups have evaluation samples of their own; choose own or all."
+            )
         groups, num_classes = data.groups.numpy(), data.num_classes or 1
         sizes = np.unique(groups, return_counts=True)[1]
         members = np.split(np.argsort(groups, kind="stable"), np.cumsum(sizes)[:-1])
