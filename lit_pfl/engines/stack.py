@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any, Self
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
@@ -59,7 +60,7 @@ class Epoch:
             tuple(_made_of(part) for part in learner.modules()),
             tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in learner.named_parameters()),
             tuple((name, b.shape, b.dtype) for name, b in learner.named_buffers()),
-            tuple(str({key: value for key, value in group.items() if key != "params"}) for group in groups),
+            tuple(str({key: _exact(value) for key, value in group.items() if key != "params"}) for group in groups),
             tuple(tuple((key, float(s[key]) if key in COUNTS else None) for key in s) for s in states),
         )
 
@@ -198,12 +199,23 @@ class Stack:
 
 def _made_of(part: nn.Module) -> Hashable:
     """Return what a part of a network is next to its tensors and its own parts: its kind, sizes, modes."""
-    options = [
-        (name, id(value) if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)) else str(value))
-        for name, value in vars(part).items()
-        if name not in OF_ALL_MODULES
-    ]
+    options = [(name, _told(value)) for name, value in vars(part).items() if name not in OF_ALL_MODULES]
     return type(part), part.training, tuple(options)
+
+
+def _told(value: Any) -> Hashable:
+    """Return what two values have in common that are equal: tensors that are the same, arrays with the same numbers."""
+    leaves = tree_leaves(value)
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        return id(value)
+    if any(isinstance(leaf, np.ndarray) for leaf in leaves):  # whose text leaves some of their numbers out
+        return tuple((x.shape, x.tobytes()) if isinstance(x, np.ndarray) else str(x) for x in leaves)
+    return str(value)
+
+
+def _exact(option: Any) -> Any:
+    """Return an optimizer's option such that its text holds all its digits, which a tensor's does not."""
+    return option.tolist() if isinstance(option, Tensor) else option
 
 
 def _each(state: State, change: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Many clients in one step come to what they would have come to one after another."""
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -153,14 +154,25 @@ def test_networks_of_the_same_shapes_that_compute_other_things_are_in_stacks_of_
         (lambda net: setattr(net.body[0], "stride", (1, 1)), 2),
         (lambda net: setattr(net.body[1], "momentum", 0.5), 2),
         (lambda net: setattr(net, "scale", torch.ones(1)), 2),
+        (lambda net: setattr(net, "table", np.arange(2000)), 2),
+        (lambda net: net.table.__setitem__(1000, -1), 2),
         (lambda net: net.head.weight.requires_grad_(False), 2),
     ],
 )
 def test_only_what_is_of_one_kind_is_stacked(change, stacks):
     clients = [client(M.FedAvg, backbone=Normed).build(spec(k, 1, 8)) for k in range(3)]
+    for one in clients:
+        one.backbone.table = np.zeros(2000)
     change(clients[1].backbone)
     epochs = [Epoch(one, adam(one.learner.parameters()), []) for one in clients]
     assert len({epoch.kind() for epoch in epochs}) == stacks
+
+
+def test_optimizers_with_rates_that_differ_in_a_late_digit_are_in_stacks_of_their_own():
+    learner = client(M.FedAvg, backbone=Normed).build(spec(0, 1, 8))
+    rates = (torch.tensor(0.1), torch.tensor(0.10000001), torch.tensor(0.1))
+    epochs = [Epoch(learner, torch.optim.SGD(learner.learner.parameters(), lr=rate), []) for rate in rates]
+    assert len({epoch.kind() for epoch in epochs}) == 2
 
 
 class GroupedNet(Parts):
