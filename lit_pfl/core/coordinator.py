@@ -223,17 +223,17 @@ class Coordinator:
             return upload
         try:
             payload = as_payload(upload)
-            self._refuse_unknown(payload)
+            self._refuse_unknown(client, payload)
             self._checks.check(client, payload, self._begun(client))
         except UploadError as error:
             return error
         return payload
 
-    def _refuse_unknown(self, upload: Payload) -> None:
+    def _refuse_unknown(self, client: int, upload: Payload) -> None:
         """See that whatever measures updates knows what everything of an upload was before.
 
         Raises:
-            ConfigError: when a weight has just been unfrozen, which would all be an update.
+            UploadError: when a weight has just been unfrozen, which would all be an update.
         """
         mean = self.server.robust
         options = {
@@ -243,9 +243,10 @@ class Coordinator:
         }
         option = next((option for option, measures in options.items() if measures), None)
         if option is not None and (name := self._checks.unknown(upload)) is not None:
-            raise ConfigError(
-                f"{option} measures updates, and nobody knows what {name!r} was before it was unfrozen; let "
-                "it train from round 1, or leave the option out."
+            raise UploadError(
+                f"Client {client}: {option} measures updates, and the server does not know what tensor {name!r} was "
+                "before it was unfrozen; let it train from round 1, or leave the option out.",
+                name,
             )
 
     def _begun(self, client: int) -> Payload | None:

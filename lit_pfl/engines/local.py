@@ -82,8 +82,8 @@ class Local(Engine):
         """
         if self._aborted and work.trainer.state.fn == "fit" and not work.trainer.ckpt_path:
             raise ConfigError(
-                "The last fit ended by an error, and what its clients had trained since the last checkpoint is lost; "
-                "continue from it by ckpt_path, or make another Federation."
+                "The last fit was ended by an error or by hand, and what its clients had trained since the last "
+                "checkpoint is lost; continue from it by ckpt_path, or make another Federation."
             )
         self.work = work
         if self.awake is not None:
