@@ -73,6 +73,7 @@ def test_another_trainer_goes_on_with_the_rounds(tmp_path, method, options):
 
 
 def test_federations_of_one_privacy_have_each_a_clip_of_its_own():
+    pytest.importorskip("dp_accounting")
     privacy = ClientPrivacy(clip=1.0, noise_multiplier=1.0, quantile=0.5, count_noise=1.0)
     one, other = (
         Federation(client(FedAvg, norm_stats="local", local="norm"), seed=3, threads=1, privacy=privacy)
