@@ -5,7 +5,14 @@ from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """An option is wrong. The message is one line: it names the option and says what would be right."""
+    """An option is wrong. The message names it and says what would be right.
+
+    Args:
+        message: put on one line: it may quote another library's error of several.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(" ".join(line.strip() for line in message.splitlines()))
 
 
 class UploadError(ValueError):
@@ -45,6 +52,11 @@ class PayloadError(ValueError):
 
 class SaveError(OSError):
     """A file cannot be written. The message names it, and says what is left."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its kind where there is none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def refuse_other_lightning(option: str, thing: object, kind: str) -> None:

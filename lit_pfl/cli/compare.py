@@ -157,4 +157,4 @@ def _contents(config: str) -> list[dict[str, Any]]:
     try:
         return [content for text in texts if isinstance(content := yaml.safe_load(text), dict)]
     except yaml.YAMLError as error:
-        raise ConfigError(" ".join(f"--config: {config} is not YAML: {error}".split())) from None
+        raise ConfigError(f"--config: {config} is not YAML: {error}") from None

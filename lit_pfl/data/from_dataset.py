@@ -104,7 +104,15 @@ class FromDataset(PartitionedDataModule):
             self._check_that_samples_have(labels, option)
             everybody_s = torch.zeros(num_classes or 1, dtype=torch.int64)
             samples = _Relabelled(samples, everybody_s, self._label_key)
-        self._example = example_of(DataLoader(samples, 1, collate_fn=self.collate_fn))
+        try:
+            self._example = example_of(DataLoader(samples, 1, collate_fn=self.collate_fn))
+        except TypeError as error:
+            if "default_collate" not in str(error):
+                raise
+            raise ConfigError(
+                f"data.dataset: no batches can be made of samples of {type(self.dataset).__name__}; give it a "
+                f"transform to tensors (such as torchvision's ToTensor), or set data.collate_fn. {error}."
+            ) from error
         return SampleSet(self._content(), labels, num_classes, groups, names)
 
     def _found(self, lookup: Lookup, option: str) -> np.ndarray:

@@ -67,7 +67,7 @@ class Local(Engine):
         self.frozen_weights = FrozenWeights(self.clients, asleep=awake is not None)
         self.replaced, self.unfreezing = Replaced(), Unfreezing()
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
-        self._aborted = False
+        self._aborted = False  # until a state is loaded, nobody trains on
 
     def setup(self, work: Work, own: Sequence[int] | None = None, states: States | None = None) -> None:
         """Make the clients the first time; move them to the Trainer's device.
@@ -80,11 +80,6 @@ class Local(Engine):
         Raises:
             ConfigError: when these files cannot be written.
         """
-        if self._aborted and work.trainer.state.fn == "fit" and not work.trainer.ckpt_path:
-            raise ConfigError(
-                "The last fit was ended by an error or by hand, and what its clients had trained since the last "
-                "checkpoint is lost; continue from it by ckpt_path, or make another Federation."
-            )
         self.work = work
         if self.awake is not None:
             if self.asleep is None:
@@ -155,6 +150,11 @@ class Local(Engine):
 
     def _prepare(self, client: int, reply: Payload, completed: int, batches: int | None) -> LastGoodState:
         """Start a client's fit, if it has not been; return how the client is before it loads a reply."""
+        if self._aborted:
+            raise ConfigError(
+                "The last fit was ended by an error or by hand, and what its clients had trained since the last "
+                "checkpoint is lost; continue from it by ckpt_path, or make another Federation."
+            )
         if self.asleep is not None:
             self.asleep.wake(client, trains=True)
         module = self.clients[client]
@@ -216,7 +216,7 @@ class Local(Engine):
         self._place()  # a Trainer that ends takes its module to the CPU
 
     def abort(self) -> None:  # noqa: D102
-        self._aborted = any(client in self.hub for client in self.clients)
+        self._aborted |= any(client in self.hub for client in self.clients)
         self.hub.abort()
 
     # --------------------------------------------------------------------------------------------------------- asking

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_pfl.core import Client
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, first_line
 from lit_pfl.learners import Step, call_with, size_of
 
 #: optimizers that treat every number by itself, so that a stack's step is that of each client in it
@@ -161,7 +161,7 @@ class Stack:
         except (RuntimeError, ValueError) as error:
             raise ConfigError(
                 "federation.engine=Stacked: this network cannot be trained for many clients at once "
-                f"({str(error).splitlines()[0]}); use federation.engine=Local."
+                f"({first_line(error)}); use federation.engine=Local."
             ) from error
         losses.sum().backward()  # which gives each client the gradient of its own
         self.optimizer.step()

@@ -37,7 +37,7 @@ def choose_threads(
             mean_loss(learner, [example])
     except ConfigError:
         raise
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         if learner._trainer is None:
             return most
         raise ConfigError(

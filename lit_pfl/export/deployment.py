@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, first_line
 from lit_pfl.export.network import save_model, save_program, to_dense
 from lit_pfl_callbacks.files import write_whole
 
@@ -97,7 +97,7 @@ class Deployment:
             save_program(network, folder / PROGRAM, self.examples)
         except Exception as error:  # whatever a forward pass may do with what is no tensor
             name = type(self.network).__name__
-            raise ConfigError(f"{name} cannot be exported by torch.export: {_first_line(error)}") from error
+            raise ConfigError(f"{name} cannot be exported by torch.export: {first_line(error)}") from error
         with torch.no_grad():
             found = {PROGRAM: torch.export.load(folder / PROGRAM).module()(self.examples)}
         if onnx:
@@ -124,7 +124,7 @@ class Deployment:
             with torch.no_grad():
                 outputs = copy.deepcopy(self.network).eval()(self.examples)
         except Exception as error:  # whatever somebody's forward pass may do
-            raise ConfigError(f"{name} cannot be exported: its forward does not run: {_first_line(error)}") from error
+            raise ConfigError(f"{name} cannot be exported: its forward does not run: {first_line(error)}") from error
         if not isinstance(outputs, Tensor):
             raise ConfigError(
                 f"{name} cannot be exported: its forward returns a {type(outputs).__name__}; it must return a tensor."
@@ -147,11 +147,7 @@ class Deployment:
 def _last_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 def check_packages(onnx: bool) -> None:

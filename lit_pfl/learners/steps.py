@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
-import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -98,11 +98,11 @@ def own_batch(batch: Any) -> Any:
     return apply_to_collection(batch, _Clones, lambda part: part.clone())
 
 
-class _NoOptimizer:
-    """What a learner with manual optimization gets for an optimizer where its loss is only looked at."""
+class _NoOptimizer(LightningOptimizer):
+    """What a learner with manual optimization gets for an optimizer where its loss is only looked at.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+    An instance of the optimizer's class too, as Lightning's are.
+    """
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         return None if closure is None else closure()

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_pfl.errors import ConfigError, SaveError
+from lit_pfl.errors import ConfigError, SaveError, first_line
 from lit_pfl.lightning_internals.state_files import more_than_tensors, with_states
 from lit_pfl.lightning_internals.state_writing import StateFiles
 from lit_pfl_callbacks.files import link_or_copy, replacing
@@ -51,7 +51,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:  # PyTorch's own, when its writer is cut short
             reason = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
-            message = f"The checkpoint {path} cannot be written ({_first_line(reason)}); the former one is whole."
+            message = f"The checkpoint {path} cannot be written ({first_line(reason)}); the former one is whole."
             if self.if_not_saved == "stop":
                 raise SaveError(message) from error
             rank_zero_warn(f"{message} The run continues without.")
@@ -116,7 +116,7 @@ def read_whole(path: Path, weights_only: bool = True, mmap: bool = False) -> Any
     except Exception as error:  # whatever the pickle machine stumbles over
         if untrusted := more_than_tensors(error):
             raise ConfigError(f"{path} {untrusted}") from error
-        raise ConfigError(f"{path} is not a whole checkpoint: {_first_line(error)}.{_offer(path)}") from error
+        raise ConfigError(f"{path} is not a whole checkpoint: {first_line(error)}.{_offer(path)}") from error
 
 
 def _damaged(path: Path) -> str | None:
@@ -142,10 +142,6 @@ def _before(path: Path) -> Path | None:
     """Return where :class:`LastCheckpoint` keeps the checkpoint before this one; None for another's."""
     found = re.fullmatch(r"last(?:-(\d{1,4}))?\.ckpt", path.name)
     return path.with_name(f"last-{int(found[1] or 0) + 1}.ckpt") if found else None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
 
 
 class LastCheckpoint(ModelCheckpoint):

@@ -1,7 +1,6 @@
 """Runs as they lie in their folders, and which of them differ in nothing but the seed."""
 
 import csv
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,9 +48,16 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all its rounds are there, or, of a run that was ended before, a test of the last one."""
-        wanted = self.options.get("trainer.max_epochs") or math.inf
-        return self.rounds >= wanted or any(name.startswith("test/") for row in self.metrics[-1:] for name in row)
+        """Whether all its rounds are there, or it was ended before, and so its last round is tested.
+
+        A run without validation data is tested in every round, which does not say that it has ended.
+        """
+        wanted = self.options.get("trainer.max_epochs") or -1
+        tested = any(name.startswith("test/") for row in self.metrics[-1:] for name in row)
+        if wanted < 0:
+            return tested
+        validated = any(name.startswith("val/") for row in self.metrics for name in row)
+        return self.rounds >= wanted or (tested and validated)
 
     def last(self, name: str) -> list[float]:
         """Return a metric after the last round, nothing where it is not there."""

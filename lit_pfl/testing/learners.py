@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import lit_pfl.methods
 from lit_pfl.core import Client
 from lit_pfl.data import PerClient
-from lit_pfl.errors import ConfigError, refuse_other_lightning
+from lit_pfl.errors import ConfigError, first_line, refuse_other_lightning
 from lit_pfl.federation import Federation
 from lit_pfl.testing.method_tester import trainer
 
@@ -100,5 +100,5 @@ def _in_the_way(
         except ConfigError as error:
             return str(error)
         except Exception as error:  # whatever somebody's module does
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return f"{type(error).__name__}: {first_line(error)}"
     return str(federation.coordinator.refused[0]) if federation.coordinator.refused else None

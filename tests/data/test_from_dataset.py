@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchmetrics.functional.classification import binary_auroc
+from torchvision.datasets import FakeData
 
 from lit_pfl.data import (
     ClassShards,
@@ -450,6 +451,10 @@ def test_held_samples_move_to_the_device():
             r"data.partition: samples must end with .* first sample of class 3 ends with tensor\(0\)",
         ),
         ({"train_fraction": 1.5}, "must be above 0"),
+        (
+            {"dataset": FakeData(N)},
+            "^data.dataset: no batches can be made of samples of FakeData; give it a transform .* found .*PIL.Image",
+        ),
     ],
 )
 def test_bad_options_are_one_line(options, message):

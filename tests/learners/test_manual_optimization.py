@@ -3,6 +3,8 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.demos.boring_classes import ManualOptimBoringModel, RandomDataset
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -109,6 +111,35 @@ def test_a_gan_trains_and_a_resumed_run_is_the_same(name, tmp_path):
     run("cut", 1)
     assert_equal(weights(whole), weights(run("cut", 3, tmp_path / "cut" / "last.ckpt")))
     assert torch.isfinite(torch.tensor(whole.trainer.callback_metrics["train/loss"]))
+
+
+class Looks(ManualOptimBoringModel):
+    """Lightning's demo, which asks for the class of its optimizer."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert isinstance(self.optimizers(use_pl_optimizer=False), torch.optim.Optimizer)
+        assert optimizer.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedFOMO, IFCA])
+def test_the_optimizer_of_a_batch_that_is_only_looked_at_is_one(method):
+    data = [L.LightningDataModule.from_datasets(RandomDataset(32, 8), RandomDataset(32, 8)) for _ in range(3)]
+    federation = Federation(method(learner=Looks()), threads=1)
+    trainer(2).fit(federation, datamodule=PerClient(data))
+    assert not federation.coordinator.refused
+
+
+def test_a_step_that_asserts_something_is_refused_in_a_line():
+    class Asserts(GAN):
+        def training_step(self, batch, batch_idx):
+            assert len(batch) == 7, "seven"
+
+    with pytest.raises(ConfigError, match="^model.learner: Asserts has no training loss .*: AssertionError: seven"):
+        fit(FedAvg(learner=Asserts()), threads=None)
 
 
 def test_alone_it_is_the_same_training():

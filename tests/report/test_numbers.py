@@ -292,6 +292,15 @@ def test_a_run_is_finished_with_its_rounds_or_its_test(tmp_path, rounds, tested,
     assert Run(tmp_path, {"trainer.max_epochs": 2}).finished == finished
 
 
+@pytest.mark.parametrize(("rounds", "finished"), [(1, False), (2, True)])
+def test_a_run_that_is_tested_every_round_is_finished_with_its_rounds(tmp_path, rounds, finished):
+    """As one without validation data."""
+    write(tmp_path / "metrics.csv", "round test/acc", [[r, 0.5] for r in range(1, rounds + 1)])
+    assert Run(tmp_path, {"trainer.max_epochs": 2}).finished == finished
+    assert Run(tmp_path, {}).finished
+    assert Run(tmp_path, {"trainer.max_epochs": -1}).finished
+
+
 def test_what_is_no_table_is_named(tmp_path):
     (tmp_path / "metrics.csv").write_bytes(b"round,val/acc\n1,\xff\xfe\n")
     with pytest.raises(ConfigError, match=f"{tmp_path}/metrics.csv is not a CSV file"):

@@ -65,7 +65,7 @@ class Floco(Classifying):
         self, endpoints: PositiveInt = 10, tau: PositiveInt = 10, rho: PositiveFloat = 0.1, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if rho >= 1:
+        if not rho < 1:
             raise ConfigError(f"model.rho={rho}: Floco's regions need a radius below 1.")
         self.endpoints, self.tau, self.rho = endpoints, tau, rho
 
