@@ -233,6 +233,10 @@ def test_plans_name_what_there_is(reproduce, plan):
 
 def test_a_plan_that_says_something_else_is_refused(reproduce, tmp_path):
     plan = tmp_path / "plan.yaml"
+    for content, said in (("", "give a list of tables"), ("- {", "is not YAML")):
+        plan.write_text(content)
+        with pytest.raises(ConfigError, match=f"plan.yaml.*{said}"):
+            planned(reproduce, "--plan", str(plan))
     plan.write_text("- {paper: simfed, table: table1, row: SimFed}")
     with pytest.raises(ConfigError, match=r"plan.yaml: .*'row': 'SimFed'.*: give paper, table and, if need be, scale"):
         planned(reproduce, "--plan", str(plan))
@@ -336,9 +340,10 @@ table3:
         results.add(result(table.cell("FedAvg", "All").run, seed, [0.9], scores=both))
     results.add(result(table.cell("Stand-Alone", "All").run, 1, [0.8], elements=0))
     results.add(result(table.cell("Stand-Alone", "Few").run, 1, [0.5], elements=0))
+    results.add(result(table.cell("FedAvg", "Few").run, 1, [0.7]))  # of which nobody scored the other state
     text = reproduce.page.page(table, results)
     assert "|  | All | Few | MB | seeds |" in text
-    assert "| FedAvg | 90.0 ± 0.0 / 30.0 ± 0.0 |  | 1000.0 | 2 |" in text
+    assert "| FedAvg | 90.0 ± 0.0 / 30.0 ± 0.0 | 70.0 /  | 1000.0 |" in text
     assert "| Stand-Alone | 80.0 / 80.0 | 50.0 / 50.0 | 0.0 | 1 |" in text
     assert "| Never" not in text
     assert "## What is printed\n\n|  | All | Few |\n| --- | --- | --- |\n| FedAvg | 50 | 40 |" in text
@@ -548,10 +553,14 @@ def test_numbers_that_make_no_sense_are_refused(reproduce, tiny, capsys, option)
     assert f"{option.replace('=', ' ')}" in capsys.readouterr().err
 
 
-def test_options_that_would_make_another_run_are_refused(reproduce, tiny, capsys):
+@pytest.mark.parametrize("words", [("--trainer.max_epochs=1",), ("-c", "{trainer: {max_epochs: 1}}")])
+def test_options_that_would_make_another_run_are_refused(reproduce, tiny, capsys, words):
     with pytest.raises(SystemExit, match="2"):
-        reproduce.run.main(arguments(tiny, "--", "--trainer.max_epochs=1"))
-    assert "-- --trainer.max_epochs would make it another run; of these there are data" in capsys.readouterr().err
+        reproduce.run.main(arguments(tiny, "--", *words))
+    assert (
+        f"-- {words[0].removesuffix('=1')} would make it another run; of these there are data"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_cell_is_printed_as_one_file_for_the_command_line(reproduce, tiny, monkeypatch, capsys):

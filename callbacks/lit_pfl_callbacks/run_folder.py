@@ -146,7 +146,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values()]
+        text = file.read()
+    whole = text[: text.rfind("\n") + 1]  # what follows may look whole
+    return [row for row in csv.DictReader(io.StringIO(whole, newline="")) if None not in row.values()]
 
 
 def checked_rows(path: Path, columns: Sequence[str], step: str = "round") -> list[dict[str, Any]]:

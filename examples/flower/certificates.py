@@ -20,6 +20,8 @@ from cryptography.x509.oid import NameOID
 
 def main(folder: Path, hosts: list[str], nodes: list[str], days: int = 365) -> None:
     """Write all files; those that are private can be read by their owner only."""
+    if (folder / "ca.key").exists():  # nodes trust this authority, and no other one
+        raise SystemExit(f"{folder / 'ca.key'} is there already; give another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     ca, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     issuer = name("lit-pfl example authority")

@@ -4,6 +4,7 @@ python loopback.py                                 # six sites, three SuperNodes
 python loopback.py method=Scaffold rounds=10       # other options of pyproject.toml
 """
 
+import json
 import os
 import shlex
 import socket
@@ -37,11 +38,16 @@ class Loopback:
         own = {"FLWR_HOME": str(self.folder / "flwr"), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
         self.environment = {**os.environ, **own, **quiet}
-        certificates.main(self.keys, ["localhost"], [])
+        if not self.keys.exists():
+            certificates.main(self.keys, ["localhost"], [])
 
     def __enter__(self) -> "Loopback":
         self.configure()
-        self.start_superlink()
+        try:
+            self.start_superlink()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,8 +141,15 @@ def quoted(value: Any) -> str:
 
 def options_of(words: Iterable[str]) -> dict[str, Any]:
     """Return what is written NAME=VALUE."""
-    config = dict(word.split("=", 1) for word in words)
-    return {name: int(value) if value.isdigit() else value for name, value in config.items()}
+    return {name: _typed(value) for name, value in (word.split("=", 1) for word in words)}
+
+
+def _typed(text: str) -> Any:
+    """Return a number or a truth value where a text is one."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def free_port() -> int:

@@ -54,8 +54,8 @@ ONE_READING = (Reading("", frozenset(STATES), ""),)
 class Measured:
     """What was measured for a cell: a number for every seed, and what else stands on the page.
 
-    ``others``: the numbers in further states, by the name of the reading; ``best``: those of the best round on test
-    data, where test data were scored in several rounds, and ``rounds``, which these are.
+    ``others``: the numbers in every state of clients' own models, by the name of the reading; ``best``: those of the
+    best round on test data, where test data were scored in several rounds, and ``rounds``, which these are.
     """
 
     values: tuple[float, ...]
@@ -88,8 +88,8 @@ def measured(cell: Cell, results: Results) -> Measured | None:
     worst = [result["scores"].get(f"{_metric(cell)}_worst10") for result in found if cell.clients is None]
     cost = fmean(_cost(result) for result in found)
     assert cell.run is not None
-    states = {evaluate(cell.run), "global"}  # beside a global model, clients' own are not what a table is of
-    further = [] if states == {"global"} else [r for r in READINGS if not states & r.evaluate]
+    # beside a global model, clients' own are not what a table is of
+    further = [] if evaluate(cell.run) == "global" else READINGS
     others = {reading.name: tuple(scores_by_seed(cell, results, reading).values()) for reading in further}
     best = [result["best"][_metric(cell)] for result in found if cell.clients is None and "best" in result]
     return Measured(
@@ -262,8 +262,8 @@ def _in_one(table: Table, columns: Sequence[str], found: dict[tuple[str, str], M
     def shown(got: Measured | None) -> str:
         if got is None:
             return ""
-        states = {AS_TRAINED.name: got.values, AS_AGGREGATED.name: got.values, **got.others}
-        return " / ".join(_over_seeds(states[reading.name], 1) for reading in READINGS)
+        states = got.others or dict.fromkeys((reading.name for reading in READINGS), got.values)
+        return " / ".join(_over_seeds(states.get(reading.name, ()), 1) for reading in READINGS)
 
     rows = [(row, [found.get((row, column)) for column in columns]) for row in table.rows]
     measured = [

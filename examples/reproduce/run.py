@@ -55,11 +55,11 @@ class Reproduction:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        names = (word.removeprefix("--").partition("=")[0] for word in options.further if word.startswith("--"))
-        other = next((name for name in names if name not in HARMLESS), None)
+        names = (word.partition("=")[0] for word in options.further if word.startswith("-"))
+        other = next((name for name in names if name.removeprefix("--") not in HARMLESS), None)
         if other is not None and not options.estimate:
             raise ConfigError(
-                f"-- --{other} would make it another run; of these there are {', '.join(sorted(HARMLESS))}."
+                f"-- {other} would make it another run; of these there are {', '.join(sorted(HARMLESS))}."
             )
         for name in ("at_once", "gigabytes"):
             if getattr(options, name) is not None and getattr(options, name) <= 0:
@@ -76,7 +76,13 @@ class Reproduction:
         if options.plan is None:
             yield Table(options.papers / options.paper, options.table, options.scale), options.columns, options.rows
             return
-        for part in yaml.safe_load(options.plan.read_text()):
+        try:
+            parts = yaml.safe_load(options.plan.read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{options.plan} is not YAML: {error}") from None
+        if not isinstance(parts, list):
+            raise ConfigError(f"{options.plan}: give a list of tables.")
+        for part in parts:
             if not isinstance(part, dict) or not {"paper", "table"} <= part.keys() <= PARTS:
                 raise ConfigError(
                     f"{options.plan}: {part}: give paper, table and, if need be, scale, columns and rows."

@@ -20,6 +20,7 @@ from page import scores_by_seed
 from results import Results
 from tables import PAPERS, ROOT, Table
 
+from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.files import replacing
 
 #: a column of the table: the split, the number of local epochs, and what becomes of running statistics
@@ -114,7 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", default="middle", help="paper, middle (the default) or reduced")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "reproduction", help="folder of the results")
     options = parser.parse_args(arguments)
-    path = write(Table(PAPERS / "simfed", "states", options.scale), options.results)
+    try:
+        path = write(Table(PAPERS / "simfed", "states", options.scale), options.results)
+    except (ConfigError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
     print("Nothing has been measured yet." if path is None else f"Page: {path}")
     return 0
 

@@ -48,7 +48,7 @@ def by_name(config: dict[str, Any]) -> dict[str, Any]:
             add(f"{name}.{key}", inner)
 
     for key, value in config.items():
-        add(key, value)
+        add(str(key), value)
     return named
 
 

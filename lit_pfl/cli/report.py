@@ -82,7 +82,7 @@ def read(folder: Path) -> Run:
     path = latest_config(folder)
     try:
         config: Any = yaml.safe_load(path.read_text()) if path.exists() else {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"runs: {path} is not YAML: {error}") from None
     named = by_name(of_a_run(config if isinstance(config, dict) else {}))
     return Run(folder, {name: value for name, value in named.items() if name == ROUNDS or not may_change(name)})

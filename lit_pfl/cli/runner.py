@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from joblib import cpu_count
 
-from lit_pfl.cli.config_files import with_fragments
+from lit_pfl.cli.config_files import find, with_fragments
 from lit_pfl_callbacks.files import lock, write_whole
 
 #: what a job leaves in its folder beside the run's own files
@@ -209,7 +209,7 @@ def _fingerprint(job: Job) -> str:
     digest = hashlib.sha256(json.dumps(job.arguments).encode())
     for argument in job.arguments:
         name = argument.removeprefix("--config=")
-        if name.endswith((".yaml", ".yml")) and Path(name).is_file():
-            for file in with_fragments(name):
+        if (found := find(name)) is not None:
+            for file in with_fragments(str(found)):
                 digest.update(Path(file).read_bytes())
     return digest.hexdigest()

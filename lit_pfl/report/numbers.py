@@ -154,7 +154,7 @@ def last_scores(run: Run, metric: Metric) -> dict[int, float]:
     """
     last = [
         row
-        for row in run.table("clients.csv", "client", "round", "split", "model")
+        for row in run.table("clients.csv", "client", "round", "split", "model", empty=("client", metric.name))
         if (row["split"], int(float(row["round"]))) == (metric.split, run.rounds)
         and row["client"] != ""  # as of a Trainer that is nobody's client
         and row.get(metric.name) not in ("", None)
@@ -162,7 +162,7 @@ def last_scores(run: Run, metric: Metric) -> dict[int, float]:
     if not last:
         return {}
     own = _model_shown([row["model"] for row in last], run.options.get("federation.evaluate"))
-    return {int(row["client"]): float(row[metric.name]) * metric.scale for row in last if row["model"] in own}
+    return {int(float(row["client"])): float(row[metric.name]) * metric.scale for row in last if row["model"] in own}
 
 
 def _model_shown(models: Sequence[str], evaluate: str | None) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Runs as they lie in their folders, and which of them differ in nothing but the seed."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,8 @@ from lit_pfl_callbacks.run_folder import read_rows
 
 Row = dict[str, Any]
 SEED = "seed_everything"
+#: columns of CSV files that hold words; all others hold numbers
+WORDS = frozenset({"split", "model", "state", "label", "predicted", "direction", "group", "phase", "layer"})
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ class Run:
 
         A run without validation data is tested in every round, which does not say that it has ended.
         """
-        wanted = self.options.get("trainer.max_epochs") or -1
+        wanted = self.options.get("trainer.max_epochs")
         tested = any(name.startswith("test/") for row in self.metrics[-1:] for name in row)
-        if wanted < 0:
+        if not isinstance(wanted, int) or wanted < 0:
             return tested
         validated = any(name.startswith("val/") for row in self.metrics for name in row)
         return self.rounds >= wanted or (tested and validated)
@@ -63,11 +65,16 @@ class Run:
         """Return a metric after the last round, nothing where it is not there."""
         return [row[name] for row in self.metrics[-1:] if name in row]
 
-    def table(self, name: str, *columns: str) -> list[Row]:
+    def table(self, name: str, *columns: str, empty: Collection[str] = ()) -> list[Row]:
         """Return the rows of one of its CSV files, none where there is no such file.
 
+        Args:
+            name: the file.
+            columns: what it must have.
+            empty: columns of numbers that may be empty, and need not be there unless they are among ``columns``.
+
         Raises:
-            ConfigError: when it is none, or has not these columns.
+            ConfigError: when it is none, or has not these columns, or no numbers in them.
         """
         try:
             rows = read_rows(self.folder / name)
@@ -78,6 +85,13 @@ class Run:
         for column in columns:
             if rows and column not in rows[0]:
                 raise ConfigError(f"runs: {self.folder / name} has no column {column!r}; take the file away.")
+        for column in {*columns, *empty} - WORDS:
+            for value in (row.get(column) for row in rows):
+                if not _is_number(value) and (value or column not in empty):
+                    raise ConfigError(
+                        f"runs: {self.folder / name} has {value!r} as {column!r}, which must be a number; take that "
+                        "line away."
+                    )
         return rows
 
 
@@ -87,11 +101,13 @@ class Group:
 
     Args:
         name: what sets it apart from the other groups: the method, and options where that does not tell.
-        runs: the runs, at least one.
+        runs: the runs, at least one; one of every seed that is known.
+        copies: others of the same seeds, which do not count.
     """
 
     name: str
     runs: Sequence[Run]
+    copies: Sequence[Run] = ()
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -103,9 +119,8 @@ class Group:
         return {run.seed: value for run in self.runs if run.seed is not None for value in run.last(name)}
 
     def last(self, name: str) -> list[float]:
-        """Return a metric after the last round: of every seed once, and of every run of which the seed is not known."""
-        unknown = [value for run in self.runs if run.seed is None for value in run.last(name)]
-        return [*self.by_seed(name).values(), *unknown]
+        """Return a metric after the last round, of every run that has it."""
+        return [value for run in self.runs for value in run.last(name)]
 
 
 def check(runs: Sequence[Run]) -> None:
@@ -121,17 +136,36 @@ def check(runs: Sequence[Run]) -> None:
             raise ConfigError(f"runs: {run.folder} has no round in its metrics.csv; leave it out.")
         if any("round" not in row for row in run.metrics):
             raise ConfigError(f"runs: {run.folder}/metrics.csv has no 'round' in every line; leave it out.")
+        if not all(row["round"].is_integer() for row in run.metrics):
+            raise ConfigError(f"runs: {run.folder}/metrics.csv has a 'round' that is not a whole number; leave it out.")
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Put runs together that differ in nothing but the seed, in the order in which they come."""
+    """Put runs together that differ in nothing but the seed, in the order in which they come.
+
+    Of several with one seed the last one counts.
+    """
     together: dict[str, list[Run]] = {}
     for run in runs:
         made_by = {name: value for name, value in run.options.items() if name != SEED}
         together.setdefault(repr(sorted(made_by.items())) if made_by else str(run.folder), []).append(run)
     groups = list(together.values())
     names = _names([group[0] for group in groups])
-    return [Group(name, group) for name, group in zip(names, groups, strict=True)]
+    return [_each_seed_once(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def _each_seed_once(name: str, runs: Sequence[Run]) -> Group:
+    last = {run.seed: run for run in runs}
+    counted = [run for run in runs if run.seed is None or run is last[run.seed]]
+    return Group(name, counted, [run for run in runs if run not in counted])
+
+
+def _is_number(text: str | None) -> bool:
+    try:
+        float(text or "")
+    except ValueError:
+        return False
+    return True
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -156,9 +156,10 @@ def options_in_common(groups: Sequence[Group]) -> Table:
 def runs_there(groups: Sequence[Group]) -> Table:
     """Return which runs the report is of."""
     rows = [
-        [group.name, short(run.seed), f"{run.rounds}{'' if run.finished else ', not finished'}", str(run.folder)]
+        [group.name, short(run.seed) + why, f"{run.rounds}{'' if run.finished else ', not finished'}", str(run.folder)]
         for group in groups
-        for run in group.runs
+        for why, runs in (("", group.runs), (", does not count: another run has it", group.copies))
+        for run in runs
     ]
     return Table("The runs", ["method", "seed", "rounds", "folder"], rows)
 
@@ -179,7 +180,7 @@ def written(values: Sequence[float], scale: float = 1.0, signed: bool = False) -
 
 
 def _latex(cell: str) -> str:
-    if number := re.fullmatch(r"([+-]?[\d.]+) ± ([\d.]+)", cell):
+    if number := re.fullmatch(r"([+-]?[\d.]+|[+-]?nan|[+-]?inf) ± ([\d.]+|nan|inf)", cell):
         return rf"${number[1]} \pm {number[2]}$"
     if re.fullmatch(r"[+-][\d.]+", cell):
         return f"${cell}$"

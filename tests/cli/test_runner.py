@@ -151,13 +151,13 @@ def test_a_run_that_somebody_else_made_is_not_removed(fit):
 
 def test_other_arguments_or_another_file_are_another_job(fit):
     Path("base.yaml").write_text("seed_everything: 1")
-    Path("one.yaml").write_text("fragments: [base.yaml]")
-    job = [Job(Path("all/a"), ("--config", "one.yaml"))]
+    Path("one.conf").write_text("fragments: [base.yaml]")  # whatever its ending
+    job = [Job(Path("all/a"), ("--config", "one.conf"))]
     assert states(run_jobs(job)) == {"a": "done"}
     assert states(run_jobs(job)) == {"a": "there"}
     Path("base.yaml").write_text("seed_everything: 2")
     assert states(run_jobs(job)) == {"a": "done"}
-    assert states(run_jobs([Job(Path("all/a"), ("--config=one.yaml", "--rounds=2"))])) == {"a": "done"}
+    assert states(run_jobs([Job(Path("all/a"), ("--config=one.conf", "--rounds=2"))])) == {"a": "done"}
     assert begun() == ["a 0", "a 1", "a 1"]
 
 

@@ -1,5 +1,6 @@
 """Which runs belong together, and what is made of their numbers; computed once more with NumPy."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, pair
 from lit_pfl.report.charts import client_by_client, distributions, losses, over_rounds
 from lit_pfl.report.maps import similarities
 from lit_pfl.report.numbers import Metric, best_validated, byte_unit, curve, last_scores
+from lit_pfl.report.tables import runs_there
 from report.made import make_run, make_runs, write
 
 ACC = Metric("acc", "val/acc", "test/acc")
@@ -106,6 +108,62 @@ def test_runs_whose_seed_nobody_knows_are_tabled_and_not_paired(tmp_path, seed):
     assert paired(groups, ACC) is None
     assert [row[1] for row in summary(groups, ACC).rows] == ["2", "2"]
     assert summary(groups, ACC).rows[0][2] == f"{100 * last(groups, 'test/acc')[0, 0]:.2f} ± 0.00"
+
+
+def test_a_copy_of_a_run_counts_nowhere_and_is_listed(tmp_path):
+    """Of a seed that is there twice, the last one counts."""
+    for seed in (1, 2):
+        make_run(tmp_path / f"{seed}", "FedAvg", seed)
+    shutil.copytree(tmp_path / "2", tmp_path / "1_copy")
+    config = tmp_path / "1_copy" / "config.yaml"
+    config.write_text(config.read_text().replace("seed_everything: 2", "seed_everything: 1"))
+    (group,) = groups = grouped([read(one) for one in run_folders(tmp_path)])
+    assert [run.folder.name for run in group.runs] == ["1_copy", "2"]
+    assert [row[1] for row in (summary(groups, ACC).rows[0], validated(groups, ACC).rows[0])] == ["2", "2"]
+    assert all(row["low"] == row["high"] for row in curve(group, "val/acc"))
+    assert [(row[1], Path(row[3]).name) for row in runs_there(groups).rows] == [
+        ("1", "1_copy"), ("2", "2"), ("1, does not count: another run has it", "1"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "columns", "row", "column"),
+    [
+        ("clients.csv", "round split model acc", ["abc", "val", "personalized:before", 0.5], "round"),
+        ("clients.csv", "client round split model acc", [0, 4, "val", "personalized:before", "hello"], "acc"),
+        ("times.csv", "round phase seconds", [1, "training", ""], "seconds"),
+        ("partition.csv", "client class split count", [0, "cat", "train", 3], "class"),
+        ("similarity.csv", "round client other cosine", [1, 0, 1, ""], "cosine"),
+    ],
+)
+def test_a_cell_that_is_no_number_is_named(tmp_path, file, columns, row, column):
+    write(tmp_path / "metrics.csv", "round val/acc", [[1, 0.5]])
+    write(tmp_path / file, columns, [row])
+    with pytest.raises(ConfigError, match=f"{tmp_path}/{file} has '.*' as '{column}', which must be a number"):
+        Run(tmp_path, {}).table(file, *columns.split())
+
+
+def test_a_last_line_without_its_end_was_cut_off(tmp_path):
+    (tmp_path / "times.csv").write_text("round,phase,seconds\n1,training,2.5\n2,training,1")
+    assert [row["seconds"] for row in Run(tmp_path, {}).table("times.csv", "round", "seconds")] == ["2.5"]
+
+
+@pytest.mark.parametrize("round", ["nan", "inf", 1.5])
+def test_rounds_are_whole_numbers(tmp_path, round):
+    write(tmp_path / "metrics.csv", "round val/acc", [[round, 0.5]])
+    with pytest.raises(ConfigError, match=r"metrics\.csv has a 'round' that is not a whole number"):
+        check([Run(tmp_path, {})])
+
+
+@pytest.mark.parametrize("config", [b"trainer: {max_epochs: two}\n1: 2\n", "model: Ü".encode("latin-1")])
+def test_a_configuration_of_anything_is_read_or_refused(tmp_path, config):
+    write(tmp_path / "metrics.csv", "round test/acc", [[1, 0.5]])
+    (tmp_path / "config.yaml").write_bytes(config)
+    if b"two" in config:
+        assert read(tmp_path).finished
+    else:
+        with pytest.raises(ConfigError, match=r"config\.yaml is not YAML"):
+            read(tmp_path)
 
 
 def test_a_seed_of_zero_is_one(tmp_path):

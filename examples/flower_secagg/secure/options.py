@@ -48,7 +48,7 @@ class Masking:
                 f"run-config quorum={plan.quorum}: each half of the clients could unmask the other half's uploads; "
                 "give more than 0.5."
             )
-        if not isinstance(clip, float) or not 0 < clip < float("inf"):
+        if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < float("inf"):
             raise ConfigError(f"run-config clipping-range={clip!r}: give a number above 0.0.")
         if type(largest) is not int or largest < 1:
             raise ConfigError(f"run-config largest-samples={largest!r}: give a whole number above 0.")
