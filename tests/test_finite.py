@@ -14,8 +14,19 @@ def test_one_bad_value_is_seen_among_others(bad, dtype):
     assert not all_finite([*good, tensor])
 
 
+def test_numbers_of_one_byte_are_looked_at():
+    values = torch.tensor([448.0, 448.0]).to(torch.float8_e4m3fn)
+    assert all_finite([values])
+    assert not all_finite([torch.tensor([float("nan"), 1]).to(torch.float8_e4m3fn)])
+
+
 def test_infinities_of_both_signs_do_not_cancel():
     assert not all_finite([torch.tensor([float("inf"), -float("inf")])])
+
+
+def test_complex_numbers_are_looked_at():
+    assert all_finite([torch.ones(3, dtype=torch.complex64)])
+    assert not all_finite([torch.tensor([1, complex(0, float("nan"))])])
 
 
 def test_nothing_is_finite():

@@ -55,6 +55,15 @@ def test_bernoulli_never_draws_nobody():
     assert len({one[0] for one in chosen}) > 5
 
 
+def test_bernoulli_says_when_nobody_was_drawn():
+    some = Bernoulli(0.05)
+    none = [some.nobody_drawn(completed, SAMPLES, Draws(3)) for completed in range(400)]
+    chosen = [some.choose(completed, SAMPLES, Draws(3)) for completed in range(400)]
+    assert all(len(one) == 1 for one, nobody in zip(chosen, none, strict=True) if nobody)
+    assert stats.binomtest(sum(none), 400, 0.95**20).pvalue > 0.001
+    assert not Share(0.1).nobody_drawn(1, SAMPLES, Draws(3))
+
+
 def test_large_clients_are_drawn_more_often():
     chosen = rounds(BySize(1), 4000)
     counts = np.array([sum(client in one for one in chosen) for client in SAMPLES])

@@ -116,6 +116,41 @@ def test_the_clip_adapts_to_a_quantile():
     assert privacy.report(1)["privacy/clip"] == privacy.clip
 
 
+def test_an_update_of_somebody_who_was_not_drawn_is_left_out():
+    """As in Poisson sampling, where such a round has noise alone."""
+    privacy = ClientPrivacy(0.0, clip=1.0, quantile=0.5, quantile_lr=0.3)
+    server = started(privacy, sampling=Sampling("poisson", 0.5))
+    protected = privacy.protect_centrally(1, server, {3: UPLOADS[3]}, 0)
+    np.testing.assert_allclose(flat(protected[3]), flat(CENTER), atol=1e-6)
+    assert privacy.clip == pytest.approx(math.exp(-0.3 * (0.5 - 0.5)))  # nobody's norm is in the share
+    drawn = privacy.protect_centrally(2, server, {3: UPLOADS[3]}, 1)
+    assert np.abs(flat(drawn[3]) - flat(CENTER)).max() > 1e-3
+
+
+def test_noise_of_counts_is_what_the_account_takes_it_to_be():
+    """Also where some of the clients take part, and the account is of all."""
+    found = []
+    for count_noise in (0.25, 0.5):
+        privacy = ClientPrivacy(0.1, clip=1e9, quantile=0.5, quantile_lr=1.0, count_noise=count_noise)
+        server = started(privacy)  # four clients
+        privacy.protect_centrally(1, server, {3: UPLOADS[3]}, 1)
+        found.append(math.log(privacy.clip / 1e9) + (1 / 2 + 0.5 - 0.5))
+    drawn = privacy.draws.generator("privacy of counts", 1).standard_normal()
+    assert found == pytest.approx([-0.25 * 4 * drawn, -0.5 * 4 * drawn])
+
+
+def test_a_round_in_which_nobody_is_drawn_leaves_the_model_where_it_was():
+    """But for the noise, of which there is none here: so it is the same for any clip."""
+
+    def model(probability, clip):
+        options = {"noise_multiplier": 0.0, "clip": clip}
+        return private(rounds=1, privacy=options, participation=Bernoulli(probability))[0].coordinator.server.model
+
+    assert_equal(dict(model(1e-9, 0.1)), dict(model(1e-9, 10.0)))
+    with pytest.raises(AssertionError):
+        assert_equal(dict(model(0.9, 0.1)), dict(model(0.9, 10.0)))
+
+
 def test_counts_take_their_part_of_the_noise():
     """Together they cost what one round of updates with the given multiplier does (Theorem 1)."""
     privacy = ClientPrivacy(0.3, clip=1.0, quantile=0.5, count_noise=0.25)

@@ -126,6 +126,30 @@ def test_updates_beside_that_of_a_trusted_client():
     assert_equal(dict(averaged(FLTrust(0), opposite, [0.5, 0.5])[1]), dict(CENTER))  # nobody points along it
 
 
+@pytest.mark.parametrize("length", [1e-3, 1e-12])
+def test_a_tiny_update_counts_as_one_of_the_trusted_length(length):
+    """However much it is stretched for that, no digits of the others are lost."""
+    center = {"w": torch.tensor([0.0, 100.0, -3.0])}
+    steps = [[0.3, 0.4, 0.0], [0.0, 0.5, 0.0], [length, 0.0, 0.0]]
+    uploads = {k: Payload({"w": center["w"] + torch.tensor(step)}) for k, step in enumerate(steps)}
+    found = FLTrust(0)(uploads, [1 / 3] * 3, ["w"], center)
+    trust = np.array([0.8, 0.6])
+    expected = trust @ [[0, 0.5, 0], [0.5, 0, 0]] / trust.sum()
+    np.testing.assert_allclose(found["w"] - center["w"], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NormClipping(0), lambda: NormClipping(float("nan")), lambda: MultiKrum(-1), lambda: MultiKrum(0, 0),
+        lambda: GeometricMedian(0), lambda: GeometricMedian(3, 0.0),
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused_in_python_too(make):
+    with pytest.raises(ConfigError, match=r"^model\.mean\.\w+="):
+        make()
+
+
 @pytest.mark.parametrize("mean", MEANS, ids=lambda mean: type(mean).__name__)
 def test_three_of_ten_far_away_move_a_robust_mean_little(mean):
     if isinstance(mean, MultiKrum):

@@ -73,6 +73,19 @@ def test_of_a_mixing_server_before_its_first_round_earlier_versions_kept_nothing
     assert torch.equal(server.reply(0)["w"], torch.zeros(2))
 
 
+class Alone(MixingServer):
+    def mixing_matrix(self, round, latest):
+        return torch.eye(len(latest))
+
+
+def test_a_tensor_that_nobody_in_a_mixture_has_is_left_out():
+    """As one that another client has just unfrozen."""
+    server = Alone()
+    server.start({k: ClientInfo(3, Payload({"w": torch.ones(2)})) for k in range(2)})
+    server.aggregate(1, {0: Payload({"w": torch.ones(2)}), 1: Payload({"w": torch.ones(2), "new": torch.ones(1)})})
+    assert [list(server.reply(k)) for k in range(2)] == [["w"], ["w", "new"]]
+
+
 def test_uploads_that_are_kept_are_payloads_again():
     server = started(SimFed)
     name = next(iter(server.model.sparse))

@@ -137,6 +137,28 @@ def test_precision_of_clients_alone():
         run(client(FedAvg), client_trainer={"precision": "64-true"})
 
 
+def test_scores_are_in_the_precision_of_training():
+    """Whether clients have it by themselves or from the federation's own Trainer."""
+    scores = []
+    for ours, theirs in (
+        ({"precision": "bf16-mixed"}, {}),
+        ({}, {"client_trainer": {"precision": "bf16-mixed"}}),
+        ({}, {}),
+    ):
+        fitting = trainer(1, **ours)
+        fitting.fit(Federation(client(FedAvg), threads=1, **theirs), datamodule=digits())
+        scores.append({name: float(value) for name, value in fitting.callback_metrics.items() if "loss" in name})
+    assert {"val/loss", "test/loss", "test/aggregated/loss"} <= scores[0].keys()
+    assert scores[0] == scores[1]
+    assert scores[0]["val/loss"] != scores[2]["val/loss"]
+
+
+def test_looking_for_anomalies_ends_with_the_fit():
+    federation = Federation(client(FedAvg), threads=1, client_trainer={"detect_anomaly": True})
+    trainer(1).fit(federation, datamodule=digits(2))
+    assert not torch.is_anomaly_enabled()
+
+
 def test_clients_do_not_overfit_on_the_same_batches():
     with pytest.raises(ConfigError, match=r"federation\.client_trainer\.overfit_batches: .*limit_train_batches\.$"):
         run(client(FedAvg), client_trainer={"overfit_batches": 2})

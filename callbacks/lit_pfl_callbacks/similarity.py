@@ -76,6 +76,7 @@ class Similarity(Listening):
         self._ids: list[int] = []
         self._up: dict[int, Mapping[str, Tensor]] = {}
         self._down: dict[int, Mapping[str, Tensor]] = {}
+        self._began: dict[int, Mapping[str, Tensor]] = {}  # what those of _up had been sent before
         self._matched: dict[tuple[int, int], int] = {}
         self._mixed: dict[int, int] = {}  # rounds in which a client was among those that are mixed
 
@@ -91,8 +92,13 @@ class Similarity(Listening):
             super().on_fit_start(trainer, pl_module)
 
     def _note(self, sent: Transfer) -> None:
-        if sent.client in self._ids and sent.tensors and due(sent.round, self.every_n_rounds):
-            (self._up if sent.direction == "up" else self._down)[sent.client] = sent.tensors
+        if sent.client not in self._ids or not sent.tensors:
+            return
+        if sent.direction == "down":  # an upload of a later round may be of it
+            if self.updates:
+                self._down[sent.client] = sent.tensors
+        elif due(sent.round, self.every_n_rounds):
+            self._up[sent.client], self._began[sent.client] = sent.tensors, self._down.get(sent.client, {})
 
     @torch.no_grad()
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -107,7 +113,7 @@ class Similarity(Listening):
             return
         found = self._of_states(pl_module.ask(partial(_floats, self.groups), self._ids))
         if not trainer.is_global_zero:
-            self._up, self._down = {}, {}
+            self._up, self._began = {}, {}
             return
         found |= self._of_transfers()
         rows: list[dict[str, Any]] = []
@@ -124,7 +130,7 @@ class Similarity(Listening):
             self._dashboard.heat_map(trainer, round, f"similarity/{group}", cosines)
         self._table.add(trainer, rows)
         self._show_matching(trainer, round)
-        self._up, self._down = {}, {}
+        self._up, self._began = {}, {}
 
     def _of_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict[int, list[Tensor]]]:
         """Return, by group of parameters, every client's vector in parts, of its named tensors."""
@@ -146,12 +152,13 @@ class Similarity(Listening):
         """Return the same of what was uploaded, and of updates."""
         found = {group: _parts(self._up, pattern) for group, pattern in self.uploads.items()}
         if self.updates:
-            found[UPDATE] = _parts({client: self._update(client) for client in self._up}, "")
+            updates = {client: self._update(client) for client in self._up}
+            found[UPDATE] = _parts({client: update for client, update in updates.items() if update}, "")
         return found
 
     def _update(self, client: int) -> dict[str, Tensor]:
         """Return how what a client sends differs from what it was sent."""
-        up, down = self._up[client], self._down.get(client, {})
+        up, down = self._up[client], self._began[client]
         return {
             name: up[name] - down[name]
             for name in up
@@ -192,7 +199,7 @@ class Similarity(Listening):
         self._dashboard.heat_map(trainer, round, MATCHING, matrix)
 
     def _leave(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._up, self._down = {}, {}
+        self._up, self._down, self._began = {}, {}, {}
         super()._leave(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_pfl.core.client import Client
 from lit_pfl.core.payload import Payload
@@ -40,11 +41,18 @@ class Classifying(Client):
 
     #: what the method does with class labels; empty: it needs none
     needs_labels: ClassVar[str] = "reads class labels"
+    #: what the method trains heads on that are no features of samples, so that batch norm is unfit; empty: nothing
+    trains_head_on: ClassVar[str] = ""
 
     def configure_learner(self) -> None:  # noqa: D102
         super().configure_learner()
-        needs_head(self.learner, self.head_names, type(self).__name__)
-        self.head_module  # noqa: B018  # refuses a head that is no module
+        name = type(self).__name__
+        needs_head(self.learner, self.head_names, name)
+        head = self.head_module  # which refuses one that is no module
+        if self.trains_head_on and any(isinstance(part, _BatchNorm) for part in head.modules()):
+            raise ConfigError(
+                f"model.head: {name} trains heads on {self.trains_head_on}, for which batch norm is unfit."
+            )
 
     @cached_property
     def head_module(self) -> nn.Module:
@@ -60,6 +68,11 @@ class Classifying(Client):
     def num_logits(self) -> int:
         """How many logits C come out of the head."""
         return sizes_of_head(self.head_module, type(self).__name__)[1]
+
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """What the head computes in."""
+        return next(x.dtype for x in self.head_module.parameters() if x.is_floating_point())
 
     @property
     def head_leaves(self) -> dict[str, str]:

@@ -66,6 +66,7 @@ class Coordinator:
         self.ledger = Ledger()
         self.round = 0
         self.clock = self._takes = 0.0
+        self._nobody_drawn = False
         self.under_way = False
         self.refused: list[UploadError] = []
         self.seconds = {"aggregate": 0.0, "link": 0.0}
@@ -104,13 +105,14 @@ class Coordinator:
             privacy.start(self.server, self._checks.layouts, sampling, seed)
         self.privacy = privacy
 
-    def begin_round(self, seconds: float = 0.0) -> None:
+    def begin_round(self, seconds: float = 0.0, nobody_drawn: bool = False) -> None:
         """Begin a round. Until :meth:`end_round` the server does not change, so all replies are of one state.
 
         Args:
             seconds: how long it takes in simulated time.
+            nobody_drawn: whether whoever trains was not drawn for it.
         """
-        self.under_way, self._takes = True, seconds
+        self.under_way, self._takes, self._nobody_drawn = True, seconds, nobody_drawn
         self.ledger.new_round(self.round + 1)
         self._uploads = {}
 
@@ -185,7 +187,8 @@ class Coordinator:
         if usable:
             with self._timed("aggregate"):
                 if self.privacy is not None:
-                    usable = self.privacy.protect_centrally(self.round, self.server, usable, len(uploads))
+                    planned = 0 if self._nobody_drawn else len(uploads)
+                    usable = self.privacy.protect_centrally(self.round, self.server, usable, planned)
                 self.server.aggregate(self.round, usable)
 
     def _protected(self, uploads: Mapping[int, Upload]) -> Mapping[int, Upload]:

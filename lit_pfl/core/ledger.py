@@ -54,7 +54,7 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
         counts = {name: getattr(self, name) for name in ("up", "down", "total", "elements")}
-        return {**counts, "clients": dict(sorted(self.clients.items()))}
+        return {**counts, "clients": {client: list(sizes) for client, sizes in sorted(self.clients.items())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over counts."""

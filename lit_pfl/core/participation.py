@@ -87,6 +87,10 @@ class Participation(ABC):
             )
         return chosen
 
+    def nobody_drawn(self, completed: int, samples: Mapping[int, int], draws: Draws) -> bool:
+        """Say whether the one that trains in a round, as somebody has to, was not drawn for it."""
+        return False
+
     def check(self, clients: Sequence[int]) -> None:
         """See that these clients can be chosen from.
 
@@ -136,7 +140,8 @@ class Share(Participation):
 class Bernoulli(Participation):
     """Every client takes part with the same probability, independently of all others (Poisson sampling).
 
-    In a round in which nobody is drawn, the client that was nearest to being drawn trains.
+    In a round in which nobody is drawn, the client that was nearest to being drawn trains. With
+    ``federation.privacy.where=central`` its update is left out.
 
     Args:
         probability: probability of taking part in a round, above 0 and up to 1.
@@ -156,10 +161,18 @@ class Bernoulli(Participation):
         self.probability = probability
 
     def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
-        # drawn for every client of the federation, so that one's luck does not depend on who else is there
-        luck = dict(zip(sorted(samples), draws.generator("participation", round - 1).random(len(samples)), strict=True))
+        luck = self._luck(round - 1, samples, draws)
         drawn = [client for client in clients if luck[client] < self.probability]
         return drawn or [min(clients, key=lambda client: luck[client])]
+
+    def nobody_drawn(self, completed: int, samples: Mapping[int, int], draws: Draws) -> bool:  # noqa: D102
+        luck = self._luck(completed, samples, draws)
+        return all(luck[client] >= self.probability for client in self.choose(completed, samples, draws))
+
+    @staticmethod
+    def _luck(completed: int, samples: Mapping[int, int], draws: Draws) -> dict[int, float]:
+        # drawn for every client of the federation, so that one's luck does not depend on who else is there
+        return dict(zip(sorted(samples), draws.generator("participation", completed).random(len(samples)), strict=True))
 
     def sampling(self, clients: int) -> Sampling:  # noqa: D102
         return Sampling("poisson", self.probability) if self.probability < 1 else Sampling()

@@ -267,10 +267,13 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """
     elsewhere: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.detach())
         if tensor.is_floating_point():
             # in 32 bits at least, so that they can be stacked, and half precision adds up to less often
-            wide = torch.promote_types(tensor.dtype, torch.float32)
-            total = tensor.detach().sum(dtype=wide)
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            values = tensor.detach() if tensor.itemsize > 1 else tensor.detach().to(wide)
+            total = values.sum(dtype=wide)
             if tensor.device.type != "cpu":  # to be waited for once
                 elsewhere.setdefault(tensor.device, []).append(total.float())
             elif not math.isfinite(total.item()):

@@ -141,6 +141,11 @@ class ClientPrivacy:
         """The expected number of participants; None where it is not a random number."""
         return self.sampling.share * self.clients if self.sampling.kind == "poisson" else None
 
+    @property
+    def _nominal(self) -> float:
+        """The number of participants that the account expects; the noise of counts is ``count_noise`` times it."""
+        return self.sampling.share * self.clients
+
     # ---------------------------------------------------------------------------------------------------------- rounds
 
     def protect_locally(self, round: int, server: Server, uploads: Mapping[int, Payload]) -> dict[int, Payload]:
@@ -165,7 +170,8 @@ class ClientPrivacy:
             round: the round's number.
             server: the method's server.
             uploads: those that can be used, by client id.
-            planned: number of participants, also of those whose uploads cannot be used.
+            planned: number of participants, also of those whose uploads cannot be used; 0 where nobody was drawn and
+                a client trains all the same, whose update is left out.
         """
         if self.where == "local" or not uploads:
             return dict(uploads)
@@ -174,18 +180,25 @@ class ClientPrivacy:
         std = self._noise_of_updates() * self.clip / math.sqrt(len(uploads))
         centers = {client: server.center(client, upload) for client, upload in uploads.items()}
         protected = {
-            client: self._noised(round, client, upload, centers[client], std, 1 / (expected * weight))
+            client: self._noised(round, client, upload, centers[client], std, 1 / (expected * weight), planned > 0)
             for (client, upload), weight in zip(uploads.items(), weights, strict=True)
         }
         if self.quantile is not None:
-            self._adapt(round, [update_norm(upload, centers[k]) for k, upload in uploads.items()], expected)
+            self._adapt(round, [update_norm(upload, centers[k]) for k, upload in uploads.items() if planned], expected)
         return protected
 
     def _noised(
-        self, round: int, client: int, upload: Payload, center: Mapping[str, Tensor], std: float, scale: float
+        self,
+        round: int,
+        client: int,
+        upload: Payload,
+        center: Mapping[str, Tensor],
+        std: float,
+        scale: float,
+        counts: bool = True,
     ) -> Payload:
         update = update_of(upload, center)
-        factor = clipping_factor(norm_of(update), self.clip)
+        factor = clipping_factor(norm_of(update), self.clip) if counts else 0.0
         rng = self.draws.generator("privacy", round, client)
         tensors = {}
         for name, tensor in update.items():
@@ -200,7 +213,7 @@ class ClientPrivacy:
         Source:
             Andrew et al. 2021, Theorem 1.
         """
-        z, count = self.noise_multiplier, 2 * self.count_noise * (self.expected or self.sampling.share * self.clients)
+        z, count = self.noise_multiplier, 2 * self.count_noise * self._nominal
         if self.quantile is None or z == 0:
             return z
         if z >= count:
@@ -214,7 +227,7 @@ class ClientPrivacy:
         """Move the clip towards the quantile of the norms."""
         assert self.quantile is not None
         shorter = sum(norm <= self.clip for norm in norms) - len(norms) / 2  # less a half each: half the sensitivity
-        noise = self.draws.generator("privacy of counts", round).standard_normal() * self.count_noise * expected
+        noise = self.draws.generator("privacy of counts", round).standard_normal() * self.count_noise * self._nominal
         share = (shorter + (noise if self.noise_multiplier else 0)) / expected + 0.5
         self.clip *= math.exp(-self.quantile_lr * (share - self.quantile))
 

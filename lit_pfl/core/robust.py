@@ -156,6 +156,11 @@ class GeometricMedian(Reweighted):
     """
 
     def __init__(self, iterations: PositiveInt = 3, smoothing: PositiveFloat = 1e-6) -> None:
+        if iterations < 1 or not smoothing > 0:
+            raise ConfigError(
+                f"model.mean.iterations={iterations}, model.mean.smoothing={smoothing}: give 1 or more steps, and a "
+                "distance above 0."
+            )
         self.iterations, self.smoothing = iterations, smoothing
 
     def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:  # noqa: D102
@@ -176,6 +181,11 @@ class MultiKrum(Reweighted):
     """
 
     def __init__(self, byzantine: NonNegativeInt = 1, chosen: PositiveInt | None = None) -> None:
+        if byzantine < 0 or (chosen is not None and chosen < 1):
+            raise ConfigError(
+                f"model.mean.byzantine={byzantine}, model.mean.chosen={chosen}: give 0 or more hostile clients, and 1 "
+                "or more that are averaged."
+            )
         self.byzantine, self.chosen = byzantine, chosen
 
     def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:  # noqa: D102
@@ -214,9 +224,16 @@ class Rescaled(RobustMean):
 
     def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:  # noqa: D102
         scaled = self.scale(uploads, weights, names, center)
-        first = Payload({name: _center_of(name, uploads, center) for name in names}, _sparse(uploads))
-        rest = sum(weights) - sum(scaled)
-        return weighted_mean([first, *uploads.values()], [rest, *scaled], names)
+        tensors = {}
+        for name in names:
+            start = _center_of(name, uploads, center)
+            total = start.double()
+            # Not c + sum(a u) - sum(a) c: a tiny update may count a million times, and digits would be lost.
+            for weight, upload in zip(scaled, uploads.values(), strict=True):
+                if name in upload:
+                    total = total + weight * (upload[name].double() - start)
+            tensors[name] = (total if start.is_floating_point() else total.round()).to(start.dtype)
+        return Payload(tensors, _sparse(uploads))
 
     @abstractmethod
     def scale(
@@ -236,6 +253,8 @@ class NormClipping(Rescaled):
     """
 
     def __init__(self, norm: PositiveFloat = 1.0) -> None:
+        if not norm > 0:
+            raise ConfigError(f"model.mean.norm={norm}: give a norm above 0.")
         self.norm = norm
 
     def scale(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> list[float]:  # noqa: D102

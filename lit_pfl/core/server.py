@@ -298,9 +298,11 @@ class MixingServer(Server):
     def reply(self, client: int) -> Payload:  # noqa: D102
         if client not in self.latest:
             return self.model
-        every = dict.fromkeys(name for upload in (self.latest[client], *self.latest.values()) for name in upload)
-        names = [name for name in every if self.is_averaged(name)]
         row = self.weights[list(self.latest).index(client)].tolist()
+        mixed = [upload for upload, weight in zip(self.latest.values(), row, strict=True) if weight != 0]
+        every = dict.fromkeys(name for upload in (self.latest[client], *mixed) for name in upload)
+        # what nobody in the mixture has, as it has just been unfrozen, is left out
+        names = [name for name in every if self.is_averaged(name) and any(name in upload for upload in mixed)]
         return weighted_mean(list(self.latest.values()), row, names)
 
     def mixing(self) -> tuple[list[int], Tensor] | None:  # noqa: D102

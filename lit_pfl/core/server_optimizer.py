@@ -9,6 +9,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFl
 from torch import Tensor
 
 from lit_pfl.core.payload import Payload
+from lit_pfl.ops.robust import inner_product
 
 Weights = Mapping[str, Tensor]
 
@@ -218,9 +219,8 @@ class ServerExtrapolation(ServerOptimizer):
 
 def squared_distance(a: Weights, b: Weights) -> float:
     """Return the sum of the squares of the differences of all tensors of a and those of the same names of b."""
-    if not a:
-        return 0.0
-    return float(torch.stack([(_wide(a[name]) - _wide(b[name])).square().sum(dtype=torch.float64) for name in a]).sum())
+    apart = [_wide(a[name]) - _wide(b[name]) for name in a]
+    return sum(inner_product(tensor, tensor) for tensor in apart)
 
 
 def _wide(tensor: Tensor) -> Tensor:

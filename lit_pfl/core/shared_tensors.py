@@ -64,7 +64,15 @@ class SharedTensors:
 
     def _owner(self, name: str) -> tuple[str, nn.Module, str]:
         path, _, leaf = name.rpartition(".")
-        return name, self._learner.get_submodule(path), leaf
+        try:
+            owner = self._learner.get_submodule(path)
+            getattr(owner, leaf)
+        except AttributeError:
+            raise ConfigError(
+                f"model.learner: the state_dict() of {type(self._learner).__name__} has a tensor {name!r}, which the "
+                "module itself has under another name; it has to leave names as they are."
+            ) from None
+        return name, owner, leaf
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is sent by name: the learner's own memory, without gradients."""

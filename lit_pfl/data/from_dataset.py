@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from lit_pfl.data.datamodule import PartitionedDataModule
@@ -19,6 +20,8 @@ from lit_pfl.randomness import FixedDraws, random_state, same_state
 Lookup = Callable[[Any], Any] | str | Sequence[Any]  # in the order in which the command line tries them
 #: of how many classes a sample is looked at, whether it ends with its label
 LOOKED_AT = 5
+#: of how many samples it is looked at whether they come out again as they did
+READ_TWICE = 16
 
 
 class FromDataset(PartitionedDataModule):
@@ -29,7 +32,8 @@ class FromDataset(PartitionedDataModule):
     makes batches of.
 
     Samples that are numbers and tensors of equal shapes are read once and held in memory, unless reading them draws
-    random numbers, as random transforms do. Others are read again for every batch, by a PyTorch DataLoader without
+    random numbers, as random transforms do: numbers of PyTorch, NumPy or Python, or such that change one of the first
+    16 samples. Others are read again for every batch, by a PyTorch DataLoader without
     workers; what they draw is resampled for training, and is the same every time for validation and testing. A last
     training batch of a single sample is left out either way, see
     :class:`~lit_pfl.data.ResidentLoader`.
@@ -45,7 +49,7 @@ class FromDataset(PartitionedDataModule):
             its samples are divided into training, test and validation data, and ``partition`` and ``num_clients`` are
             not used.
         collate_fn: makes a batch of a list of samples, as a DataLoader's; samples are then not held in memory.
-        in_memory: false if there is not enough of it.
+        in_memory: false if there is not enough of it, or if a transform draws from a generator of its own, and seldom.
         kwargs: see :class:`~lit_pfl.data.PartitionedDataModule`. ``permute_labels`` needs samples that end with their
             label, or dicts and ``labels`` as their key.
 
@@ -191,7 +195,8 @@ class FromDataset(PartitionedDataModule):
             return None
         before = random_state()
         samples = [self.dataset[i] for i in range(len(self.dataset))]
-        if not same_state(before, random_state()):
+        again = [self.dataset[i] for i in range(min(len(samples), READ_TWICE))]  # a generator of its own does not show
+        if not same_state(before, random_state()) or not _same(samples[: len(again)], again):
             return None
         try:
             return default_collate(samples)
@@ -250,6 +255,12 @@ def _numbered(found: np.ndarray, option: str) -> tuple[list[Any], Tensor]:
     except TypeError as error:
         raise ConfigError(f"data.{option}: they have no order ({error}); give numbers or names.") from None
     return names.tolist(), torch.from_numpy(codes.astype(np.int64))
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Say whether samples that stack have the same values."""
+    leaves = ([torch.as_tensor(leaf) for leaf in tree_leaves(samples)] for samples in (first, second))
+    return all(a.shape == b.shape and bool(((a == b) | (a != a)).all()) for a, b in zip(*leaves, strict=True))
 
 
 def _stacks(sample: Any) -> bool:

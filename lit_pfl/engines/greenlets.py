@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
@@ -81,6 +82,7 @@ class LocalHub:
         self.link = LocalLink()
         self.streams: dict[int, RandomStream] = {}
         self._fits: dict[int, greenlet] = {}
+        self._looks_for_anomalies: bool | None = None  # whether PyTorch did, before the first fit
 
     def stream(self, client: int) -> RandomStream:
         """Return a client's random stream."""
@@ -108,6 +110,8 @@ class LocalHub:
             ConfigError: when it ends without.
         """
         drawn = self.stream(client).state_dict()
+        if self._looks_for_anomalies is None:
+            self._looks_for_anomalies = torch.is_anomaly_enabled()
         try:
             with undisturbed(), random_state_kept():
                 info = self._switch(client)
@@ -135,7 +139,7 @@ class LocalHub:
         with undisturbed(), random_state_kept():
             for client in sorted(self._fits):
                 self.resume(client, None)
-        self._fits.clear()
+        self._all_ended()
 
     def drop(self, client: int) -> None:
         """End a client's fit at once, and forget its random stream."""
@@ -147,9 +151,15 @@ class LocalHub:
     def abort(self) -> None:
         """End all fits at once, as after an error."""
         with undisturbed(), ExitStack() as ends:  # all of them, also where a callback fails on the way
-            ends.callback(self._fits.clear)
+            ends.callback(self._all_ended)
             for fit in reversed(self._fits.values()):
                 ends.callback(fit.throw, GreenletExit)
+
+    def _all_ended(self) -> None:
+        self._fits.clear()
+        if self._looks_for_anomalies is not None:  # fits do not end in the order in which each has put back the former
+            torch.autograd.set_detect_anomaly(self._looks_for_anomalies)
+            self._looks_for_anomalies = None
 
     def run(
         self,

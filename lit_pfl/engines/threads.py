@@ -13,6 +13,9 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.learners import size_of
 from lit_pfl.learners.scoring import mean_loss
 
+#: what a step raises that cannot do with a batch
+WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
 
 def choose_threads(
     learner: L.LightningModule, example: Any, batch_size: int | None, stacked: int = 1, most: int | None = None
@@ -37,8 +40,8 @@ def choose_threads(
             mean_loss(learner, [example])
     except ConfigError:
         raise
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        if learner._trainer is None:
+    except WRONG as error:
+        if learner._trainer is None or _works(learner, example):
             return most
         raise ConfigError(
             f"model.learner: {type(learner).__name__} has no training loss for a batch of this data, "
@@ -46,6 +49,15 @@ def choose_threads(
         ) from error
     operations = counter.get_total_flops() / size_of(example) * (batch_size or size_of(example)) * stacked
     return max(1, min(most, round(operations / 2e7)))
+
+
+def _works(learner: L.LightningModule, example: Any) -> bool:
+    """Say whether a batch works where nobody counts, which a step that takes gradients does not allow."""
+    try:
+        mean_loss(learner, [example])
+    except WRONG:
+        return False
+    return True
 
 
 def _described(batch: Any) -> str:

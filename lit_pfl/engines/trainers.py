@@ -22,12 +22,18 @@ from lit_pfl_callbacks.federated_loop import JoinInfo
 #: what clients' weights may be trained in: they stay in 32 bits, as they are averaged and sent
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 
+_SCORED = "every client is scored on all its data, when trainer's own options say"
 _ROUNDS = "a client trains federation.local_epochs epochs in each of trainer.max_epochs rounds"
 _DEVICE = "clients train where trainer.accelerator and trainer.devices say"
 #: what a federation decides for its clients' Trainers, and where it is said instead
 OWNED = {
     **dict.fromkeys(("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "fast_dev_run"), _ROUNDS),
     **dict.fromkeys(("accelerator", "devices", "num_nodes", "strategy"), _DEVICE),
+    **dict.fromkeys(
+        ("limit_val_batches", "limit_test_batches", "limit_predict_batches", "num_sanity_val_steps"), _SCORED
+    ),
+    **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval"), _SCORED),
+    "reload_dataloaders_every_n_epochs": "a client has one loader for all rounds",
     "enable_checkpointing": "the checkpoint of trainer holds all clients",
     "logger": "trainer.logger is where a federation logs, for all of its clients",
     "enable_progress_bar": "live bars of several Trainers do not share a screen; the federation shows one",

@@ -66,8 +66,12 @@ class Timetable:
             coordinator.begin_round(step.clock - coordinator.clock)
             coordinator.send_out([client for client in step.starts if client not in left], step.staleness)
         else:
-            coordinator.begin_round(plan.seconds)
+            coordinator.begin_round(plan.seconds, self._nobody_drawn(completed))
         return plan
+
+    def _nobody_drawn(self, completed: int) -> bool:
+        chooses = self.participation
+        return isinstance(chooses, Participation) and chooses.nobody_drawn(completed, self._samples, self.draws)
 
     def draw_again(self, seed: int) -> None:
         """Draw by another seed from now on."""

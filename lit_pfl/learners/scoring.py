@@ -69,11 +69,11 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
     stages = [STAGES[split], *(stage for stage in STAGES.values() if stage != STAGES[split])]
     stage = next((s for s in stages if is_overridden(f"{s}_step", learner)), None)
     if stage is None:
-        with told_evaluating(learner, RUNNING[split]):
+        with told_evaluating(learner, RUNNING[split], batches):
             n, loss = mean_loss(learner, batches)
         return Score(n, {"loss": loss} if n else {})
     n = 0
-    with _evaluated(learner, stage, RUNNING[split]), recorded(learner) as record:
+    with _evaluated(learner, stage, RUNNING[split], batches), recorded(learner) as record:
         for hook in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
             _tell(learner, hook)
         for index, batch in enumerate(batches):
@@ -109,9 +109,10 @@ def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]
 
 
 @contextmanager
-def _evaluated(learner: L.LightningModule, stage: str, running: RunningStage) -> Iterator[None]:
+def _evaluated(learner: L.LightningModule, stage: str, running: RunningStage, batches: Any = None) -> Iterator[None]:
     """Put a learner into the mode in which its Trainer would evaluate it; all of it is put back afterwards."""
-    with torch.no_grad(), unchanged(learner), _options_unchanged(learner), told_evaluating(learner, running):
+    told = told_evaluating(learner, running, batches)
+    with torch.no_grad(), unchanged(learner), _options_unchanged(learner), told:
         hook = f"on_{stage}_model_eval"
         if is_overridden(hook, learner):  # as for dropout that draws
             call_hook(learner, hook)
@@ -183,10 +184,10 @@ def gradients_at(
 def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, float]:
     """Return the number of samples and the mean loss of ``training_step`` on them, in evaluation mode, NaN without any.
 
-    The learner is left as it was; what it logs is not shown.
+    The learner is left as it was; what it logs is not shown. Its step may take gradients, as adversarial training does.
     """
     n, total = 0, 0.0
-    with torch.no_grad(), without_trace(learner):
+    with torch.enable_grad(), without_trace(learner), _gradients_kept(learner):
         for index, batch in enumerate(batches):
             batch = transferred(learner, batch)
             size = size_of(batch)
@@ -196,6 +197,18 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
                 continue
             n += size
     return n, total / n if n else math.nan
+
+
+@contextmanager
+def _gradients_kept(learner: L.LightningModule) -> Iterator[None]:
+    before = [(weight, weight.grad) for weight in learner.parameters()]
+    for weight, _ in before:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in before:
+            weight.grad = gradient
 
 
 def needs_loss(learner: L.LightningModule, batches: Iterable[Any], method: str) -> None:

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import CombinedLoader
 from torchmetrics import Metric
 
 #: what ``save_hyperparameters`` leaves in a module
@@ -152,12 +155,13 @@ def as_trained(module: L.LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def told_evaluating(module: L.LightningModule, stage: RunningStage) -> Iterator[None]:
-    """Let a module's Trainer, if there is one, say that it evaluates, and that it is this module.
+def told_evaluating(module: L.LightningModule, stage: RunningStage, batches: Any = None) -> Iterator[None]:
+    """Let a module's Trainer, if there is one, say that it evaluates, and that it is this module, in its precision.
 
     Args:
         module: the module.
         stage: what the Trainer is said to do; a check of sanity stays one.
+        batches: what of; its Trainer has them, and their number, for validation or for a test.
     """
     trainer = module._trainer
     if trainer is None:
@@ -166,7 +170,30 @@ def told_evaluating(module: L.LightningModule, stage: RunningStage) -> Iterator[
     before = trainer.state.stage
     trainer.state.stage = before if trainer.sanity_checking else stage
     try:
-        with as_trained(module):
+        with (
+            as_trained(module),
+            _having(trainer, stage, batches),
+            trainer.precision_plugin.forward_context(),
+        ):
             yield
     finally:
         trainer.state.stage = before
+
+
+@contextmanager
+def _having(trainer: L.Trainer, stage: RunningStage, batches: Any) -> Iterator[None]:
+    """Let ``trainer.val_dataloaders``, ``num_val_batches`` and those for tests be of these batches."""
+    loops = {
+        RunningStage.VALIDATING: [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop],
+        RunningStage.TESTING: [trainer.test_loop],
+    }
+    own = [] if batches is None else loops.get(stage, [])
+    before = [(loop._combined_loader, loop._max_batches) for loop in own]
+    length = sized_len(batches)
+    for loop in own:
+        loop._combined_loader, loop._max_batches = CombinedLoader(batches), [inf if length is None else length]
+    try:
+        yield
+    finally:
+        for loop, (loader, number) in zip(own, before, strict=True):
+            loop._combined_loader, loop._max_batches = loader, number

@@ -129,6 +129,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             module._current_fx_name = None
             loss = output if output is None or isinstance(output, Tensor) else output["loss"]
             del output  # what else is in it would live as long as the next batch's
+            drop_gradients(optimizer)  # what anybody else has left
             if loss is not None:
                 loss.backward()
             step.increment_ready()
@@ -158,6 +159,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         step = self.automatic_optimization.optim_progress.optimizer.step
         everything = [batch if own.type == "cpu" else move_data_to_device(batch, own) for batch in batches]
         elsewhere(optimizer, everything)
+        if not everything:
+            return
         progress.is_last_batch = True
         for count in (
             progress.increment_ready, progress.increment_started, progress.increment_processed,

@@ -71,7 +71,7 @@ class StateFiles:
         lock(self._handle, shared=True)
         self.latest: dict[int, StateFile] = {}
         self._elsewhere: set[int] = set()  # clients whose files are beside a checkpoint in another folder
-        self._written: list[Path] = []  # not known to be on the disk itself
+        self._written: set[Path] = set()  # not known to be on the disk itself
         self._count = 0  # of checkpoints
         self._since: dict[int, int] = {}  # by client, how many checkpoints there were before its file
         self._former: list[Former] = []
@@ -109,7 +109,7 @@ class StateFiles:
                 f"The state of client {client} cannot be written: {file.path} ({reason.strerror or reason}); the last "
                 "checkpoint is whole."
             ) from error
-        self._written.append(file.path)
+        self._written.add(file.path)
         self._leave(client, file)
         self.latest[client], self._since[client] = file, since
         self._elsewhere.discard(client)
@@ -121,6 +121,7 @@ class StateFiles:
             return
         if self._since[client] == self._count:  # no checkpoint refers to it
             former.path.unlink(missing_ok=True)
+            self._written.discard(former.path)
         else:
             self._former.append(Former(client, former, self._since[client], self._count))
 
@@ -140,7 +141,7 @@ class StateFiles:
         """Return what a checkpoint holds of the latest states, which are on the disk from now on."""
         with ThreadPoolExecutor(8) as pool:  # a disk takes as long for some as for one
             list(pool.map(_on_the_disk, self._written))
-        self._written, self._count = [], self._count + 1
+        self._written, self._count = set(), self._count + 1
         return references_to(self.latest)
 
     # ------------------------------------------------------------------------------------------- beside checkpoints

@@ -8,6 +8,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from callbacks.plain import Group, Line, batches, rows
 from callbacks.plain import trainer as plain_trainer
 from lit_pfl import Federation
+from lit_pfl.core.asynchronous import FedBuff
+from lit_pfl.core.deadline import Speeds
 from lit_pfl.methods import ClusteredFL, FactorizedFL, FedAvg, FedFOMO, SimFed
 from lit_pfl_callbacks import RunLogger, Similarity
 from lit_pfl_callbacks.similarity import cosine_matrix
@@ -82,6 +84,13 @@ def test_updates_are_uploads_less_replies(tmp_path):
     assert lines["2", "update", str(a), str(b)] == pytest.approx(cosine(*updates), abs=2e-6)
     assert len([key for key in lines if key[:2] == ("2", "update")]) == 1
     assert len([key for key in lines if key[:2] == ("2", "parameters")]) == 3
+
+
+def test_an_upload_of_a_later_round_is_compared_with_what_it_began_with(tmp_path):
+    asynchronous = FedBuff(buffer=3, speeds=Speeds(variation=0.5))
+    fit(tmp_path, 6, Similarity(every_n_rounds=1), FedAvg, clients=6, participation=4, asynchronous=asynchronous)
+    rounds = {key[0] for key in found(tmp_path) if key[1] == "update"}
+    assert {"3", "4", "5", "6"} <= rounds
 
 
 def test_embeddings_are_those_that_are_uploaded(tmp_path):

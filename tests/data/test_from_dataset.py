@@ -50,6 +50,18 @@ class Numbers(Dataset):
         return x + (0.1 * random.random() if self.noise else 0), self.targets[i]
 
 
+class OwnDraws(Numbers):
+    """Augments one sample in four, from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = random.Random(0)
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + (self.draws.random() if self.draws.random() < 0.25 else 0), y
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(4))
@@ -104,7 +116,7 @@ def test_samples_are_read_once_and_held():
     for _ in range(2):
         list(data.client(0).train)
     assert isinstance(data.client(0).train, TensorLoader)
-    assert dataset.reads == N + 2  # the first one also to see what it is made of, and as the example
+    assert dataset.reads == N + 16 + 2  # the first one also to see what it is made of, and as the example
     assert data.client(0).train.samples[0].data_ptr() == data.client(1).train.samples[0].data_ptr()
 
 
@@ -113,6 +125,7 @@ def test_samples_are_read_once_and_held():
     [
         {"dataset": Numbers(), "in_memory": False},
         {"dataset": Numbers(noise=True)},
+        {"dataset": OwnDraws()},
         {"dataset": Numbers(ragged=True), "collate_fn": pad},
         {"dataset": Numbers(ragged=True)},
         {"dataset": [(torch.tensor(float(i)), "text") for i in range(N)]},

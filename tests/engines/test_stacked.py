@@ -8,6 +8,7 @@ from torch import nn
 
 from lit_pfl import Federation
 from lit_pfl import methods as M
+from lit_pfl.core.deadline import Deadline, Speeds
 from lit_pfl.data import ClassShards, Dirichlet
 from lit_pfl.engines import Local, Stacked
 from lit_pfl.engines.stack import Epoch, Stack, train_together
@@ -67,6 +68,20 @@ def test_clients_in_a_stack_learn_what_they_would_by_themselves(method):
         assert (a.global_step, a.current_epoch) == (b.global_step, b.current_epoch)
     losses = [float(f.trainer.callback_metrics["train/loss"]) for f in (one, stacked)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_an_epoch_that_a_deadline_leaves_empty_is_none_for_schedules():
+    one, stacked = both(
+        M.FedAvg, 2, lambda: digits(3, train_fraction=0.2, test_fraction=0.6), local_epochs=2,
+        model={"scheduler": step_schedule}, deadline=Deadline(3.5, late="partial", speeds=Speeds(spread=0.9)),
+    )  # fmt: skip
+    assert_close(one, stacked)
+    epochs = [
+        [member.trainer.lr_scheduler_configs[0].scheduler.last_epoch for member in federation.clients.values()
+         if member._trainer is not None]
+        for federation in (one, stacked)
+    ]  # fmt: skip
+    assert epochs[0] == epochs[1] != []
 
 
 def test_what_stays_at_home_does_in_a_stack():

@@ -43,6 +43,11 @@ class Asks(L.LightningModule):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if self.trainer.testing:
+            assert self.trainer.num_test_batches == [len(self.trainer.test_dataloaders)] == [2]
+        else:
+            assert self.trainer.num_val_batches == [len(self.trainer.val_dataloaders)] == [2]
+            assert len(self.trainer.val_dataloaders.dataset) == 12
         self.log("acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
 
     def configure_optimizers(self) -> Any:

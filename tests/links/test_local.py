@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks.plain import Line, batches
 from lit_pfl import Payload, Server
+from lit_pfl.core.ledger import Ledger
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import Scaffold
@@ -26,6 +27,14 @@ def test_what_clients_mark_as_sparse_on_joining_is_sent_back_as_sparse():
     ledger = hub.run(Server()).ledger
     assert ledger.clients == {0: [shared.nbytes, 2 * shared.nbytes]}  # the first reply, and the last
     assert ledger.total < 1000
+
+
+def test_what_a_ledger_hands_out_does_not_change():
+    ledger = Ledger()
+    ledger.sent_up(0, Payload({"w": torch.ones(2)}))
+    state = ledger.state_dict()
+    ledger.sent_up(0, Payload({"w": torch.ones(2)}))
+    assert state["clients"][0] == [ledger.clients[0][0] / 2, 0]
 
 
 def test_without_a_server_modules_as_they_are_are_averaged():

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from lit_pfl import Federation
-from lit_pfl.methods import FD, FedGen, FedGH, FedMA, FedNova, FedPAC, FedProto
+from lit_pfl.methods import CCVR, FD, FedGen, FedGH, FedMA, FedNova, FedPAC, FedProto
 from lit_pfl.testing import MethodTester
 from tiny import assert_equal, digits, trainer
 
-FURTHER = (pytest.param(method, marks=pytest.mark.slow) for method in (FedGH, FedGen, FedMA, FedPAC, FedProto))
+FURTHER = (pytest.param(method, marks=pytest.mark.slow) for method in (CCVR, FedGH, FedGen, FedMA, FedPAC, FedProto))
 
 
 @pytest.mark.parametrize("method", [FD, FedNova, *FURTHER])

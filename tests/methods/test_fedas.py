@@ -7,6 +7,7 @@ from heads import learners, skewed, whole_data
 from torch import nn
 from two_layers import ALL, BODY, Arrays, TwoLayers, arrays, gradient
 
+from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAS, FedPer
@@ -84,6 +85,13 @@ def test_fisher_and_the_mean_by_it_equal_the_formulas():
     reply = federation.coordinator.server.reply(1)
     np.testing.assert_allclose(reply["backbone.body.1.weight"], expected, atol=1e-6)
     assert not [name for name in (*reply, *uploads[0]) if "head" in name]
+
+
+def test_a_negative_sum_of_squares_counts_as_none():
+    uploads = {k: Payload({"w": torch.full((2,), float(k)), FISHER: torch.tensor(f)}) for k, f in enumerate((1, 3, -4))}
+    server = FedASServer()
+    assert server.averaging_weights(1, uploads) == [0.25, 0.75, 0]
+    assert server.averaging_weights(1, {2: uploads[2]}) == [1]
 
 
 def test_a_distance_of_a_single_class_is_the_mean_squared_error():

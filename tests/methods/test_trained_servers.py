@@ -11,7 +11,7 @@ from torch import nn
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import FedAvg, FedGen, FedGH, PFedHN, StandAlone
+from lit_pfl.methods import CCVR, FedAvg, FedGen, FedGH, PFedHN, StandAlone
 from lit_pfl.methods.knowledge.fedgen import GENERATOR, Generator, diversity, teacher_loss
 from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES
 from lit_pfl.methods.partial.fedgh import HEAD, FedGHServer
@@ -203,8 +203,14 @@ def test_heads_that_stay_at_home_or_have_batch_norm_are_refused():
             super().__init__(channels, classes)
             self.head = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, classes))
 
-    with pytest.raises(ConfigError, match="for which batch norm is unfit"):
-        run(client(FedGen, backbone=Normed), skewed(), rounds=1)
+    for method in (CCVR, FedGen, FedGH):
+        with pytest.raises(ConfigError, match=f"{method.__name__} trains heads on .*, for which batch norm is unfit"):
+            run(client(method, backbone=Normed), skewed(), rounds=1)
+
+
+def test_a_generator_with_batch_norm_is_not_trained_on_single_samples():
+    with pytest.raises(ConfigError, match=r"^model.gen_batch_size=1: .* needs 2 or more"):
+        client(FedGen, gen_batch_size=1)
 
 
 # --------------------------------------------------------------------------------------------------------------- FedGH

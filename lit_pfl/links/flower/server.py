@@ -131,6 +131,7 @@ class FlowerServer:
         self.coordinator.start(infos)
         self.coordinator.load_state_dict(state["coordinator"])
         self.metrics, self.refused = state["metrics"], state.get("refused", [])
+        self._write_tables()  # the server may have been stopped between the checkpoint and these
         self.nodes.begin(state["run"], infos, state["answered"])
         self.nodes.gather(self.plan.clients)
         rank_zero_info(f"The run in {self.folder} continues after round {self.coordinator.round}.")
@@ -164,10 +165,14 @@ class FlowerServer:
         self.nodes.refused |= {client: reason for _, client, _, reason in refusals if client is not None}
         self.refused += [refusal._asdict() for refusal in refusals]
         self._save()
-        write_rows(self.folder / "metrics.csv", self.metrics)
+        self._write_tables()
+        rank_zero_info(_line(row))
+
+    def _write_tables(self) -> None:
+        if self.metrics:
+            write_rows(self.folder / "metrics.csv", self.metrics)
         if self.refused:
             write_rows(self.folder / "refused.csv", self.refused)
-        rank_zero_info(_line(row))
 
     def _score(self) -> None:
         server, answered = self.coordinator.server, self.nodes.answered

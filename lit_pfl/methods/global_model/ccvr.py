@@ -13,7 +13,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.core.trained_server import TrainedServer
-from lit_pfl.errors import ConfigError, within_memory
+from lit_pfl.errors import within_memory
 from lit_pfl.methods.knowledge.fedproto import COUNTS
 from lit_pfl.nn import Memory
 
@@ -54,6 +54,7 @@ class CCVR(Classifying):
     needs_automatic = "reads what goes into the head in one step of the learner"
     needs_labels = "takes the mean features of every class"
     needs_common_labels = "averages heads and features of classes"
+    trains_head_on = "drawn features"
 
     shares = EVERYTHING
 
@@ -71,8 +72,6 @@ class CCVR(Classifying):
         self.samples_per_class, self.epochs, self.lr, self.batch_size = samples_per_class, epochs, lr, batch_size
 
     def configure_state(self) -> None:  # noqa: D102
-        if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self.head_module.modules()):
-            raise ConfigError("model.head: CCVR trains the head on drawn features, for which batch norm is unfit.")
         classes, d = self.num_logits, self.num_features
         shapes = {MEANS: (classes, d), COVARIANCES: (classes, d, d)}
         counts = torch.zeros(classes, dtype=torch.int64)
@@ -103,6 +102,7 @@ class CCVRServer(TrainedServer):
         calibrated: the model with the calibrated head; empty before round 1.
     """
 
+    count_tensors = (COUNTS,)
     kept_payloads = ("calibrated",)
 
     calibrated: Payload
@@ -114,7 +114,7 @@ class CCVRServer(TrainedServer):
         self.samples, self.epochs = method.samples_per_class, method.epochs
         with within_memory(f"model.samples_per_class={self.samples}"):  # now, not after the first round's training
             torch.empty(self.samples, method.num_logits, method.num_features)
-        self.lr, self.batch_size = method.lr, method.batch_size
+        self.lr, self.batch_size, self.dtype = method.lr, method.batch_size, method.head_dtype
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
@@ -137,7 +137,7 @@ class CCVRServer(TrainedServer):
         self.module.load_state_dict({**self.module.state_dict(), **own})
         with self.training(round):
             drawn = [virtual(means[c], covariances[c], self.samples) for c in there]
-            features, labels = torch.cat([torch.empty(0), *drawn]), there.repeat_interleave(self.samples)
+            features, labels = torch.cat([torch.empty(0), *drawn]).to(self.dtype), there.repeat_interleave(self.samples)
             for _ in range(self.epochs):
                 for part in torch.randperm(len(labels)).split(self.batch_size) if drawn else ():
                     self.optimizer.zero_grad()
@@ -165,7 +165,8 @@ def class_statistics(features: Tensor, labels: Tensor, classes: int) -> tuple[Te
     """
     counts = torch.bincount(labels, minlength=classes)
     d = features.shape[1]
-    means, covariances = features.new_zeros(classes, d), features.new_zeros(classes, d, d)
+    single = features.new_empty(0, dtype=torch.promote_types(features.dtype, torch.float32))
+    means, covariances = single.new_zeros(classes, d), single.new_zeros(classes, d, d)
     for c in counts.nonzero()[:, 0].tolist():
         own = features[labels == c].double()
         means[c] = own.mean(0)

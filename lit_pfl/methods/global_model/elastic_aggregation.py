@@ -102,7 +102,7 @@ class ElasticAggregation(Classifying):
                         continue
                     gradients = torch.autograd.grad(energy, list(weights.values()), materialize_grads=True)
                     for name, gradient in zip(weights, gradients, strict=True):
-                        self.sensitivity[name].lerp_(gradient.abs(), 1 - self.mu)
+                        self.sensitivity[name].lerp_(gradient.to_dense().abs(), 1 - self.mu)
 
     def upload(self) -> Payload:
         """Return the weights and their sensitivities."""

@@ -59,6 +59,7 @@ class FedGen(Classifying):
     needs_automatic = "adds terms to the loss"
     needs_labels = "generates features of classes"
     needs_common_labels = "averages heads and generates features of classes"
+    trains_head_on = "generated features"
 
     shares = EVERYTHING
 
@@ -79,13 +80,13 @@ class FedGen(Classifying):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if gen_batch_size == 1 and generator_steps:
+            raise ConfigError("model.gen_batch_size=1: FedGen's generator has batch norm, which needs 2 or more.")
         self.alpha, self.beta, self.decay = alpha, beta, decay
         self.noise_dim, self.hidden_dim, self.gen_batch_size = noise_dim, hidden_dim, gen_batch_size
         self.generator_steps, self.generator_lr, self.eta = generator_steps, generator_lr, eta
 
     def configure_state(self) -> None:  # noqa: D102
-        if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self.head_module.modules()):
-            raise ConfigError("model.head: FedGen trains heads on generated features, for which batch norm is unfit.")
         sizes = self.noise_dim, self.num_logits, self.hidden_dim, self.num_features
         self.generator = Generator(*sizes).requires_grad_(False)
         self.register_buffer("occurring", torch.ones(self.num_logits, dtype=torch.int64))
@@ -115,22 +116,22 @@ class FedGen(Classifying):
         labels, head = self.targets(batch), self.head_module
         self.generator.eval()  # also where the whole client is put into training mode
         if self.beta:
-            teacher = head(self.generator(labels, self._noise(len(labels))))
+            teacher = head(self._generated(labels))
             loss = loss + self.scale(self.beta) * divergence(teacher, seen.logits)
         if self.alpha:
             there = self.occurring.nonzero()[:, 0]
             drawn = there[torch.randint(len(there), (self.gen_batch_size,), device=self.device)]
-            generated = head(self.generator(drawn, self._noise(len(drawn))))
             weight = self.scale(self.alpha) * self.gen_batch_size / len(labels)
-            loss = loss + weight * nn.functional.cross_entropy(generated, drawn)
+            loss = loss + weight * nn.functional.cross_entropy(head(self._generated(drawn)), drawn)
         return loss
 
     def scale(self, first: float) -> float:
         """Return what a weight has come to in this round."""
         return max(1e-4, first * self.decay ** int(self.completed))
 
-    def _noise(self, size: int) -> Tensor:
-        return torch.rand(size, self.noise_dim, device=self.device)
+    def _generated(self, labels: Tensor) -> Tensor:
+        noise = torch.rand(len(labels), self.noise_dim, device=self.device)
+        return self.generator(labels, noise).to(self.head_dtype)
 
 
 class Generator(nn.Module):
@@ -175,7 +176,7 @@ class FedGenServer(TrainedServer):
         self.leaves = method.shared_head_leaves("uses the clients' heads")
         self.sizes = method.noise_dim, method.num_logits, method.hidden_dim, method.num_features
         self.lr, self.decay, self.eta = method.generator_lr, method.decay, method.eta
-        self.steps, self.batch_size = method.generator_steps, method.gen_batch_size
+        self.steps, self.batch_size, self.dtype = method.generator_steps, method.gen_batch_size, method.head_dtype
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
@@ -210,7 +211,7 @@ class FedGenServer(TrainedServer):
                 self.optimizer.step()
 
     def _logits(self, heads: list[dict[str, Tensor]], features: Tensor) -> Iterator[Tensor]:
-        return (call_with(head, self.head, features) for head in heads)
+        return (call_with(head, self.head, features.to(self.dtype)) for head in heads)
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         generator = {GENERATOR + name: x for name, x in self.module.state_dict().items()}

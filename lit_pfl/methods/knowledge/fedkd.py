@@ -72,7 +72,7 @@ class FedKD(Mutual):
 
     def configure_state(self) -> None:  # noqa: D102
         super().configure_state()
-        self.matched = nn.Linear(self.num_features, self.num_features, bias=False)
+        self.matched = nn.Linear(self.num_features, self.num_features, bias=False).to(self.head_dtype)
         self.before_round = Memory(self.shared_parameters())
         self.register_buffer("completed", torch.zeros((), dtype=torch.int64))
 

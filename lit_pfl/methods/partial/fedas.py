@@ -133,7 +133,7 @@ def distance_to_means(features: Tensor, labels: Tensor, means: Tensor) -> Tensor
 
 
 class FedASServer(Server):
-    """Averages with weights in proportion to F_i, which clients send; with equal ones where all are 0."""
+    """Averages with weights in proportion to F_i, which clients send; with equal ones where none is above 0."""
 
     means_only = False
 
@@ -141,7 +141,7 @@ class FedASServer(Server):
         return name != FISHER
 
     def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
-        fisher = torch.tensor([float(upload[FISHER]) for upload in uploads.values()], dtype=torch.float64)
+        fisher = torch.tensor([float(upload[FISHER]) for upload in uploads.values()], dtype=torch.float64).clamp_min(0)
         if not fisher.any():
             return [1 / len(uploads)] * len(uploads)
         return (fisher / fisher.sum()).tolist()

@@ -59,7 +59,7 @@ class FedCP(Classifying):
     def configure_state(self) -> None:  # noqa: D102
         d = self.num_features
         policy = nn.Sequential(nn.Linear(d, 2 * d), nn.LayerNorm(2 * d), nn.ReLU())
-        self.extra = nn.ModuleDict({"policy": policy})
+        self.extra = nn.ModuleDict({"policy": policy}).to(self.head_dtype)
         self.common_head = copy.deepcopy(self.head_module).requires_grad_(False)
         self.own = Memory({"context": self._context()})
         self._leaves = self.head_leaves

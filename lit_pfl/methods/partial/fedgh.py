@@ -43,6 +43,7 @@ class FedGH(Classifying):
     needs_automatic = "takes one head out of the learner"
     needs_labels = "takes the mean features of every class"
     needs_common_labels = "trains one head for all"
+    trains_head_on = "class means"
 
     shares = frozenset()
 
@@ -98,7 +99,7 @@ class FedGHServer(TrainedServer):
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         means = torch.stack([upload[PROTOTYPES] for upload in uploads.values()]).cpu()
         kept = torch.stack([upload[COUNTS] for upload in uploads.values()]).cpu() > 0
-        samples, labels = means[kept], kept.nonzero()[:, 1]
+        samples, labels = means[kept].to(next(self.module.parameters())), kept.nonzero()[:, 1]
         with self.training(round):
             for part in torch.randperm(len(labels)).split(self.batch_size):
                 self.optimizer.zero_grad()

@@ -56,8 +56,9 @@ class GPFL(Classifying):
 
     def configure_state(self) -> None:  # noqa: D102
         d = self.num_features
-        self.extra = nn.ModuleDict({"embeddings": nn.Embedding(self.num_logits, d), "conditional": Conditional(d)})
-        zeros = torch.zeros(d)
+        extra = nn.ModuleDict({"embeddings": nn.Embedding(self.num_logits, d), "conditional": Conditional(d)})
+        self.extra = extra.to(self.head_dtype)
+        zeros = torch.zeros(d, dtype=self.head_dtype)
         self.conditions = Memory({"generic": zeros, "personal": zeros, "trained": torch.tensor(False)})
 
     @property

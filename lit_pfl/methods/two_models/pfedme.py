@@ -92,7 +92,7 @@ class PFedMe(TwoModels):
             gradients = torch.autograd.grad(loss, theta, materialize_grads=True)
             with torch.no_grad():
                 for own, common, gradient in zip(theta, w.values(), gradients, strict=True):
-                    own.sub_(self.inner_lr * (gradient + self.lam * (own - common)))
+                    own.sub_(self.inner_lr * (self.lam * (own - common) + gradient))
         apart = [
             ((common - common.detach()) * (self.lam * (common - own)).detach()).sum()
             for own, common in zip(theta, w.values(), strict=True)

@@ -1,0 +1,46 @@
+"""Learners of double or bfloat16 weights, under methods that have networks of their own beside the head."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+import lit_pfl.methods as methods
+from lit_pfl import Federation
+from tiny import digits, trainer
+
+NAMES = ["FedCP", "CCVR", "FedGH", "FedGen", "FedKD", "GPFL"]
+
+
+class Net(L.LightningModule):
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Flatten(), nn.LazyLinear(16), nn.ReLU())
+        self.head = nn.Linear(16, 10)
+        self.body(torch.zeros(1, 1, 8, 8))
+        self.to(dtype)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.head(self.body(x.to(self.dtype))), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def fit(name, dtype):
+    federation = Federation(getattr(methods, name)(learner=Net(dtype)), seed=3, threads=1, quorum=0)
+    trainer(2).fit(federation, datamodule=digits(3))
+    assert not federation.coordinator.refused
+    return federation
+
+
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-4), (torch.bfloat16, 0.1)])
+def test_other_kinds_of_numbers_train_to_nearly_the_same(name, dtype, near):
+    single, other = fit(name, torch.float32), fit(name, dtype)
+    for k, member in other.clients.items():
+        assert {weight.dtype for weight in member.learner.parameters()} == {dtype}
+        for a, b in zip(single.clients[k].learner.parameters(), member.learner.parameters(), strict=True):
+            assert torch.allclose(a, b.to(a), atol=near)

@@ -1,0 +1,47 @@
+"""Learners whose embedding has sparse gradients."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+import lit_pfl.methods as methods
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from tiny import trainer, weights
+
+NAMES = ["PFedMe", "ElasticAggregation"]
+
+
+class Words(L.LightningModule):
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Embedding(10, 3, sparse=sparse), nn.Flatten())
+        self.head = nn.Linear(12, 2)
+
+    def training_step(self, batch, batch_idx):
+        words, y = batch
+        return nn.functional.cross_entropy(self.head(self.body(words)), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(client):
+    draw = torch.Generator().manual_seed(client)
+    words = torch.randint(10, (20, 4), generator=draw)
+    return L.LightningDataModule.from_datasets(
+        torch.utils.data.TensorDataset(words, words[:, 0] % 2), batch_size=5, num_workers=0
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_trains_as_with_dense_ones(name):
+    def fit(sparse):
+        federation = Federation(getattr(methods, name)(learner=Words(sparse)), seed=0, threads=1)
+        trainer(2).fit(federation, datamodule=PerClient([data(k) for k in range(3)]))
+        assert not federation.coordinator.refused
+        return weights(federation)
+
+    torch.testing.assert_close(fit(True), fit(False))
