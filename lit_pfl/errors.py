@@ -12,7 +12,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(" ".join(line.strip() for line in message.splitlines()))
+        super().__init__(" ".join(line.strip() for line in message.splitlines() if line.strip()))
 
 
 class UploadError(ValueError):

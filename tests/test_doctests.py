@@ -66,7 +66,6 @@ def few_digits(**options: Any) -> Digits:
 @pytest.mark.parametrize(
     "page",
     [
-        "docs/command_line.md",
         "docs/export.md",
         "docs/factorized_fl.md",
         pytest.param("docs/engines.md", marks=pytest.mark.slow),

@@ -94,11 +94,13 @@ class Similarity(Listening):
     def _note(self, sent: Transfer) -> None:
         if sent.client not in self._ids or not sent.tensors:
             return
-        if sent.direction == "down":  # an upload of a later round may be of it
+        if sent.direction == "down":  # kept until the client's next upload, which may be of a later round
             if self.updates:
                 self._down[sent.client] = sent.tensors
-        elif due(sent.round, self.every_n_rounds):
-            self._up[sent.client], self._began[sent.client] = sent.tensors, self._down.get(sent.client, {})
+            return
+        began = self._down.pop(sent.client, {})
+        if due(sent.round, self.every_n_rounds):
+            self._up[sent.client], self._began[sent.client] = sent.tensors, began
 
     @torch.no_grad()
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -207,9 +208,10 @@ def _write_record(job: Job, done: bool, seconds: float) -> None:
 def _fingerprint(job: Job) -> str:
     """Return a hash of a job's arguments and of the configuration files among them, with all that these build on."""
     digest = hashlib.sha256(json.dumps(job.arguments).encode())
-    for argument in job.arguments:
+    for before, argument in pairwise(("", *job.arguments)):
         name = argument.removeprefix("--config=")
-        if (found := find(name)) is not None:
+        is_config = before in ("--config", "-c") or name != argument or name.endswith((".yaml", ".yml"))
+        if is_config and (found := find(name)) is not None:
             for file in with_fragments(str(found)):
                 digest.update(Path(file).read_bytes())
     return digest.hexdigest()

@@ -268,7 +268,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     elsewhere: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_complex():
-            tensor = torch.view_as_real(tensor.detach())
+            tensor = torch.view_as_real(tensor.detach().resolve_conj())
         if tensor.is_floating_point():
             # in 32 bits at least, so that they can be stacked, and half precision adds up to less often
             wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32

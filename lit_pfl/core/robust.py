@@ -224,14 +224,16 @@ class Rescaled(RobustMean):
 
     def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:  # noqa: D102
         scaled = self.scale(uploads, weights, names, center)
-        tensors = {}
+        whole, tensors = sum(weights), {}
         for name in names:
             start = _center_of(name, uploads, center)
-            total = start.double()
+            every = zip(uploads.values(), scaled, weights, strict=True)
+            own = [(upload[name], weight, share) for upload, weight, share in every if name in upload and share]
+            held = sum(share for _, _, share in own)
+            total = whole * start.double()
             # Not c + sum(a u) - sum(a) c: a tiny update may count a million times, and digits would be lost.
-            for weight, upload in zip(scaled, uploads.values(), strict=True):
-                if name in upload:
-                    total = total + weight * (upload[name].double() - start)
+            for tensor, weight, _ in own:
+                total = total + weight * whole / held * (tensor.double() - start)
             tensors[name] = (total if start.is_floating_point() else total.round()).to(start.dtype)
         return Payload(tensors, _sparse(uploads))
 

@@ -32,11 +32,10 @@ class FromDataset(PartitionedDataModule):
     makes batches of.
 
     Samples that are numbers and tensors of equal shapes are read once and held in memory, unless reading them draws
-    random numbers, as random transforms do: numbers of PyTorch, NumPy or Python, or such that change one of the first
-    16 samples. Others are read again for every batch, by a PyTorch DataLoader without
-    workers; what they draw is resampled for training, and is the same every time for validation and testing. A last
-    training batch of a single sample is left out either way, see
-    :class:`~lit_pfl.data.ResidentLoader`.
+    random numbers, as random transforms do: from PyTorch, NumPy or Python, or from a generator of its own that changes
+    one of the first 16 samples. Others are read again for every batch, by a PyTorch DataLoader without workers; what
+    they draw is resampled for training, and is the same every time for validation and testing. A last training batch of
+    a single sample is left out either way, see :class:`~lit_pfl.data.ResidentLoader`.
 
     Args:
         dataset: the dataset, or a function that makes it.
@@ -49,7 +48,8 @@ class FromDataset(PartitionedDataModule):
             its samples are divided into training, test and validation data, and ``partition`` and ``num_clients`` are
             not used.
         collate_fn: makes a batch of a list of samples, as a DataLoader's; samples are then not held in memory.
-        in_memory: false if there is not enough of it, or if a transform draws from a generator of its own, and seldom.
+        in_memory: false if there is not enough of it, or if a transform seldom draws, from a generator of its own: this
+            is only noticed within the first 16 samples.
         kwargs: see :class:`~lit_pfl.data.PartitionedDataModule`. ``permute_labels`` needs samples that end with their
             label, or dicts and ``labels`` as their key.
 
@@ -196,11 +196,12 @@ class FromDataset(PartitionedDataModule):
         before = random_state()
         samples = [self.dataset[i] for i in range(len(self.dataset))]
         again = [self.dataset[i] for i in range(min(len(samples), READ_TWICE))]  # a generator of its own does not show
-        if not same_state(before, random_state()) or not _same(samples[: len(again)], again):
+        if not same_state(before, random_state()):
             return None
         try:
-            return default_collate(samples)
-        except (RuntimeError, TypeError, KeyError):  # of different shapes
+            content = default_collate(samples)
+            return content if _same(samples[: len(again)], again) else None
+        except (RuntimeError, TypeError, KeyError, ValueError):  # of different shapes
             return None
 
     def batches(self, client_id: int, part: str, label_map: Tensor | None) -> TensorLoader | DataLoader:  # noqa: D102

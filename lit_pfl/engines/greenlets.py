@@ -82,7 +82,7 @@ class LocalHub:
         self.link = LocalLink()
         self.streams: dict[int, RandomStream] = {}
         self._fits: dict[int, greenlet] = {}
-        self._looks_for_anomalies: bool | None = None  # whether PyTorch did, before the first fit
+        self._looks_for_anomalies: tuple[bool, bool] | None = None  # whether PyTorch did before the first fit, and how
 
     def stream(self, client: int) -> RandomStream:
         """Return a client's random stream."""
@@ -111,7 +111,7 @@ class LocalHub:
         """
         drawn = self.stream(client).state_dict()
         if self._looks_for_anomalies is None:
-            self._looks_for_anomalies = torch.is_anomaly_enabled()
+            self._looks_for_anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         try:
             with undisturbed(), random_state_kept():
                 info = self._switch(client)
@@ -158,7 +158,7 @@ class LocalHub:
     def _all_ended(self) -> None:
         self._fits.clear()
         if self._looks_for_anomalies is not None:  # fits do not end in the order in which each has put back the former
-            torch.autograd.set_detect_anomaly(self._looks_for_anomalies)
+            torch.autograd.set_detect_anomaly(*self._looks_for_anomalies)
             self._looks_for_anomalies = None
 
     def run(

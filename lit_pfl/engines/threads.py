@@ -52,7 +52,7 @@ def choose_threads(
 
 
 def _works(learner: L.LightningModule, example: Any) -> bool:
-    """Say whether a batch works where nobody counts, which a step that takes gradients does not allow."""
+    """Say whether the step works without the counter, which fails where a step takes gradients."""
     try:
         mean_loss(learner, [example])
     except WRONG:

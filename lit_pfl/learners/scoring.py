@@ -186,17 +186,35 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
 
     The learner is left as it was; what it logs is not shown. Its step may take gradients, as adversarial training does.
     """
-    n, total = 0, 0.0
-    with torch.enable_grad(), without_trace(learner), _gradients_kept(learner):
+    n, total, loss_of = 0, 0.0, _loss_alone
+    with without_trace(learner):
         for index, batch in enumerate(batches):
             batch = transferred(learner, batch)
             size = size_of(batch)
             try:
-                total += float(training_loss(learner, batch, index)) * size
+                try:
+                    loss = loss_of(learner, batch, index)
+                except RuntimeError as error:
+                    if "require grad" not in str(error):
+                        raise
+                    loss_of = _loss_of_gradients
+                    loss = loss_of(learner, batch, index)
             except SkipBatch:
                 continue
+            total += loss * size
             n += size
     return n, total / n if n else math.nan
+
+
+def _loss_alone(learner: L.LightningModule, batch: Any, index: int) -> float:
+    with torch.no_grad():
+        return float(training_loss(learner, batch, index))
+
+
+def _loss_of_gradients(learner: L.LightningModule, batch: Any, index: int) -> float:
+    """Return the loss of a step that takes gradients on the way; those of the weights are kept as they are."""
+    with torch.inference_mode(False), torch.enable_grad(), _gradients_kept(learner):
+        return float(training_loss(learner, batch, index).detach())
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def told_evaluating(module: L.LightningModule, stage: RunningStage, batches: Any
     Args:
         module: the module.
         stage: what the Trainer is said to do; a check of sanity stays one.
-        batches: what of; its Trainer has them, and their number, for validation or for a test.
+        batches: what it is evaluated on: ``trainer.val_dataloaders``, ``num_val_batches`` and those for tests.
     """
     trainer = module._trainer
     if trainer is None:

@@ -251,7 +251,7 @@ def densities(groups: Sequence[Group]) -> Picture | None:
     rows: list[Row] = []
     for group in groups:
         by_round: dict[int, list[tuple[float, float]]] = {}
-        for row in (row for run in group.runs for row in run.table("sparsity.csv", *SPARSITY)):
+        for row in (row for run in group.runs for row in run.table("sparsity.csv", *SPARSITY, empty=("rank",))):
             counts = float(row["nonzeros"]), float(row["elements"])
             by_round.setdefault(int(row["round"]), []).append(counts)
         for round, found in sorted(by_round.items()):
@@ -270,7 +270,7 @@ def layers(groups: Sequence[Group]) -> list[Picture]:
     for group in groups:
         found: dict[str, list[Any]] = {}
         for run in group.runs:
-            table = run.table("sparsity.csv", *SPARSITY)
+            table = run.table("sparsity.csv", *SPARSITY, empty=("rank",))
             last = max((int(row["round"]) for row in table), default=0)
             for row in table:
                 if int(row["round"]) == last:

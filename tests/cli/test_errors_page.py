@@ -26,6 +26,8 @@ COMMANDS = {
     "trainer.limit_test_batches": "--trainer.limit_test_batches 3",
     "trainer.devices=2: one process runs a federation": "--trainer.devices 2",
     "trainer.val_check_interval": "--trainer.val_check_interval 0.5",
+    "federation.client_trainer.check_val_every_n_epoch: the federation decides this":
+        "--federation.client_trainer.check_val_every_n_epoch 2",
     "model.body_epochs=1 leaves none of federation.local_epochs=1 for the head":
         "--model FedRep --model.body_epochs 1 --federation.local_epochs 1",
     "labels differ from client to client": "--model FedProto --data.permute_labels true",

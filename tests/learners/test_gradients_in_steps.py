@@ -84,3 +84,5 @@ def test_it_takes_part(method):
     federation = Federation(getattr(methods, method)(learner=Adversarial()), seed=0)
     trainer(2).fit(federation, datamodule=PerClient([Data(k) for k in range(3)]))
     assert not federation.coordinator.refused
+    (scores,) = trainer().validate(federation, datamodule=PerClient([Data(k) for k in range(3)]))  # in inference mode
+    assert scores["val/loss"] > 0

@@ -9,7 +9,7 @@ import pytest
 from lit_pfl.cli.report import read, run_folders
 from lit_pfl.errors import ConfigError
 from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, paired_by_state, summary, validated
-from lit_pfl.report.charts import client_by_client, distributions, losses, over_rounds
+from lit_pfl.report.charts import SPARSITY, client_by_client, distributions, layers, losses, over_rounds
 from lit_pfl.report.maps import similarities
 from lit_pfl.report.numbers import Metric, best_validated, byte_unit, curve, last_scores
 from lit_pfl.report.tables import runs_there
@@ -141,6 +141,12 @@ def test_a_cell_that_is_no_number_is_named(tmp_path, file, columns, row, column)
     write(tmp_path / file, columns, [row])
     with pytest.raises(ConfigError, match=f"{tmp_path}/{file} has '.*' as '{column}', which must be a number"):
         Run(tmp_path, {}).table(file, *columns.split())
+
+
+def test_a_layer_without_a_rank_is_shown(tmp_path):
+    write(tmp_path / "metrics.csv", "round val/acc", [[1, 0.5]])
+    write(tmp_path / "sparsity.csv", " ".join(SPARSITY), [[1, "body.0", 3, 4, ""]])
+    assert layers([Group("FedAvg", [Run(tmp_path, {})])])
 
 
 def test_a_last_line_without_its_end_was_cut_off(tmp_path):
