@@ -8,6 +8,7 @@ from torch import nn
 import lit_pfl.methods as methods
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
+from lit_pfl.errors import ConfigError
 from tiny import trainer, weights
 
 NAMES = ["PFedMe", "ElasticAggregation"]
@@ -36,12 +37,19 @@ def data(client):
     )
 
 
+def fit(name, sparse):
+    federation = Federation(getattr(methods, name)(learner=Words(sparse)), seed=0, threads=1)
+    trainer(2).fit(federation, datamodule=PerClient([data(k) for k in range(3)]))
+    assert not federation.coordinator.refused
+    return weights(federation)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains_as_with_dense_ones(name):
-    def fit(sparse):
-        federation = Federation(getattr(methods, name)(learner=Words(sparse)), seed=0, threads=1)
-        trainer(2).fit(federation, datamodule=PerClient([data(k) for k in range(3)]))
-        assert not federation.coordinator.refused
-        return weights(federation)
+    torch.testing.assert_close(fit(name, True), fit(name, False))
 
-    torch.testing.assert_close(fit(True), fit(False))
+
+def test_where_it_cannot_it_is_refused_in_a_line():
+    with pytest.raises(ConfigError, match="^model.learner: APPLE needs gradients that are dense; give"):
+        fit("APPLE", True)
+    assert fit("APPLE", False)

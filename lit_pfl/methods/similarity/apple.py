@@ -8,12 +8,13 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.core.sharing import EVERYTHING
+from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Step, call_with, holding, refuse_scaled_gradients, single_optimizer
 from lit_pfl.nn import Memory
 
@@ -74,6 +75,9 @@ class APPLE(Client):
         self._others: dict[str, Tensor] = {}  # the same as (K - 1, ...) while the client trains
 
     def configure_state(self) -> None:  # noqa: D102
+        tables = (m for m in self.learner.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        if any(table.sparse for table in tables):
+            raise ConfigError("model.learner: APPLE needs gradients that are dense; give its embeddings sparse=False.")
         self.mixture = Memory(self.shared_weights())
 
     def configure_server(self) -> "APPLEServer":  # noqa: D102
