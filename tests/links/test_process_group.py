@@ -88,10 +88,7 @@ def test_all_processes_resume_from_their_checkpoints(tmp_path):
     for name in ("0.pt", "1.pt"):
         assert_equal(torch.load(whole / name), torch.load(resumed / name), name)
     one, two = (torch.load(folder / "coordinator.pt") for folder in (whole, resumed))
-    # whoever resumes is told once more where the federation stands, which is a reply of 5
-    for site, (up, down) in one.pop("ledger")["clients"].items():
-        assert two["ledger"]["clients"][site] == [up, down * 6 // 5]
-    del two["ledger"]
+    assert one["ledger"] == two["ledger"]  # a reply that is sent again does not count
     assert_equal(one, two)
 
 
