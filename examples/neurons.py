@@ -11,7 +11,7 @@ below the other. It needs matplotlib: pip install 'lit-pfl[docs]'.
 import argparse
 import csv
 from collections import defaultdict
-from itertools import combinations
+from itertools import combinations, cycle
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,8 @@ def draw_neurons(runs: dict[str, Rows], names: list[str], title: str) -> Any:
 def draw_variance(runs: dict[str, Rows], depth: int | None, title: str) -> Any:
     """Return a figure: every layer's total variance, the mean over nodes."""
     figure, axis = plt.subplots(figsize=(6.2, 3.6))
-    for i, (label, rows) in enumerate(runs.items()):
-        colour, marker = COLOURS[(0, 2, 1, *range(3, len(COLOURS)))[i % len(COLOURS)]], "osD"[i % 3]
+    colours = [COLOURS[0], COLOURS[2], COLOURS[1], *COLOURS[3:]]
+    for (label, rows), colour, marker in zip(runs.items(), cycle(colours), cycle("osD"), strict=False):
         values = defaultdict(list)
         for row in rows:
             values[int(row["position"])].append(float(row["total_variance"]))

@@ -54,7 +54,7 @@ ONE_READING = (Reading("", frozenset(STATES), ""),)
 class Measured:
     """What was measured for a cell: a number for every seed, and what else stands on the page.
 
-    ``others``: the numbers in every state of clients' own models, by the name of the reading; ``best``: those of the
+    ``states``: the numbers in every state of clients' own models, by the name of the reading; ``best``: those of the
     best round on test data, where test data were scored in several rounds, and ``rounds``, which these are.
     """
 
@@ -62,7 +62,7 @@ class Measured:
     worst: tuple[float, ...] = ()
     cost: float = math.nan
     seconds: float = math.nan
-    others: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    states: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     best: tuple[float, ...] = ()
     rounds: tuple[int, ...] = ()
 
@@ -89,12 +89,12 @@ def measured(cell: Cell, results: Results) -> Measured | None:
     cost = fmean(_cost(result) for result in found)
     assert cell.run is not None
     # beside a global model, clients' own are not what a table is of
-    further = [] if evaluate(cell.run) == "global" else READINGS
-    others = {reading.name: tuple(scores_by_seed(cell, results, reading).values()) for reading in further}
+    readings = [] if evaluate(cell.run) == "global" else READINGS
+    states = {reading.name: tuple(scores_by_seed(cell, results, reading).values()) for reading in readings}
     best = [result["best"][_metric(cell)] for result in found if cell.clients is None and "best" in result]
     return Measured(
         values, tuple(100 * w for w in worst if w is not None), cost, seconds,
-        {name: numbers for name, numbers in others.items() if numbers},
+        {name: numbers for name, numbers in states.items() if numbers},
         tuple(100 * score for _, score in best), tuple(round for round, _ in best),
     )  # fmt: skip
 
@@ -262,7 +262,7 @@ def _in_one(table: Table, columns: Sequence[str], found: dict[tuple[str, str], M
     def shown(got: Measured | None) -> str:
         if got is None:
             return ""
-        states = got.others or dict.fromkeys((reading.name for reading in READINGS), got.values)
+        states = got.states or dict.fromkeys((reading.name for reading in READINGS), got.values)
         return " / ".join(_over_seeds(states.get(reading.name, ()), 1) for reading in READINGS)
 
     rows = [(row, [found.get((row, column)) for column in columns]) for row in table.rows]
@@ -292,7 +292,7 @@ def _header(table: Table) -> list[str]:
 
 def _lines(table: Table, pairs: Sequence[tuple[str, str]], found: dict[tuple[str, str], Measured]) -> list[str]:
     there = [found[pair] for pair in pairs if pair in found]
-    others = [r.name for r in READINGS if any(got.others.get(r.name, got.values) != got.values for got in there)]
+    others = [r.name for r in READINGS if any(got.states.get(r.name, got.values) != got.values for got in there)]
     best = [BEST] if any(got.best for got in there) else []
     titles = ["", "printed", "ours", *others, *best, "difference", "worst 10 %", "cost printed, GB", "cost, GB",
               "seconds", "seeds"]  # fmt: skip
@@ -308,7 +308,7 @@ def _lines(table: Table, pairs: Sequence[tuple[str, str]], found: dict[tuple[str
         digits = 3 if cell.show != "accuracy" else 2
         ours = " | ".join([
             _over_seeds(got.values, digits),
-            *(_over_seeds(got.others.get(other, ()), digits) for other in others),
+            *(_over_seeds(got.states.get(other, ()), digits) for other in others),
             *(f"{_over_seeds(got.best, digits)} ({', '.join(map(str, got.rounds))})" if got.best else "" for _ in best),
         ])  # fmt: skip
         difference = "" if cell.number is None else f"{got.mean - cell.number:+.{digits}f}"

@@ -7,10 +7,8 @@ from typing import Any, NoReturn
 from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lit_pfl.cli.config_files import with_fragments
+from lit_pfl.cli.config_files import CONFIG, with_fragments
 from lit_pfl.cli.messages import CLASSES, explained, fail
-
-CONFIG = ("-c", "--config")
 
 
 class ConfigFile(ActionConfigFile):

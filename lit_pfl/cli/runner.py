@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from joblib import cpu_count
 
-from lit_pfl.cli.config_files import find, with_fragments
+from lit_pfl.cli.config_files import CONFIG, find, with_fragments
 from lit_pfl_callbacks.files import lock, write_whole
 
 #: what a job leaves in its folder beside the run's own files
@@ -210,7 +210,7 @@ def _fingerprint(job: Job) -> str:
     digest = hashlib.sha256(json.dumps(job.arguments).encode())
     for before, argument in pairwise(("", *job.arguments)):
         name = argument.removeprefix("--config=")
-        is_config = before in ("--config", "-c") or name != argument or name.endswith((".yaml", ".yml"))
+        is_config = before in CONFIG or name != argument or name.endswith((".yaml", ".yml"))
         if is_config and (found := find(name)) is not None:
             for file in with_fragments(str(found)):
                 digest.update(Path(file).read_bytes())

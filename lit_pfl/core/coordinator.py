@@ -110,7 +110,7 @@ class Coordinator:
 
         Args:
             seconds: how long it takes in simulated time.
-            nobody_drawn: whether whoever trains was not drawn for it.
+            nobody_drawn: whether whoever trains was not drawn for it, which matters to central privacy alone.
         """
         self.under_way, self._takes, self._nobody_drawn = True, seconds, nobody_drawn
         self.ledger.new_round(self.round + 1)

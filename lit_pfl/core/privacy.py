@@ -139,7 +139,7 @@ class ClientPrivacy:
     @property
     def expected(self) -> float | None:
         """The expected number of participants; None where it is not a random number."""
-        return self.sampling.share * self.clients if self.sampling.kind == "poisson" else None
+        return self._nominal if self.sampling.kind == "poisson" else None
 
     @property
     def _nominal(self) -> float:

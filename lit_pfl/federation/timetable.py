@@ -66,7 +66,7 @@ class Timetable:
             coordinator.begin_round(step.clock - coordinator.clock)
             coordinator.send_out([client for client in step.starts if client not in left], step.staleness)
         else:
-            coordinator.begin_round(plan.seconds, self._nobody_drawn(completed))
+            coordinator.begin_round(plan.seconds, coordinator.privacy is not None and self._nobody_drawn(completed))
         return plan
 
     def _nobody_drawn(self, completed: int) -> bool:

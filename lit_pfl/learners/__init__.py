@@ -24,7 +24,7 @@ from lit_pfl.learners.optimizers import (
 )
 from lit_pfl.learners.splitting import split_batch
 from lit_pfl.learners.steps import SkipBatch, Step, call_step, call_with, training_loss, training_outputs
-from lit_pfl.learners.unchanged import holding, unchanged, unseen, without_trace
+from lit_pfl.learners.unchanged import holding, unchanged, unseen, without_gradients, without_trace
 
 __all__ = [
     "STAGE",
@@ -70,5 +70,6 @@ __all__ = [
     "training_outputs",
     "unchanged",
     "unseen",
+    "without_gradients",
     "without_trace",
 ]

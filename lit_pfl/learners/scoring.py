@@ -26,6 +26,7 @@ from lit_pfl.learners import (
     size_of,
     training_loss,
     unchanged,
+    without_gradients,
     without_trace,
 )
 from lit_pfl.lightning_internals import in_hook, show_scores, told_evaluating
@@ -186,47 +187,29 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
 
     The learner is left as it was; what it logs is not shown. Its step may take gradients, as adversarial training does.
     """
-    n, total, loss_of = 0, 0.0, _loss_alone
+    n, total = 0, 0.0
     with without_trace(learner):
         for index, batch in enumerate(batches):
             batch = transferred(learner, batch)
             size = size_of(batch)
             try:
-                try:
-                    loss = loss_of(learner, batch, index)
-                except RuntimeError as error:
-                    if "require grad" not in str(error):
-                        raise
-                    loss_of = _loss_of_gradients
-                    loss = loss_of(learner, batch, index)
+                total += _loss(learner, batch, index) * size
             except SkipBatch:
                 continue
-            total += loss * size
             n += size
     return n, total / n if n else math.nan
 
 
-def _loss_alone(learner: L.LightningModule, batch: Any, index: int) -> float:
-    with torch.no_grad():
-        return float(training_loss(learner, batch, index))
-
-
-def _loss_of_gradients(learner: L.LightningModule, batch: Any, index: int) -> float:
-    """Return the loss of a step that takes gradients on the way; those of the weights are kept as they are."""
-    with torch.inference_mode(False), torch.enable_grad(), _gradients_kept(learner):
-        return float(training_loss(learner, batch, index).detach())
-
-
-@contextmanager
-def _gradients_kept(learner: L.LightningModule) -> Iterator[None]:
-    before = [(weight, weight.grad) for weight in learner.parameters()]
-    for weight, _ in before:
-        weight.grad = None
+def _loss(learner: L.LightningModule, batch: Any, index: int) -> float:
+    """Return the loss, without gradients: they need memory. If the step takes some on the way, take it once more."""
     try:
-        yield
-    finally:
-        for weight, gradient in before:
-            weight.grad = gradient
+        with torch.no_grad():
+            return float(training_loss(learner, batch, index))
+    except RuntimeError as error:
+        if "require grad" not in str(error):
+            raise
+    with torch.inference_mode(False), torch.enable_grad(), without_gradients(learner.parameters()):
+        return float(training_loss(learner, batch, index).detach())
 
 
 def needs_loss(learner: L.LightningModule, batches: Iterable[Any], method: str) -> None:

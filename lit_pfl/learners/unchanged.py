@@ -1,6 +1,6 @@
 """A module put back as it was, after it has been tried or scored."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -34,6 +34,19 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     """
     with _as_they_were([*module.modules()]):
         yield
+
+
+@contextmanager
+def without_gradients(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Take the gradients of some weights away, and give them back afterwards."""
+    gradients = [(weight, weight.grad) for weight in weights]
+    for weight, _ in gradients:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in gradients:
+            weight.grad = gradient
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class CCVRServer(TrainedServer):
         self.samples, self.epochs = method.samples_per_class, method.epochs
         with within_memory(f"model.samples_per_class={self.samples}"):  # now, not after the first round's training
             torch.empty(self.samples, method.num_logits, method.num_features)
-        self.lr, self.batch_size, self.dtype = method.lr, method.batch_size, method.head_dtype
+        self.lr, self.batch_size = method.lr, method.batch_size
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
@@ -137,7 +137,8 @@ class CCVRServer(TrainedServer):
         self.module.load_state_dict({**self.module.state_dict(), **own})
         with self.training(round):
             drawn = [virtual(means[c], covariances[c], self.samples) for c in there]
-            features, labels = torch.cat([torch.empty(0), *drawn]).to(self.dtype), there.repeat_interleave(self.samples)
+            features = torch.cat([torch.empty(0), *drawn]).to(next(self.module.parameters()))
+            labels = there.repeat_interleave(self.samples)
             for _ in range(self.epochs):
                 for part in torch.randperm(len(labels)).split(self.batch_size) if drawn else ():
                     self.optimizer.zero_grad()

@@ -176,7 +176,7 @@ class FedGenServer(TrainedServer):
         self.leaves = method.shared_head_leaves("uses the clients' heads")
         self.sizes = method.noise_dim, method.num_logits, method.hidden_dim, method.num_features
         self.lr, self.decay, self.eta = method.generator_lr, method.decay, method.eta
-        self.steps, self.batch_size, self.dtype = method.generator_steps, method.gen_batch_size, method.head_dtype
+        self.steps, self.batch_size = method.generator_steps, method.gen_batch_size
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
@@ -211,7 +211,8 @@ class FedGenServer(TrainedServer):
                 self.optimizer.step()
 
     def _logits(self, heads: list[dict[str, Tensor]], features: Tensor) -> Iterator[Tensor]:
-        return (call_with(head, self.head, features.to(self.dtype)) for head in heads)
+        features = features.to(next(self.head.parameters()))
+        return (call_with(head, self.head, features) for head in heads)
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         generator = {GENERATOR + name: x for name, x in self.module.state_dict().items()}

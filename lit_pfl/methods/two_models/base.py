@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lit_pfl.core import Client
 from lit_pfl.core.sharing import EVERYTHING
-from lit_pfl.learners import call_hook, extend, silenced, single_optimizer
+from lit_pfl.learners import call_hook, extend, silenced, single_optimizer, without_gradients
 from lit_pfl.lightning_internals import own_copy
 
 
@@ -78,7 +78,7 @@ class TwoModels(Client):
             if not own:
                 clip(weights, gradient_clip_val)  # type: ignore[arg-type]
                 continue
-            with _without_gradients(set(trained).difference(weights)):  # which are in the optimizer too
+            with without_gradients(set(trained).difference(weights)):  # which are in the optimizer too
                 call_hook(
                     self.learners.get(name, self.learner),
                     "configure_gradient_clipping",
@@ -95,16 +95,3 @@ class TwoModels(Client):
         for weight in weights:
             found.setdefault(owner.get(weight, ""), []).append(weight)  # type: ignore[call-overload]
         return found
-
-
-@contextmanager
-def _without_gradients(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Take the gradients of some weights away, and give them back afterwards."""
-    gradients = [(weight, weight.grad) for weight in weights]
-    for weight, _ in gradients:
-        weight.grad = None
-    try:
-        yield
-    finally:
-        for weight, gradient in gradients:
-            weight.grad = gradient
