@@ -147,7 +147,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return []
     with path.open(newline="") as file:
         text = file.read()
-    whole = text[: text.rfind("\n") + 1]  # what follows may look whole
+    whole = text[: text.rfind("\n") + 1]  # what follows was cut off, also where it looks whole
     return [row for row in csv.DictReader(io.StringIO(whole, newline="")) if None not in row.values()]
 
 

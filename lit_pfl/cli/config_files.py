@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 #: the configurations that come with lit-pfl: inside an installed package, next to it in a copy of the repository
 FOLDER = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
 ENDING = ".yaml"
-#: the option that names one
+#: the option that names a configuration file, short and long
 CONFIG = ("-c", "--config")
 
 

@@ -41,7 +41,7 @@ class Classifying(Client):
 
     #: what the method does with class labels; empty: it needs none
     needs_labels: ClassVar[str] = "reads class labels"
-    #: what the method trains heads on that are no features of samples, so that batch norm is unfit; empty: nothing
+    #: what the method trains heads on, other than features of samples: batch norm is unfit for it; empty: nothing
     trains_head_on: ClassVar[str] = ""
 
     def configure_learner(self) -> None:  # noqa: D102

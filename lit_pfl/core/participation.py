@@ -88,7 +88,7 @@ class Participation(ABC):
         return chosen
 
     def nobody_drawn(self, completed: int, samples: Mapping[int, int], draws: Draws) -> bool:
-        """Say whether the one that trains in a round, as somebody has to, was not drawn for it."""
+        """Say whether nobody is drawn for a round, so that a client trains that is not."""
         return False
 
     def check(self, clients: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from lit_pfl.randomness import FixedDraws, random_state, same_state
 Lookup = Callable[[Any], Any] | str | Sequence[Any]  # in the order in which the command line tries them
 #: of how many classes a sample is looked at, whether it ends with its label
 LOOKED_AT = 5
-#: of how many samples it is looked at whether they come out again as they did
+#: how many samples are read twice, to see whether reading them draws random numbers
 READ_TWICE = 16
 
 
@@ -195,7 +195,8 @@ class FromDataset(PartitionedDataModule):
             return None
         before = random_state()
         samples = [self.dataset[i] for i in range(len(self.dataset))]
-        again = [self.dataset[i] for i in range(min(len(samples), READ_TWICE))]  # a generator of its own does not show
+        # a dataset may also draw from a generator of its own, whose state nobody knows
+        again = [self.dataset[i] for i in range(min(len(samples), READ_TWICE))]
         if not same_state(before, random_state()):
             return None
         try:

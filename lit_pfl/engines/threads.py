@@ -13,7 +13,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.learners import size_of
 from lit_pfl.learners.scoring import mean_loss
 
-#: what a step raises that cannot do with a batch
+#: what a training step may raise for a batch that does not suit it
 WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 

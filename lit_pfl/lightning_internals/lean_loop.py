@@ -129,7 +129,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             module._current_fx_name = None
             loss = output if output is None or isinstance(output, Tensor) else output["loss"]
             del output  # what else is in it would live as long as the next batch's
-            drop_gradients(optimizer)  # what anybody else has left
+            drop_gradients(optimizer)  # those that a hook or the step itself has left
             if loss is not None:
                 loss.backward()
             step.increment_ready()
