@@ -63,6 +63,7 @@ def test_two_layers_compute_what_one_does(layer, rank):
         nn.Conv2d(6, 8, 3, groups=2),
         nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular"),
         nn.ConvTranspose2d(6, 8, 3),
+        nn.Linear(0, 5),
     ],
     ids=str,
 )
@@ -70,6 +71,36 @@ def test_what_cannot_be_divided_stays(layer):
     if isinstance(layer, nn.Conv2d):
         layer = shrunk(layer, 1)
     assert type(to_factors(layer)) is type(layer)
+
+
+class InTwoPlaces(nn.Module):
+    """One layer twice, and two layers of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.c, self.d = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.b, self.d.weight = self.a, self.c.weight
+
+    def forward(self, x):
+        return self.d(self.c(self.b(self.a(x).relu()).relu()).relu())
+
+
+def test_weights_in_two_places(tmp_path):
+    common, personal, loaded, x = shrunk(InTwoPlaces(), 2), InTwoPlaces(), InTwoPlaces(), torch.randn(3, 16)
+    factors = to_factors(common)
+    torch.testing.assert_close(factors(x), common(x), atol=1e-5, rtol=1e-5)
+    assert factors.a is factors.b
+    save_mixed(common, personal, tmp_path / "mixed")
+    load_mixed(tmp_path / "mixed", loaded)
+    for name, weight in loaded.named_parameters(remove_duplicate=False):
+        both = common.get_parameter(name) + personal.get_parameter(name)
+        torch.testing.assert_close(weight, both, atol=1e-5, rtol=1e-5)
+
+
+def test_a_transformer_s_layer_finds_its_weights():
+    layer, x = nn.TransformerEncoderLayer(16, 2, 64, batch_first=True), torch.randn(2, 3, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(to_factors(shrunk(layer, 1))(x), layer(x))
 
 
 def test_full_rank_stays():

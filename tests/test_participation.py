@@ -138,7 +138,9 @@ def test_what_privacy_may_gain_by_sampling():
     assert sampling_of(0.1, 20) == sampling_of(2, 20) == Sampling("fixed", 0.1)
     assert sampling_of(1.0, 20) == sampling_of(20, 20) == sampling_of(Bernoulli(1.0), 20) == Sampling()
     assert sampling_of(Bernoulli(0.1), 20) == Sampling("poisson", 0.1)
-    assert sampling_of(BySize(3), 20) == sampling_of(Share(0.5, joins={1: 2}), 20) == Sampling()
+    # a client more displaces another, so that a sum moves by twice the clip norm
+    assert sampling_of(BySize(3), 20) == sampling_of(Share(0.5, joins={1: 2}), 20) == Sampling("replaced")
+    assert sampling_of(BySize(20), 20) == sampling_of(Share(1.0, joins={1: 2}), 20) == Sampling()
 
 
 # In a federation

@@ -196,7 +196,7 @@ def test_epsilon_is_the_accountant_s():
     account = d.pld.PLDAccountant()
     account.compose(d.GaussianDpEvent(5.0), 10)
     assert epsilon(10, 5.0, 1e-5) == pytest.approx(account.get_epsilon(1e-5), rel=1e-3)
-    assert epsilon(10, 10.0, 1e-5, "local") == epsilon(10, 5.0, 1e-5)  # an upload may be any other within the clip
+    assert epsilon(10, 10.0, 1e-5, "replaced") == epsilon(10, 5.0, 1e-5)  # an upload may be any other within the clip
     assert epsilon(0, 1.0, 1e-5) == 0
     assert epsilon(3, 0.0, 1e-5) == math.inf
 
@@ -207,7 +207,7 @@ def test_local_epsilon_is_that_of_the_client_that_took_part_most_often():
     for round in range(1, 4):
         privacy.protect_locally(round, server, {k: UPLOADS[k] for k in ([3] if round > 1 else SAMPLES)})
     assert privacy.taken == {0: 1, 3: 3, 5: 1, 8: 1}
-    assert privacy.epsilon(3) == epsilon(3, 4.0, 1e-5, "local")
+    assert privacy.epsilon(3) == epsilon(3, 4.0, 1e-5, "replaced")
 
 
 # In a federation
@@ -233,7 +233,7 @@ def test_epsilon_is_logged_every_round(method):
 
 @pytest.mark.parametrize("method", [SimFed, Scaffold, ClusteredFL, AgnosticFL, FedExP])
 def test_methods_that_use_single_uploads_take_local_noise_only(method):
-    with pytest.raises(ConfigError, match=r"federation.privacy.where=central: \w+ uses single uploads"):
+    with pytest.raises(ConfigError, match=r"federation.privacy.where=central: [\w ]+ uses single uploads"):
         private(method)
     federation, fitting = private(method, privacy={"where": "local", "noise_multiplier": 0.1})
     assert math.isfinite(fitting.callback_metrics["privacy/epsilon"])

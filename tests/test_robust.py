@@ -180,6 +180,13 @@ def test_half_precision_is_kept(mean):
 
 
 @pytest.mark.parametrize("mean", MEANS, ids=lambda mean: type(mean).__name__)
+def test_flags_are_averaged_too(mean):
+    flags = {"keep": torch.tensor([True, False])}
+    result = mean({k: Payload({**u, **flags}) for k, u in UPLOADS.items()}, UNIFORM, ["w", "keep"], {**CENTER, **flags})
+    assert torch.equal(result["keep"], flags["keep"])
+
+
+@pytest.mark.parametrize("mean", MEANS, ids=lambda mean: type(mean).__name__)
 def test_a_tensor_that_only_some_have_is_averaged_over_those(mean):
     """As one has that has just been unfrozen somewhere; what it was measured from is not known."""
     uploads = {k: Payload({**u, "late": torch.full((2,), 5.0)}) if k < 3 else u for k, u in UPLOADS.items()}

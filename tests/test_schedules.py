@@ -1,9 +1,10 @@
 """Learning rates that follow a client's own epochs, or the federation's rounds."""
 
 import pytest
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR
 
 from lit_pfl import Federation
+from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg
 from tiny import client, digits, trainer
 
@@ -14,7 +15,7 @@ def decaying(optimizer):
     return ExponentialLR(optimizer, GAMMA)
 
 
-def rates(counts, rounds=6, fits=1, **options):
+def rates(counts, rounds=6, fits=1, decays=decaying, **options):
     """Return (client, round, epoch, learning rate) of every local epoch."""
     seen = []
 
@@ -23,13 +24,30 @@ def rates(counts, rounds=6, fits=1, **options):
             [optimizer] = self.trainer.optimizers
             seen.append((self.spec.client_id, self.completed_rounds + 1, epoch, optimizer.param_groups[0]["lr"]))
 
-    method = client(Noting, scheduler=decaying, scheduler_counts=counts)
+    method = client(Noting, scheduler=decays, scheduler_counts=counts)
     federation = Federation(method, seed=3, threads=1, local_epochs=2, **options)
     fitting = trainer(rounds // fits)
     for fit in range(1, fits + 1):
         fitting.fit_loop.max_epochs = rounds * fit // fits
         fitting.fit(federation, datamodule=digits())
     return seen
+
+
+def test_rounds_are_counted_by_a_schedule_of_several_epochs():
+    def every_third(optimizer):
+        return {"scheduler": decaying(optimizer), "frequency": 3}
+
+    for _, round_, _, rate in rates("rounds", rounds=8, decays=every_third, participation=2):
+        assert rate == pytest.approx(0.1 * GAMMA ** ((round_ - 1) // 3), rel=1e-6)
+
+
+def test_a_schedule_that_does_not_say_where_it_is_counts_epochs_only():
+    def chained(optimizer):
+        return ChainedScheduler([decaying(optimizer)])
+
+    assert rates("epochs", rounds=1, decays=chained)
+    with pytest.raises(ConfigError, match=r"^model\.scheduler_counts=rounds: a ChainedScheduler does not say"):
+        rates("rounds", decays=chained)
 
 
 @pytest.mark.parametrize("fits", [1, 3])

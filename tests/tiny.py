@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from lit_pfl.data import BatchLoader, Digits
 from lit_pfl.models import Backbone
 from lit_pfl.testing import assert_equal as assert_equal
 from lit_pfl.testing.method_tester import GroupNet as GroupNet
+from lit_pfl.testing.method_tester import trainer as trainer
 from lit_pfl_callbacks.tensors import tensors_of
 
 
@@ -49,20 +49,6 @@ def client(method: type[Client], **options: Any) -> Client:
 
 def digits(num_clients: int = 4, **options: Any) -> Digits:
     return Digits(num_clients=num_clients, **{"image_size": 8, "batch_size": 64, **options})
-
-
-def trainer(rounds: int = 2, **options: Any) -> L.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    return L.Trainer(
-        **{
-            "max_epochs": rounds,
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            **quiet,
-            **options,
-        }
-    )
 
 
 def run(method: Client, data: Digits | None = None, rounds: int = 2, **options: Any) -> Federation:

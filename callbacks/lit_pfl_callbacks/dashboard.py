@@ -140,13 +140,10 @@ class WandbBoard(Board):
 
     def __init__(self, logger: Any) -> None:
         super().__init__(logger)
-        self._named: set[str] = set()
+        self._log = RoundLog()
 
     def scalars(self, round: int, metrics: Mapping[str, Any]) -> None:  # noqa: D102
-        for name in sorted(metrics.keys() - self._named):  # by name: overlapping patterns are resolved at random
-            self.logger.experiment.define_metric(name, step_metric="round")
-        self._named |= metrics.keys()
-        self.logger.log_metrics({"round": round, **metrics}, step=round)
+        self._log.write([self.logger], round, metrics)
 
     def image(self, round: int, name: str, picture: Tensor) -> None:  # noqa: D102
         import wandb

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -219,6 +220,11 @@ class FederatedLoop(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Keep nothing any more: what is saved from now on is the module as it is."""
+        if over := trainer.current_epoch % self.every_n_epochs:
+            rank_zero_warn(
+                f"FederatedLoop(every_n_epochs={self.every_n_epochs}): the fit ends in the middle of a round; what was "
+                f"trained in {over} epoch{'s' * (over > 1)} is not uploaded."
+            )
         self._trained = {}
         self._draws.forget()
 

@@ -147,7 +147,9 @@ def rank_of(matrix: Tensor, other: Tensor | None = None) -> int:
         >>> rank_of(torch.eye(4, 2), torch.eye(3, 2))
         2
     """
+    matrix = _at_least_single(matrix)
     if other is not None:
+        other = _at_least_single(other)
         if matrix.shape[1] == 1:
             return int(all(factor.any() and factor.isfinite().all() for factor in (matrix, other)))
         if matrix.shape[1] >= min(len(matrix), len(other)):
@@ -165,6 +167,11 @@ def rank_of(matrix: Tensor, other: Tensor | None = None) -> int:
         return len(gram)
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
     return int((values > zero * values.max()).sum())
+
+
+def _at_least_single(matrix: Tensor) -> Tensor:
+    """Return a matrix in single precision if it is narrower: by that of half, all of a large matrix counts as zero."""
+    return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
 
 
 def _means(found: list[dict[str, Measured]]) -> dict[str, Measured]:

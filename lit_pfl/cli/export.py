@@ -13,7 +13,7 @@ import torch
 from lit_pfl.cli.federated_cli import FederatedCLI
 from lit_pfl.cli.options import by_name
 from lit_pfl.cli.run import execute
-from lit_pfl.data import FederatedDataModule, ImageSet, labels_of
+from lit_pfl.data import FederatedDataModule, ImageSet, has_batches, labels_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.export.deployment import CARD, SCRIPT, Deployment, Pixels, check_packages, pixels_about
 from lit_pfl.federation import Federation
@@ -109,7 +109,7 @@ def deployment(
 
 def _images(samples: ImageSet, own: Any) -> torch.Tensor:
     """Return some of a client's own images as they are, uint8."""
-    part = own.test if len(own.test) else own.train
+    part = own.test if has_batches(own.test) else own.train
     places = part.in_order().samples_of()[:EXAMPLES]
     places = places.repeat(2)[: max(2, len(places))]
     images = samples.images[places].cpu()

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from joblib import cpu_count
 
 from lit_pfl.cli.config_files import CONFIG, find, with_fragments
+from lit_pfl.lightning_internals import signals_kept
 from lit_pfl_callbacks.files import lock, write_whole
 
 #: what a job leaves in its folder beside the run's own files
@@ -177,14 +178,10 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """Take SIGTERM for a Ctrl-C. Elsewhere than in the main thread nobody can."""
-    if threading.current_thread() is not threading.main_thread():
+    with signals_kept() as settable:
+        if settable:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         yield
-        return
-    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
 
 
 def _is_done(job: Job) -> bool:

@@ -1,12 +1,13 @@
 """SIGTERM and Ctrl-C: a fit ends with its last complete round."""
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+
+from lit_pfl.lightning_internals import signals_kept
 
 
 class Stopped(SystemExit):
@@ -30,17 +31,10 @@ class Stops(L.Callback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Listen to the signals. Elsewhere than in the main thread nobody can."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        former = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            for signum in former:
+        with signals_kept() as settable:
+            for signum in (signal.SIGTERM, signal.SIGINT) if settable else ():
                 signal.signal(signum, self._on_signal)
             yield
-        finally:
-            for signum, handler in former.items():
-                signal.signal(signum, handler)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         if self._writing:

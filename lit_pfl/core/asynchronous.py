@@ -59,7 +59,7 @@ class Asynchronous(ABC):
         """
         if not server.declares("means_only"):
             raise ConfigError(
-                f"federation.asynchronous: {type(server).__name__} uses single uploads, not their mean alone; use a "
+                f"federation.asynchronous: {server.sees_uploads()} uses single uploads, not their mean alone; use a "
                 "method that averages, such as FedAvg or Ditto."
             )
         if type(server).center is not Server.center:

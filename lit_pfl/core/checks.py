@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_pfl.core.encoding import Expected, Layout, misfit
-from lit_pfl.core.payload import TYPES, Payload
+from lit_pfl.core.payload import Payload, not_held
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.core.updates import update_norm
 from lit_pfl.errors import ConfigError, UploadError
@@ -53,11 +53,8 @@ class Checks:
 
     def _check_initial(self, client: int, initial: Payload) -> None:
         for name, tensor in initial.items():
-            if tensor.dtype not in TYPES:
-                raise ConfigError(
-                    f"Client {client}: tensor {name!r} is {tensor.dtype}, which a payload does not hold; real and "
-                    "whole numbers can be sent, and a complex tensor as its two real parts (torch.view_as_real)."
-                )
+            if wrong := not_held(name, tensor):
+                raise ConfigError(f"Client {client}: {wrong}")
         # in a payload of its own, which remembers what it finds; what is not averaged need not be there yet
         if bad := Payload({k: v for k, v in initial.items() if self.server.is_averaged(k)}).not_finite:
             raise ConfigError(

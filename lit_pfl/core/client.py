@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lit_pfl.core.learner_module import LearnerModule
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.robust import RobustMean
-from lit_pfl.core.server import Server
+from lit_pfl.core.server import Server, Weighting, averaging
 from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.core.shared_tensors import SharedTensors, extra_tensors, load_shared
 from lit_pfl.core.sharing import Role, check_sharing, encoder_of, names_of_head, roles_of
@@ -115,6 +115,8 @@ class Client(LearnerModule):
     may_unfreeze: ClassVar[bool] = True
     #: whether :attr:`received` holds what a round began with
     remembers: ClassVar[bool] = False
+    #: how clients count where the server averages: by their numbers of ``samples``, or all the same (``uniform``)
+    weighting: Weighting = "samples"
 
     #: what is shared that only makes sense where label c means the same at every client; empty: nothing
     needs_common_labels: ClassVar[str] = ""
@@ -188,8 +190,8 @@ class Client(LearnerModule):
 
     @_made_ready
     def configure_server(self) -> Server:
-        """Return the server that goes with this kind of client."""
-        return Server()
+        """Return the server that goes with this kind of client; by default it averages as :attr:`weighting` says."""
+        return averaging(self.weighting)
 
     def initial(self) -> Payload:
         """Return what is sent once, on joining: by default what an upload would hold."""

@@ -19,8 +19,9 @@ class Sampling:
     """How likely it is that a client takes part, for privacy accounting.
 
     Args:
-        kind: ``all``: nothing is sampled, or not so that privacy gains by it; ``poisson``: every client on its own;
-            ``fixed``: a fixed number without replacement.
+        kind: ``all``: whether a client takes part depends on no other client, and privacy gains nothing by sampling;
+            ``replaced``: one client may take another's place, and privacy gains nothing either; ``poisson``: every
+            client is drawn on its own; ``fixed``: a fixed number without replacement.
         share: probability, or share of the clients.
     """
 
@@ -104,9 +105,9 @@ class Participation(ABC):
     def sampling(self, clients: int) -> Sampling:
         """Return how some of this many clients are sampled, for privacy accounting.
 
-        By default as if all took part in every round: then the accounting gains nothing by sampling.
+        By default as if all took part in every round, and one more client displaced another.
         """
-        return Sampling()
+        return Sampling("replaced")
 
 
 class Share(Participation):
@@ -134,7 +135,8 @@ class Share(Participation):
         check_share("federation.participation.share", self.share, len(clients))
 
     def sampling(self, clients: int) -> Sampling:  # noqa: D102
-        return Sampling() if self.joins or self.leaves else sampling_of(self.share, clients)
+        without = sampling_of(self.share, clients)
+        return Sampling("replaced") if without.kind == "fixed" and (self.joins or self.leaves) else without
 
 
 class Bernoulli(Participation):
@@ -203,6 +205,9 @@ class BySize(Participation):
         rng = draws.generator("participation", round - 1)
         return [int(c) for c in rng.choice(clients, self.number, replace=False, p=sizes / sizes.sum())]
 
+    def sampling(self, clients: int) -> Sampling:  # noqa: D102
+        return Sampling("replaced") if self.number < clients else Sampling()
+
 
 class Trace(Participation):
     """The clients that a file names for each round, as recorded from a real federation, or written by hand.
@@ -256,6 +261,9 @@ class Trace(Participation):
         super().check(clients)
         if unknown := {client for chosen in self._rounds.values() for client in chosen} - set(clients):
             raise ConfigError(f"federation.participation.file={self.file}: there is no client {min(unknown)}.")
+
+    def sampling(self, clients: int) -> Sampling:  # noqa: D102
+        return Sampling()
 
 
 def lines_of(option: str, file: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -34,10 +34,18 @@ from lit_pfl_callbacks.tensors import bytes_of
 
 #: what names of tensors end in that hold packed bits, which say something of numbers but are none themselves
 BITS = "#bits"
-#: the types of tensors that a payload holds
-TYPES = DTYPES.keys()
 #: how many elements tensors in factors may have, all together, where nothing is expected of them
 FROM_FACTORS = 2**24
+
+
+def not_held(name: str, tensor: Tensor) -> str:
+    """Say what is wrong with a tensor of a type that payloads do not hold; of others nothing."""
+    if tensor.dtype in DTYPES:
+        return ""
+    return (
+        f"tensor {name!r} is {tensor.dtype}, which a payload does not hold; real and whole numbers can be sent, and a "
+        "complex tensor as its two real parts (torch.view_as_real)."
+    )
 
 
 class Payload(Mapping[str, Tensor]):
@@ -203,12 +211,20 @@ class Payload(Mapping[str, Tensor]):
         return encoded_size(tuple(self._encodings.items())) if self else 0
 
     def to_bytes(self) -> bytes:
-        """Encode."""
+        """Encode.
+
+        Raises:
+            PayloadError: for a tensor of a type that payloads do not hold.
+        """
         if not self:
             return b""
         tensors: dict[str, Tensor] = {}
         encodings: dict[str, Encoding] = {}  # as the tensors are now
         for name, tensor in self.items():
+            if wrong := not_held(name, tensor):
+                raise PayloadError(wrong, name)
+            if tensor.layout != torch.strided:
+                raise PayloadError(f"tensor {name!r} is {tensor.layout}, which has no bytes of its own.", name)
             encoding = encodings[name] = self._encoding(name, tuple(tensor.shape), tensor)
             sent = self.low_rank[name] if isinstance(encoding, Factors) else tensor
             tensors |= zip(encoding.parts(name), encoding.encode(sent), strict=True)  # type: ignore[arg-type]

@@ -124,7 +124,7 @@ class ClientPrivacy:
             server.declares("means_only") and server.robust is None and type(server).mean is weighted_mean
         ):
             raise ConfigError(
-                f"federation.privacy.where=central: {type(server).__name__} uses single uploads, not their mean "
+                f"federation.privacy.where=central: {server.sees_uploads()} uses single uploads, not their mean "
                 "alone; use local, or a method that averages, such as FedAvg or Ditto, without model.mean."
             )
         self._noise_of_updates()
@@ -252,7 +252,7 @@ class ClientPrivacy:
         return {"privacy/epsilon": self.epsilon(completed), **clip}
 
     def _epsilon(self, rounds: int) -> float:
-        kind = "local" if self.where == "local" else self.sampling.kind
+        kind = "replaced" if self.where == "local" else self.sampling.kind
         share = self.sampling.share if kind in ("poisson", "fixed") else 1.0
         return epsilon(rounds, self.noise_multiplier, self.delta, kind, share, self.clients, self.accountant)
 
@@ -282,8 +282,9 @@ def epsilon(
         noise_multiplier: standard deviation of the noise, divided by the clip norm.
         delta: delta.
         kind: ``all``: every client in every round; ``poisson``: each with a probability; neighboring federations
-            differ by one client more or less. ``fixed``: a fixed number without replacement; ``local``: noise in
-            every upload; here one client is replaced by another, which moves a sum by up to twice the clip norm.
+            differ by one client more or less. ``fixed``: a fixed number without replacement; ``replaced``: others, and
+            noise in every upload; here one client is replaced by another, which moves a sum by up to twice the clip
+            norm.
         share: probability of taking part, or share of the clients.
         clients: number of clients; for ``fixed``.
         accountant: for ``poisson``: ``rdp`` or ``pld``.
@@ -302,7 +303,7 @@ def epsilon(
         raise ConfigError(
             "federation.privacy: epsilon needs dp-accounting, in the extra privacy: pip install 'lit-pfl[privacy]'."
         ) from None
-    noise = noise_multiplier / 2 if kind in ("fixed", "local") else noise_multiplier
+    noise = noise_multiplier / 2 if kind in ("fixed", "replaced") else noise_multiplier
     gaussian = dp_accounting.GaussianDpEvent(noise)
     if kind == "poisson":
         account = pld.PLDAccountant() if accountant == "pld" else rdp.RdpAccountant()

@@ -233,7 +233,7 @@ class Rescaled(RobustMean):
             total = whole * start.double()
             # Not c + sum(a u) - sum(a) c: a tiny update may count a million times, and digits would be lost.
             for tensor, weight, _ in own:
-                total = total + weight * whole / held * (tensor.double() - start)
+                total = total + weight * whole / held * (tensor.double() - start.double())
             tensors[name] = (total if start.is_floating_point() else total.round()).to(start.dtype)
         return Payload(tensors, _sparse(uploads))
 

@@ -104,7 +104,7 @@ class Server:
             before = {name: tensor for name, tensor in self.model.items() if name in self.optimized}
             own = {name: mean[name] for name in before}
             moved = self.server_optimizer.step(before, own, list(uploads.values()), weights)
-            mean = Payload({**mean, **moved}, mean.sparse)
+            mean = mean.with_(moved)
         self.model = mean
 
     def averaged(self, uploads: Mapping[int, Payload], weights: list[float]) -> Payload:
@@ -176,6 +176,13 @@ class Server:
                 "well, from which a robust mean does not protect; leave one of the two out."
             )
         self.robust = mean
+
+    def sees_uploads(self) -> str:
+        """Return what uses single uploads, for a message: this server, or the optimizer that it was given."""
+        optimizer = self.server_optimizer
+        if optimizer is not None and not optimizer.means_only:
+            return f"{type(self).__name__} with {type(optimizer).__name__}"
+        return type(self).__name__
 
     def declares(self, what: Literal["averages", "means_only"]) -> bool:
         """Say whether this server declares one of these.

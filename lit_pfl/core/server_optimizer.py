@@ -214,7 +214,7 @@ class ServerExtrapolation(ServerOptimizer):
     def evaluated(self, model: Payload) -> Payload:  # noqa: D102
         former = {name: w.to(model[name].device) for name, w in self.state.get("before", {}).items() if name in model}
         means = {name: torch.lerp(_wide(w), _wide(model[name]), 0.5).to(w.dtype) for name, w in former.items()}
-        return Payload({**model, **means}, model.sparse)
+        return model.with_(means)
 
 
 def squared_distance(a: Weights, b: Weights) -> float:

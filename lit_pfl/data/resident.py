@@ -148,6 +148,11 @@ def relabelled(batch: Any, label_map: Tensor, key: str | None = None) -> Any:
         key: the entry of a mapping that holds the classes; None for a sequence.
     """
     if key is not None:
-        return {**batch, key: label_map[torch.as_tensor(batch[key])]}
+        return {**batch, key: _mapped(batch[key], label_map)}
     *inputs, labels = batch
-    return *inputs, label_map[torch.as_tensor(labels)]
+    own = _mapped(labels, label_map)
+    return batch._replace(**{batch._fields[-1]: own}) if hasattr(batch, "_replace") else (*inputs, own)
+
+
+def _mapped(classes: Any, label_map: Tensor) -> Tensor:
+    return label_map[torch.as_tensor(classes).long()]  # bytes would choose as a mask does

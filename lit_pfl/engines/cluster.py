@@ -4,18 +4,16 @@ import atexit
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.lightning_internals import undisturbed
+from lit_pfl.lightning_internals import signals_kept, undisturbed
 
 #: seconds that may pass until what is left of Ray is gone
 CLEANING = 30.0
@@ -59,7 +57,7 @@ def _connect(address: str | None, cores: float) -> Any:
         ray_constants.ENABLE_RAY_CLUSTER = False
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with _signals_kept(), undisturbed():
+    with signals_kept(), undisturbed():  # Ray sets handlers
         if address is not None:
             try:
                 ray.init(address=address, **options)
@@ -84,20 +82,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-@contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Leave the handlers of signals as they are; Ray sets some."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _clean_up_after_this_process(folder: Path) -> None:

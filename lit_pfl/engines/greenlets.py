@@ -263,8 +263,9 @@ class _Coordinator(Coordinator):
         self.last_rounds: dict[int, int] = {}
 
     def end_round(self) -> None:
-        uploaded = list(self._uploads)
+        uploaded, completed = list(self._uploads), self.round
         super().end_round()
+        self.round = self.round if uploaded else completed  # all fits had ended
         self.last_rounds |= dict.fromkeys(uploaded, self.round)
 
     def state_dict(self) -> dict[str, Any]:

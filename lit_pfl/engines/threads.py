@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import size_of
-from lit_pfl.learners.scoring import mean_loss
+from lit_pfl.learners import recorded, size_of, training_loss, unchanged
+from lit_pfl.learners.scoring import mean_loss, transferred
+from lit_pfl.randomness import fixed_draws
 
 #: what a training step may raise for a batch that does not suit it
 WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
@@ -52,11 +53,18 @@ def choose_threads(
 
 
 def _works(learner: L.LightningModule, example: Any) -> bool:
-    """Say whether the step works without the counter, which fails where a step takes gradients."""
+    """Say whether the step works without the counter, which fails where a step takes gradients, or in training mode.
+
+    Detectors, such as torchvision's, have losses in training mode only.
+    """
     try:
         mean_loss(learner, [example])
     except WRONG:
-        return False
+        with unchanged(learner), recorded(learner), fixed_draws(0):
+            try:
+                training_loss(learner.train(), transferred(learner, example), 0)
+            except WRONG as error:
+                return "more than 1 value per channel" in str(error)  # batch norm, of one sample only
     return True
 
 

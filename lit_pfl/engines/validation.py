@@ -4,6 +4,7 @@ import lightning as L
 from lightning.pytorch.trainer import call
 
 from lit_pfl.core import Client
+from lit_pfl.data import has_batches
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import STAGE
 from lit_pfl.learners.scoring import RUNNING, score
@@ -66,7 +67,7 @@ def check_monitored(client: Client) -> None:
     """
     assert client.data is not None
     for name, who in monitored(client.trainer).items():
-        if STAGE.match(name) and not len(client.data.val):
+        if STAGE.match(name) and not has_batches(client.data.val):
             raise ConfigError(
                 f"Client {client.spec.client_id}: {who} monitors {name!r}, and this client has no validation data; "
                 "give it some, or monitor a score of its training."

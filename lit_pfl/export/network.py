@@ -89,7 +89,8 @@ def save_model(network: nn.Module, path: str | os.PathLike[str]) -> Payload:
         that are not zero.
 
     Raises:
-        ConfigError: for a tensor without a shape yet, and for an entry that is not a tensor.
+        ConfigError: for a tensor without a shape yet or of a type that a payload does not hold, and for an entry that
+            is not a tensor.
     """
     tensors: dict[str, Tensor] = network.state_dict()
     for name, tensor in tensors.items():
@@ -106,7 +107,10 @@ def save_model(network: nn.Module, path: str | os.PathLike[str]) -> Payload:
 
 
 def _write(payload: Payload, path: str | os.PathLike[str]) -> Payload:
-    write_whole(Path(path), payload.to_bytes())
+    try:
+        write_whole(Path(path), payload.to_bytes())
+    except PayloadError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from None
     return payload
 
 
@@ -166,19 +170,26 @@ def low_rank_weights(network: nn.Module, tolerance: float = 1e-6) -> dict[str, L
     Returns:
         The factors by the weight's name in ``state_dict()``.
     """
-    layers = {path: layer for path, layer in network.named_modules() if type(layer) in (nn.Conv2d, nn.Linear)}
-    result = {}
-    for path, layer in layers.items():
-        weight = layer.weight.detach()
-        matrix = as_matrix(weight)
-        u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
-        kept = s > tolerance * s.max().clamp(min=torch.finfo(weight.dtype).tiny)
-        root = s[kept].sqrt()
-        left, right = (u[:, kept] * root).to(weight), (root[:, None] * vt[kept]).to(weight)
-        factors = LowRank(left, right, tuple(weight.shape))
-        if factors.saves:
+    result: dict[str, LowRank] = {}
+    known: dict[Tensor, LowRank | None] = {}  # by the weight, which may be in several places
+    for path, layer in network.named_modules(remove_duplicate=False):
+        if type(layer) not in (nn.Conv2d, nn.Linear) or not layer.weight.numel():
+            continue
+        if layer.weight not in known:
+            known[layer.weight] = _low_rank(layer.weight.detach(), tolerance)
+        if (factors := known[layer.weight]) is not None:
             result[f"{path}.weight".lstrip(".")] = factors
     return result
+
+
+def _low_rank(weight: Tensor, tolerance: float) -> LowRank | None:
+    """Return the factors of a weight if they are smaller."""
+    u, s, vt = torch.linalg.svd(as_matrix(weight).double(), full_matrices=False)
+    kept = s > tolerance * s.max().clamp(min=torch.finfo(weight.dtype).tiny)
+    root = s[kept].sqrt()
+    left, right = (u[:, kept] * root).to(weight), (root[:, None] * vt[kept]).to(weight)
+    factors = LowRank(left, right, tuple(weight.shape))
+    return factors if factors.saves else None
 
 
 def to_factors(network: nn.Module, tolerance: float = 1e-6) -> nn.Module:
@@ -191,18 +202,23 @@ def to_factors(network: nn.Module, tolerance: float = 1e-6) -> nn.Module:
     Returns:
         The copy. Instead of a linear layer of rank r it has two, with r values in between. Instead of a convolution
         it has one with the width of its window that makes r channels, and one with the height that makes its outputs.
-        Convolutions in groups, or with padding by a name, stay as they are.
+        Convolutions in groups, or with padding by a name, stay as they are, and so do the linear layers of a
+        :class:`torch.nn.TransformerEncoderLayer`, which looks at their weights itself.
     """
     factors = low_rank_weights(network, tolerance)
     network = copy.deepcopy(network)
-    for path, layer in list(network.named_modules()):
+    made: dict[nn.Module, nn.Module] = {}  # by the layer that they stand for, so that a layer in two places stays one
+    for path, layer in list(network.named_modules(remove_duplicate=False)):
         found = factors.get(f"{path}.weight".lstrip("."))
         if found is None or (isinstance(layer, nn.Conv2d) and not _divides(layer)):
             continue
-        halves = _halves(layer, found)
+        if isinstance(network.get_submodule(path.rpartition(".")[0]), nn.TransformerEncoderLayer):
+            continue
+        if layer not in made:
+            made[layer] = _halves(layer, found)
         if not path:
-            return halves
-        network.set_submodule(path, halves)
+            return made[layer]
+        network.set_submodule(path, made[layer])
     return network
 
 
@@ -249,8 +265,9 @@ def save_mixed(common: nn.Module, personal: nn.Module, path: str | os.PathLike[s
     Returns:
         What was written, see :func:`save_model`.
     """
+    weights = common.named_parameters(remove_duplicate=False)  # with all names of those in several places
     low_rank = {COMMON + name: factors for name, factors in low_rank_weights(common).items()}
-    plain = {COMMON + name: p.detach() for name, p in common.named_parameters() if COMMON + name not in low_rank}
+    plain = {COMMON + name: p.detach() for name, p in weights if COMMON + name not in low_rank}
     other = {PERSONAL + name: tensor for name, tensor in personal.state_dict().items()}
     return _write(Payload({**plain, **other}, sparse=other, low_rank=low_rank), path)
 

@@ -95,7 +95,10 @@ class LabelFlip(Attack):
     def begin(self, federation: Federation) -> None:  # noqa: D102
         stacked = federation.engine.stacked(len(federation.client_ids)) > 1
         if stacked or not federation.clients.keys() >= set(federation.client_ids):  # some live elsewhere, or sleep
-            raise ConfigError("trainer.callbacks: LabelFlip changes single clients; give federation.engine=Local.")
+            raise ConfigError(
+                "trainer.callbacks: LabelFlip changes single clients; give federation.engine=Local, with all clients "
+                "in memory."
+            )
         for client in self.attackers:
             module = federation.clients[client]
             module.__dict__["training_step"] = _with_flipped_labels(module, client)

@@ -19,7 +19,7 @@ from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.participation import Participation, check_participation, sampling_of
 from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.scores import Row, mean_over_samples
-from lit_pfl.data import FederatedDataModule, labels_of, samples_of
+from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
 from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted, standalone
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
@@ -314,11 +314,13 @@ class Federation(QuickModule):
 
     def on_train_start(self) -> None:
         """See that callbacks monitor what there will be: the metrics are known once a client has been scored."""
+        self._end_without_clients()
         known = {"round", "train/loss", *self.traffic.of_round()}
         if monitors(self.trainer).keys() <= known or not self.trainer.limit_val_batches:
             return
         with torch.no_grad(), self.trainer.precision_plugin.val_step_context():
-            scored = (k for k in self.client_ids if self.scores.validated_on == "test" or len(self.data.client(k).val))
+            on_test = self.scores.validated_on == "test"
+            scored = (k for k in self.client_ids if on_test or has_batches(self.data.client(k).val))
             known |= self.scores.names(self.data, next(scored, self.client_ids[0]))
         refuse_misspelt(self.trainer, known)
 
@@ -358,15 +360,18 @@ class Federation(QuickModule):
         """Log the round."""
         if self._asked_to_stop:
             self.trainer.should_stop, self._asked_to_stop = True, False
-        if set(self.client_ids) == self.engine.left:
-            rank_zero_info("All clients have ended their training; the federation ends.")
-            self.trainer.should_stop = True
+        self._end_without_clients()
         more = end_of_privacy(self.trainer, self.coordinator)
         if self.deadline is not None or self.asynchronous is not None:
             more["simulated_seconds"] = self.coordinator.clock
         metrics = {"train/loss": mean_over_samples(self._losses), **self._validated, **self.traffic.of_round(), **more}
         self._log(metrics)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
+
+    def _end_without_clients(self) -> None:
+        if set(self.client_ids) == self.engine.left:
+            rank_zero_info("All clients have ended their training; the federation ends.")
+            self.trainer.should_stop = True
 
     @property
     def traffic(self) -> Ledger:

@@ -105,7 +105,7 @@ class LossTally:
     def note(self, loss: Any, size: int) -> None:
         """Take note of the loss of a batch of this many samples; of what is not a loss, a single number, nothing."""
         # Kept here, on the device: one self.log costs as much as a small network's step.
-        if isinstance(loss, Tensor) and loss.numel() == 1:
+        if isinstance(loss, Tensor) and loss.numel() == 1 and size:  # the mean over no samples is no number
             self._losses.append((loss.detach().reshape(()), size))
 
     def total(self) -> tuple[float, int]:

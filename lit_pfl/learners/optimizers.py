@@ -1,5 +1,6 @@
 """What a learner's ``configure_optimizers`` returns, made to serve a method."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -34,13 +35,22 @@ def set_schedules_to(rounds: int, local_epochs: int, trainer: L.Trainer) -> None
         rounds: number of rounds completed by the federation, whoever took part.
         local_epochs: epochs of a round.
         trainer: the client's Trainer.
+
+    Raises:
+        ConfigError: for a schedule that is not one of PyTorch's.
     """
     with warnings.catch_warnings():  # PyTorch's, that a newcomer's optimizer has not stepped
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step")
         for config in trainer.lr_scheduler_configs:
             if config.interval == "epoch" and not config.reduce_on_plateau:
-                config.frequency = local_epochs
-                while config.scheduler.last_epoch < rounds:
+                if not hasattr(config.scheduler, "last_epoch"):
+                    raise ConfigError(
+                        f"model.scheduler_counts=rounds: a {type(config.scheduler).__name__} does not say how many "
+                        "epochs it has counted (last_epoch), as most of PyTorch's do; use epochs."
+                    )
+                every = vars(config).setdefault("every_n_rounds", config.frequency)
+                config.frequency = local_epochs if (rounds + 1) % every == 0 else sys.maxsize
+                while config.scheduler.last_epoch < rounds // every:
                     config.scheduler.step()  # type: ignore[call-arg]
 
 

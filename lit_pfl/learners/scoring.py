@@ -192,6 +192,8 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
         for index, batch in enumerate(batches):
             batch = transferred(learner, batch)
             size = size_of(batch)
+            if not size:
+                continue  # Poisson sampling may draw nobody
             try:
                 total += _loss(learner, batch, index) * size
             except SkipBatch:

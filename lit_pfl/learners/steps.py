@@ -119,7 +119,7 @@ class _NoSchedule:
     """What such a learner gets for a schedule."""
 
     def __init__(self, schedule: Any) -> None:
-        self.last_epoch, self._rates = schedule.last_epoch, schedule.get_last_lr()
+        self.last_epoch, self._rates = getattr(schedule, "last_epoch", None), schedule.get_last_lr()
 
     def step(self, *_: Any, **__: Any) -> None:
         pass

@@ -30,7 +30,7 @@ from lit_pfl.lightning_internals.own_copy import own_copy
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule
 from lit_pfl.lightning_internals.state_files import ASLEEP, FOLDER, Content, SavedStates
 from lit_pfl.lightning_internals.state_writing import StateFiles
-from lit_pfl.lightning_internals.undisturbed import looked_up_once, undisturbed
+from lit_pfl.lightning_internals.undisturbed import looked_up_once, signals_kept, undisturbed
 
 __all__ = [
     "ASLEEP",
@@ -65,6 +65,7 @@ __all__ = [
     "saved_hparams",
     "show_progress",
     "show_scores",
+    "signals_kept",
     "told_evaluating",
     "undisturbed",
 ]

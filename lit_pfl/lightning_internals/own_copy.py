@@ -1,9 +1,11 @@
 """Copies of modules that share nothing with them."""
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
-from functools import partial
-from types import CellType, FunctionType, MethodType
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import chain
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import lightning as L
@@ -12,12 +14,17 @@ from torch import Tensor, nn
 from lit_pfl.errors import ConfigError
 
 M = TypeVar("M", bound=L.LightningModule)
+CONTAINERS = partial | dict | list | tuple | set | frozenset
+CACHED = type(lru_cache(int))
+#: where a tensor has its hooks
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def own_copy(module: M) -> M:
     """Return a copy that shares nothing with the module but factories, which may hold all of a command line's parser.
 
-    A function that was made inside of a method and uses the module, such as a hook, is made again for the copy.
+    A function that was made inside of a method and uses the module, such as a hook, is made again for the copy, and so
+    is a weak reference to it or to one of its tensors. Parameters keep their hooks and their attributes.
 
     Args:
         module: a module; a Trainer that has it already is the copy's too. Whatever it made in its ``__init__`` is
@@ -32,42 +39,75 @@ def own_copy(module: M) -> M:
     values = [value for part in parts for value in part.__dict__.values()]
     # what a module has computed and keeps, an embedding for instance: without its graph, which cannot be copied
     known |= {id(x): x.detach().clone() for x in values if isinstance(x, Tensor) and not x.is_leaf}
+    parameters = [x for part in parts for x in part._parameters.values() if x is not None]
+    values += [getattr(x, name) for x in parameters for name in HOOKS]
     owned = _owned(parts, values)
-    known |= {id(factory): factory for factory in _callables(module.__dict__) if not _uses(factory, owned)}
-    for function in _callables(values):
-        if isinstance(function, FunctionType) and _uses(function, owned):
-            _make_again(function, owned, known)
-    made.__dict__ = {name: _copied(f"{type(module).__name__}.{name}", x, known) for name, x in module.__dict__.items()}
+    factories = (x for x in _reached([module.__dict__], into_objects=False) if isinstance(x, FunctionType | partial))
+    known |= {id(factory): factory for factory in factories if not _uses(factory, owned)}
+    _make_again(list(_reached([*values, *map(vars, parameters)])), owned, known)
+    try:
+        made.__dict__ = copy.deepcopy(module.__dict__, known)
+        for parameter in parameters:  # of which PyTorch's copies are without attributes and hooks
+            if (copied := known.get(id(parameter))) is None:
+                continue  # of a part that copies itself, such as a ScriptModule
+            vars(copied).update(copy.deepcopy(vars(parameter), known))
+            for name in HOOKS:
+                if hooks := getattr(parameter, name):
+                    setattr(copied, name, copy.deepcopy(hooks, known))
+    except (TypeError, RuntimeError) as error:
+        raise _uncopied(module, error) from None
     return made
 
 
-def _copied(name: str, value: Any, known: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, known)
-    except (TypeError, RuntimeError) as error:
-        raise ConfigError(
-            f"{name}: every client needs one of its own, and a {type(value).__name__} cannot be copied ({error}); "
-            "make it in configure_state()."
-        ) from None
+def _uncopied(module: L.LightningModule, error: Exception) -> ConfigError:
+    """Return an error that names the attribute that cannot be copied."""
+    others = {id(one): one for one in (*module.modules(), module._trainer)}  # which are looked at by themselves
+    for path, part in module.named_modules():
+        own = hasattr(module, "configure_state") and path.split(".")[0] != "learner"  # a method's, not its learner's
+        for attribute, value in vars(part).items():
+            try:
+                copy.deepcopy(value, dict(others))
+            except (TypeError, RuntimeError) as found:
+                name = ".".join(filter(None, (type(module).__name__, path, attribute)))
+                return _cannot(name, value, found, "configure_state" if own else "configure_model")
+    return _cannot(type(module).__name__, module, error, "configure_model")
+
+
+def _cannot(name: str, value: Any, error: Exception, hook: str) -> ConfigError:
+    return ConfigError(
+        f"{name}: every client needs one of its own, and a {type(value).__name__} cannot be copied ({error}); "
+        f"make it in {hook}()."
+    )
 
 
 # ------------------------------------------------------------------------ functions that use the module that made them
 
 
-def _callables(value: Any) -> Iterator[Any]:
-    """Return the functions and partials in nested containers; what holds something else is not looked into."""
-    if isinstance(value, FunctionType | partial):
-        yield value
-    if isinstance(value, partial | dict | list | tuple | set | frozenset):
-        for part in _used_by(value):
-            yield from _callables(part)
+def _reached(values: Iterable[Any], into_objects: bool = True) -> Iterator[Any]:
+    """Yield the functions, partials and weak references in nested containers and, if wished, in plain objects."""
+    rest, seen = list(values), set()
+    while rest:
+        value = rest.pop()
+        if isinstance(value, Tensor | nn.Module | L.Trainer | type | ModuleType | str | int | float | None):
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, FunctionType | partial | CACHED | weakref.ref):
+            yield value
+        if isinstance(value, CONTAINERS):
+            rest += _used_by(value)
+        elif into_objects and isinstance(value, MethodType):
+            rest.append(value.__self__)
+        elif into_objects and not isinstance(value, FunctionType):
+            rest += getattr(value, "__dict__", {}).values()
 
 
 def _owned(parts: Sequence[nn.Module], values: Sequence[Any]) -> set[int]:
     """Return the ids of what a copy has of its own: modules, tensors and containers."""
     tensors = (x for part in parts for own in (part._parameters, part._buffers) for x in own.values())
     containers = (x for x in values if isinstance(x, Tensor | dict | list | set))
-    return {id(x) for x in (*parts, *tensors, *containers) if x is not None}
+    return {id(x) for x in chain(parts, tensors, containers) if x is not None}
 
 
 def _used_by(value: Any) -> Collection[Any]:
@@ -79,6 +119,10 @@ def _used_by(value: Any) -> Collection[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
         return [value.__self__]
+    if isinstance(value, CACHED):
+        return [value.__wrapped__]
+    if isinstance(value, weakref.ref):
+        return [value()]
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list | tuple | set | frozenset) else ()
@@ -95,27 +139,59 @@ def _uses(value: Any, owned: set[int], seen: set[int] | None = None) -> bool:
     return any(_uses(part, owned, seen) for part in _used_by(value))
 
 
-def _make_again(function: FunctionType, owned: set[int], known: dict[int, Any]) -> None:
-    """Make a function again that uses copies, and those that it uses.
+def _make_again(reached: Iterable[Any], owned: set[int], known: dict[int, Any]) -> None:
+    """Make what uses a module again, so that it uses the copy, and the functions that these use.
 
     Args:
-        function: the function.
+        reached: functions, partials, functions with a cache, and weak references.
         owned: see :func:`_owned`.
-        known: what has been copied, by the id of the original; the new function is added.
+        known: what has been copied, by the id of the original; what is made is added.
     """
-    if id(function) in known:
-        return
-    cells = tuple(CellType() for _ in function.__closure__ or ())
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, closure=cells)
-    known[id(function)] = made
-    for used in _used_by(function):
-        for inner in _callables(used):
-            if isinstance(inner, FunctionType) and _uses(inner, owned):
-                _make_again(inner, owned, known)
-    name = f"{function.__qualname__}()"
-    made.__dict__.update(function.__dict__)
-    made.__defaults__ = _copied(name, function.__defaults__, known)
-    made.__kwdefaults__ = _copied(name, function.__kwdefaults__, known)
-    for cell, former in zip(cells, function.__closure__ or (), strict=True):
-        if former != CellType():
-            cell.cell_contents = _copied(name, former.cell_contents, known)
+    using = [value for value in reached if _uses(value, owned)]
+    functions = {id(value): value for value in _functions_in(using, owned)}
+    # first all of them, empty: whatever is copied to fill one may hold another
+    cells = {key: tuple(CellType() for _ in one.__closure__ or ()) for key, one in functions.items()}
+    for key, one in functions.items():
+        known[key] = FunctionType(one.__code__, one.__globals__, one.__name__, closure=cells[key])
+    later: list[tuple[list[Any], Any]] = []
+    for value in using:
+        if isinstance(value, CACHED):
+            later.append(([], value.__wrapped__))
+            known[id(value)] = lru_cache(**value.cache_parameters())(partial(_first_of, later[-1][0]))
+    references = [x for x in using if isinstance(x, weakref.ref) and not isinstance(x, weakref.WeakMethod)]
+    for value in sorted(references, key=lambda x: isinstance(x(), nn.Module)):  # which may hold others
+        known[id(value)] = weakref.ref(copy.deepcopy(value(), known))
+    for place, wrapped in later:
+        place.append(_copied("lru_cache", wrapped, known))
+    for key, one in functions.items():
+        made, name = known[key], f"{one.__qualname__}()"
+        made.__dict__.update(one.__dict__)
+        made.__defaults__ = _copied(name, one.__defaults__, known)
+        made.__kwdefaults__ = _copied(name, one.__kwdefaults__, known)
+        for cell, former in zip(cells[key], one.__closure__ or (), strict=True):
+            if former != CellType():
+                cell.cell_contents = _copied(name, former.cell_contents, known)
+
+
+def _first_of(functions: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    return functions[0](*args, **kwargs)
+
+
+def _functions_in(values: Iterable[Any], owned: set[int]) -> Iterator[FunctionType]:
+    """Yield those functions among some values, and used by them, that use a module."""
+    rest, seen = list(values), set()
+    while rest:
+        value = rest.pop()
+        if id(value) in seen or id(value) in owned:
+            continue
+        seen.add(id(value))
+        if isinstance(value, FunctionType) and _uses(value, owned):
+            yield value
+        rest += _used_by(value)
+
+
+def _copied(name: str, value: Any, known: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, known)
+    except (TypeError, RuntimeError) as error:
+        raise _cannot(name, value, error, "configure_state") from None

@@ -40,6 +40,18 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
+def signals_kept() -> Iterator[bool]:
+    """Put the handlers of SIGTERM and SIGINT back in the end; say whether others can be set: in a main thread."""
+    settable = threading.current_thread() is threading.main_thread()
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)} if settable else {}
+    try:
+        yield settable
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
 def looked_up_once() -> Iterator[None]:
     """Let Trainers be made that look for other packages' callbacks, and for GPUs, as the process's first one did.
 

@@ -111,7 +111,10 @@ def check_plain(layer: nn.Conv2d | nn.Linear, path: str, places: Counter[int]) -
         ConfigError: when it does what does not follow from its weight, bias and geometry.
     """
     if more := _beside_its_weight(layer, path, places):
-        raise ConfigError(f"Layer {path!r} {more}, which would be lost; only plain layers can be replaced.")
+        raise ConfigError(
+            f"model.learner: layer {path!r} {more}, which would be lost; only plain layers can be replaced. Give a "
+            "network of these, a method that leaves them as they are, or model.factorization=null where one allows it."
+        )
 
 
 def _beside_its_weight(layer: nn.Conv2d | nn.Linear, path: str, places: Counter[int]) -> str | None:

@@ -93,7 +93,7 @@ class BackToFront(Federation):
         return super().participants(completed)[::-1]
 
 
-def trainer(rounds: int, **options: Any) -> L.Trainer:
+def trainer(rounds: int = 2, **options: Any) -> L.Trainer:
     """Return a quiet Trainer."""
     quiet: dict[str, Any] = {
         "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,

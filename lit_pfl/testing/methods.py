@@ -83,6 +83,7 @@ def resumed_equals_uninterrupted(tester: MethodTester) -> None:
         resumed = tester.run_saved(parts, 4, resume=True)
         assert_equal(weights(resumed), weights(whole), "weights")
         assert_equal(resumed.traffic.state_dict(), whole.traffic.state_dict(), "traffic")
+        assert resumed.rows == whole.rows, "scores differ"
         one, other = (
             AtomicCheckpointIO().load_checkpoint(path / "last.ckpt")["federation"]["coordinator"]
             for path in (whole_folder, parts)

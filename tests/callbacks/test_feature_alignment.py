@@ -6,12 +6,14 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lit_pfl import Federation
 from lit_pfl.cli import main
+from lit_pfl.data import PerClient
 from lit_pfl.methods import FedAvg
 from lit_pfl_callbacks import FeatureAlignment, RunLogger
 from lit_pfl_callbacks.features.alignment import measure_features
@@ -130,6 +132,38 @@ def test_every_client_of_a_federation_is_measured(tmp_path):
     assert [(row["epoch"], row["client"], row["position"]) for row in rows] == [
         ("2", k, position) for k in "012" for position in "1"
     ]
+
+
+class Streams(L.LightningDataModule):
+    """Validation data without a length, and labels of one byte."""
+
+    num_classes = 3
+
+    def train_dataloader(self):
+        x, labels = samples().tensors
+        return DataLoader(TensorDataset(x, labels.byte()), batch_size=8)
+
+    def val_dataloader(self):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter([(x, label.byte()) for x, label in samples()])
+
+        return DataLoader(Stream(), batch_size=8)
+
+
+class Validated(Classifier):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+
+def test_streams_of_validation_data(tmp_path):
+    stopping, own = EarlyStopping("val/loss"), {"callbacks": [EarlyStopping("val_loss")]}
+    federation = Federation(FedAvg(learner=Validated()), seed=1, threads=1, client_trainer=own)
+    fitting = trainer(
+        2, callbacks=[FeatureAlignment(), stopping], logger=RunLogger(str(tmp_path), name="", version="r")
+    )
+    fitting.fit(federation, datamodule=PerClient([Streams(), Streams()]))
+    assert {row["client"] for row in csv.DictReader((tmp_path / "r" / "features.csv").open())} == {"0", "1"}
 
 
 def test_from_the_command_line(tmp_path):

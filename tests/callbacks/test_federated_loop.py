@@ -253,6 +253,14 @@ def test_a_checkpoint_of_the_middle_of_a_round_is_refused(tmp_path):
     fit(6, ckpt_path=tmp_path / "epoch=3.ckpt")
 
 
+def test_a_fit_that_ends_in_the_middle_of_a_round_says_so():
+    hub, module = LocalHub(), modules()[0]
+    trainer = quiet_trainer(FederatedLoop(hub.link, every_n_epochs=2), max_epochs=3)
+    hub.add(0, lambda: trainer.fit(module, loaders()[0]))
+    with pytest.warns(UserWarning, match=r"ends in the middle of a round; what was trained in 1 epoch is not uploaded"):
+        hub.run()
+
+
 @pytest.mark.parametrize(
     ("options", "refused"),
     [

@@ -50,6 +50,15 @@ def test_ranks_of_what_is_empty_or_not_finite():
     assert rank_of(torch.ones(3, 1), torch.zeros(4, 1)) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_ranks_of_half_precision(dtype):
+    """In a wide matrix its rounding is as large as what it holds."""
+    matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert rank_of(matrix) == 256
+    assert rank_of(matrix[:, :2], matrix[:, 2:4]) == 2
+    assert rank_of(torch.tensor([[1, 2], [2, 4]], dtype=torch.int8)) == 1  # as quantized networks have them
+
+
 def test_any_module_under_a_plain_trainer(tmp_path):
     class Sparse(Line):
         """Its weight has one row of zeros, and stays so."""

@@ -1,6 +1,7 @@
 """Label permutations against the paper's table."""
 
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -60,6 +61,23 @@ def test_the_generators_of_the_process_are_left_alone():
     before = random.getstate()
     label_permutation(3, 10)
     assert random.getstate() == before
+
+
+class Sample(NamedTuple):
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_labels_of_any_whole_numbers_in_samples_with_names(dtype, in_memory):
+    classes = [i % 4 for i in range(40)]
+    samples = [Sample(torch.tensor([float(c)]), torch.tensor(c, dtype=dtype)) for c in classes]
+    data = FromDataset(samples, num_clients=2, labels=classes, permute_labels=True, batch_size=4, in_memory=in_memory)
+    data.setup()
+    for batch in data.client(1).train:
+        expected = [label_permutation(1, 4)[int(c)] for c in batch.image]
+        assert batch.label.tolist() == expected
 
 
 def names(data, client=1):

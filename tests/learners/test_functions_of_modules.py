@@ -1,8 +1,10 @@
 """Modules that hold functions which use the module itself: hooks made in its ``__init__``, lambdas, partials."""
 
 import threading
+import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -193,3 +195,56 @@ def test_what_a_function_uses_and_cannot_be_copied_is_named():
     module.locked = lambda x: module.net(x) if lock.locked() else x
     with pytest.raises(ConfigError, match=r"<lambda>\(\): every client needs one of its own, and a lock cannot be co"):
         own_copy(module)
+
+
+def test_a_part_that_cannot_be_copied_is_named():
+    module = Hooked(by_method)
+    module.out.lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"^Hooked\.out\.lock: every client .*; make it in configure_model\(\)\."):
+        own_copy(module)
+
+
+def test_parameters_keep_hooks_and_attributes():
+    module, seen = Odd(), []
+    module.net.bias._no_weight_decay = True
+    module.handle = module.net.weight.register_hook(lambda gradient: gradient * module.net.bias.detach()[:, None])
+    module.net.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight))
+    module.net.bias.requires_grad_(False)
+    copied = own_copy(module)
+    assert copied.net.bias._no_weight_decay
+    assert not copied.net.bias.requires_grad
+    nn.init.zeros_(copied.net.bias)
+    copied.net(torch.ones(2)).sum().backward()
+    assert not copied.net.weight.grad.any()
+    assert [id(weight) for weight in seen] == [id(copied.net.weight)]
+    assert module.net.weight.grad is None
+    copied.handle.remove()
+    assert module.net.weight._backward_hooks
+    assert not copied.net.weight._backward_hooks
+
+
+def test_functions_and_references_in_plain_objects_use_the_copy():
+    whole, module, x = Hooked(by_method), Odd(), torch.ones(2)
+    whole.part = module
+    module.helper = SimpleNamespace(parts=[SimpleNamespace(net=lambda x: module.net(x))])
+    module.cached = lru_cache(maxsize=3)(module.net_of)
+    module.references = [weakref.ref(p) for p in module.parameters()], weakref.ref(whole), weakref.ref(module.net)
+    copied_whole = own_copy(own_copy(whole))
+    copied = copied_whole.part
+    nn.init.ones_(copied.net.weight)
+    nn.init.ones_(copied.net.bias)
+    for function in (copied.helper.parts[0].net, partial(copied.cached, 1)):
+        assert function(x).tolist() == [3, 3]
+    assert copied.cached.cache_parameters()["maxsize"] == 3
+    weights, own, net = copied.references
+    assert [id(weight()) for weight in weights] == [id(p) for p in copied.parameters()]
+    assert (own(), net()) == (copied_whole, copied.net)
+
+
+def test_a_function_that_uses_a_part_with_another_function():
+    module = Odd()
+    module.net.scale = lambda x: module.net.bias * x
+    module.scaled = lambda x, net=module.net: net.scale(x)
+    copied = own_copy(module)
+    nn.init.zeros_(copied.net.bias)
+    assert copied.scaled(3).tolist() == [0, 0]

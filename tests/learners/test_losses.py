@@ -51,6 +51,38 @@ def test_losses(outputs):
     assert loss_of(outputs).item() == 1
 
 
+class Detector(L.LightningModule):
+    """Has losses in training mode only, as torchvision's detectors do; in evaluation it returns what it has found."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1))
+
+    def training_step(self, batch, batch_idx):
+        found = self.model(batch)
+        return sum({"box": found.square().mean()}.values() if self.training else [{}].values())
+
+    def validation_step(self, batch, batch_idx):
+        self.log("found", self.model(batch).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Boxes(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(torch.arange(32.0).reshape(8, 4), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+def test_a_detector_s_losses():
+    federation = Federation(FedAvg(learner=Detector()), seed=1)
+    trainer(1).fit(federation, datamodule=PerClient([Boxes(), Boxes()]))
+    assert federation.trainer.callback_metrics["train/loss"] > 0
+    assert federation.clients[0].learner.model[1].num_batches_tracked == 2
+
+
 def test_none_skips_the_batch():
     with pytest.raises(SkipBatch):
         loss_of(None)

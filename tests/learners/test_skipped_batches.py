@@ -1,10 +1,12 @@
 """A batch that a learner skips, since its training_step returns None, leaves no trace in any method."""
 
+import math
+
 import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
@@ -97,6 +99,25 @@ def test_skipped_batches_leave_no_trace(method, lean):
     plain, spoilt = (run(method, spoilt, **options) for spoilt in (False, True))
     assert_equal(weights(plain), weights(spoilt))
     assert plain.trainer.callback_metrics["train/loss"] == spoilt.trainer.callback_metrics["train/loss"]
+
+
+class Poisson(Site):
+    """Every other batch has drawn nobody, as Poisson sampling may."""
+
+    def train_dataloader(self):
+        batches = [batch for i in range(4) for batch in (range(8 * i, 8 * i + 8), range(0))]
+        nobody = [torch.zeros(0, 10), torch.zeros(0)]
+        return DataLoader(
+            TensorDataset(self.x.flatten(0, 1), self.y.flatten()),
+            batch_sampler=batches,
+            collate_fn=lambda rows: default_collate(rows) if rows else nobody,
+        )
+
+
+def test_batches_of_nobody_do_not_count_in_the_loss():
+    federation = Federation(FedAvg(learner=Skips()), seed=1, threads=1)
+    trainer(2).fit(federation, datamodule=PerClient([Poisson(client, False) for client in range(2)]))
+    assert math.isfinite(federation.trainer.callback_metrics["train/loss"])
 
 
 def test_the_inner_step_of_per_fedavg_is_of_the_batches_that_are_left():

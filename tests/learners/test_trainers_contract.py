@@ -1,5 +1,6 @@
 """What a learner finds in its Trainer: loggers, data, scores; and what monitors a score of its own."""
 
+import csv
 from typing import ClassVar
 
 import lightning as L
@@ -260,6 +261,40 @@ def test_early_stopping_ends_one_clients_training_and_a_resumed_run_is_the_same(
     resumed = run("cut", 6, tmp_path / "cut" / "last.ckpt")
     assert resumed.engine.left == whole.engine.left
     assert_equal(weights(whole), weights(resumed))
+
+
+class Ends(L.Callback):
+    """Ends the training of some clients with their first round."""
+
+    def __init__(self, clients):
+        self.clients = clients
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop |= pl_module.spec.client_id in self.clients
+
+
+def test_rounds_in_which_nobody_trains_any_more_count(tmp_path):
+    options = {"participation": 0.5, "local_epochs": 1, "client_trainer": {"callbacks": [Ends({0})]}}
+    logger = CSVLogger(str(tmp_path), name="", version="run")
+    federation = fit(FedAvg(learner=Regressor()), 8, fitting=trainer(8, logger=logger), **options)
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
+    rounds = [row for row in rows if row["comm/up_bytes"]]
+    assert [float(row["round"]) for row in rounds] == [*range(1, 9)]
+    assert federation.coordinator.round == 8
+    per_round = [float(row["comm/up_bytes"]) + float(row["comm/down_bytes"]) for row in rounds]
+    assert 0 in per_round
+    assert sum(per_round) == federation.traffic.total
+
+
+def test_a_run_whose_clients_have_all_ended_does_not_go_on(tmp_path):
+    def run(ckpt_path=None):
+        saving = trainer(5, callbacks=[LastCheckpoint(tmp_path)], enable_checkpointing=True)
+        options = {"client_trainer": {"callbacks": [Ends({0, 1})]}, "ckpt_path": ckpt_path, "fitting": saving}
+        return fit(StandAlone(learner=Regressor()), 5, local_epochs=1, **options)
+
+    whole, resumed = run(), run(tmp_path / "last.ckpt")
+    assert whole.trainer.current_epoch == resumed.trainer.current_epoch == 1
+    assert whole.coordinator.round == resumed.coordinator.round == 1
 
 
 def test_a_client_keeps_its_best_model_in_a_folder_of_its_own(tmp_path):

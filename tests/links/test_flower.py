@@ -374,6 +374,15 @@ def test_what_was_refused_is_in_a_table_and_its_node_is_told():
     assert row["reason"].startswith("Client 2: the upload lacks tensor")
 
 
+def test_what_was_refused_in_the_round_that_ends_the_run_is_in_the_table():
+    here = grid(participation=1.0)
+    here.change = spoil(lambda content: content.update(pack({k: Payload({"a": torch.ones(1)}) for k in range(4)})))
+    flower = server(here, rounds=1, quorum=1.0)
+    with pytest.warns(UserWarning, match="continues without"), pytest.raises(UploadError, match="than the quorum"):
+        flower.run()
+    assert read_rows(flower.folder / "refused.csv")
+
+
 @pytest.mark.parametrize(
     "change",
     [

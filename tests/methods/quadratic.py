@@ -4,20 +4,18 @@ Both give ``loss(k, w)`` and ``gradient(k, w)`` of client k in NumPy, at all the
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lit_pfl import Client, Federation
 from lit_pfl.core import ClientSpec
 from lit_pfl.data import BatchLoader, Digits, Dirichlet, Uniform
 from lit_pfl.learners import OptimizerCallable, SchedulerCallable
-from tiny import Parts, client, digits, trainer
+from tiny import Parts, client, digits
 
 
 class Quadratics:
@@ -174,17 +172,3 @@ def sizes(federation: Federation) -> np.ndarray:
 def chosen(federation: Federation, rounds: int) -> list[list[int]]:
     """Return who took part, round by round."""
     return [federation.participants(completed) for completed in range(rounds)]
-
-
-def run_whole_and_in_two_parts(
-    folder: Path, method: Callable[[], Client], data: Callable[[], Digits], **options: Any
-) -> list[Federation]:
-    """Return a federation of 4 rounds, and one that is resumed from its checkpoint after round 2."""
-    runs = []
-    for path in (None, folder / "epoch=1.ckpt"):
-        federation = Federation(method(), **{"seed": 3, "threads": 1, **options})
-        saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-        fitting = trainer(4, callbacks=[saving], enable_checkpointing=True)
-        fitting.fit(federation, datamodule=data(), ckpt_path=path)
-        runs.append(federation)
-    return runs

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from quadratic import run_whole_and_in_two_parts
 from torch import nn
 from two_layers import (
     ALL,
@@ -12,7 +11,6 @@ from two_layers import (
     Recorded,
     TwoLayers,
     arrays,
-    assert_absent_clients_stay,
     assert_close,
     backward,
     by_logits,
@@ -28,7 +26,7 @@ from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import APFL, FedAvg, StandAlone
 from lit_pfl.nn.factorization import Factorization
-from tiny import TinyNet, assert_equal, client, digits, run, spec, weights
+from tiny import TinyNet, assert_equal, client, digits, run, spec
 
 MIXINGS = ["parameters", "logits"]
 
@@ -194,17 +192,6 @@ def test_heads_stay_at_home_under_permuted_labels():
     federation = run(client(APFL), digits(2, permute_labels=True))
     for member in federation.clients.values():
         assert set(member.upload()) == {f"backbone.body.{i}.{leaf}" for i in (0, 1) for leaf in ("weight", "bias")}
-
-
-@pytest.mark.parametrize("options", [{"adaptive": True, "mixing": "parameters"}, {"adaptive": True}], ids=MIXINGS)
-def test_absent_clients_and_resuming(tmp_path, options):
-    assert_absent_clients_stay(lambda: client(APFL, **options))
-    whole, resumed = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(APFL, **options), digits, participation=0.5, local_epochs=2
-    )
-    assert_equal(weights(resumed), weights(whole))
-    assert whole.rows == resumed.rows
-    assert len({float(member.alpha) for member in whole.clients.values()}) > 1
 
 
 def test_errors():

@@ -4,7 +4,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from quadratic import run_whole_and_in_two_parts
 
 from lit_pfl import Client, Federation
 from lit_pfl.core.server import ClientInfo
@@ -111,29 +110,6 @@ def test_a_mu_that_stays_at_home_is_left_alone():
     before = {name: mu.clone() for name, mu in masks(federation.clients[0]).items()}
     federation.clients[0].download(federation.coordinator.server.reply(0))
     assert_equal(masks(federation.clients[0]), before)
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    whole, resumed = run_whole_and_in_two_parts(
-        tmp_path, beta, lambda: digits(5, batch_size=32), participation=0.6, evaluate="after"
-    )
-    assert_equal(weights(whole), weights(resumed))
-    assert_equal(whole.coordinator.state_dict(), resumed.coordinator.state_dict())
-    assert whole.rows == resumed.rows
-
-
-def test_who_does_not_take_part_keeps_its_small_entries():
-    seen: list[dict] = []
-
-    class Watch(L.Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            seen.append(weights(pl_module))
-
-    federation = Federation(beta(), seed=3, threads=1, participation=2)
-    trainer(5, callbacks=[Watch()]).fit(federation, datamodule=digits(4))
-    for completed in range(1, 5):
-        for absent in federation.clients.keys() - set(federation.participants(completed)):
-            assert_equal(seen[completed][absent], seen[completed - 1][absent])
 
 
 def test_fedfomo_mixes_what_others_sent_and_keeps_its_own_small_entries(monkeypatch):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from quadratic import equal, run_whole_and_in_two_parts, softmax_regression
+from quadratic import equal, softmax_regression
 
 from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
@@ -255,16 +255,6 @@ def test_two_kinds_of_clients_are_told_apart_and_served_better():
 def test_two_kinds_are_told_apart_with_some_away():
     federation = run(softmax_regression(ClusteredFL, **SUITABLE), two_groups(10), rounds=12, participation=0.7)
     assert sorted(federation.coordinator.server.clusters) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    made = lambda: client(ClusteredFL, start_round=0, eps1=9.0, eps2=0.1)  # noqa: E731
-    whole, resumed = run_whole_and_in_two_parts(tmp_path, made, lambda: digits(6, batch_size=32), participation=0.5)
-    assert len(whole.coordinator.server.clusters) > 2
-    assert_equal(weights(whole), weights(resumed))
-    assert_equal(whole.coordinator.state_dict(), resumed.coordinator.state_dict())
-    assert whole.rows == resumed.rows
-    torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_stats": "averaged"}, {"factorization": Factorization(threshold=1e-3)}])

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from quadratic import run_whole_and_in_two_parts
 from two_layers import (
     ALL,
     SGD,
     Recorded,
     arrays,
-    assert_absent_clients_stay,
     assert_close,
     combine,
     gradient,
@@ -19,7 +17,7 @@ from two_layers import (
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import Ditto, FedAvg, StandAlone
 from lit_pfl.nn.factorization import Factorization
-from tiny import TinyNet, assert_equal, client, digits, run, spec, weights
+from tiny import TinyNet, assert_equal, client, digits, run, spec
 
 TRAINERS = [
     {},
@@ -132,15 +130,6 @@ def test_the_personal_model_never_travels_and_starts_as_the_common_one(schedule)
         with member.personalized() as learner:
             assert torch.equal(learner(images), member.personal.backbone(images))
             assert not torch.equal(learner(images), member.backbone(images))
-
-
-def test_absent_clients_and_resuming(tmp_path):
-    assert_absent_clients_stay(lambda: client(Ditto))
-    for schedule in ("interleaved", "separate"):
-        method, options = client(Ditto, schedule=schedule), {"participation": 0.5, "local_epochs": 2}
-        whole, resumed = run_whole_and_in_two_parts(tmp_path / schedule, lambda m=method: m, digits, **options)
-        assert_equal(weights(resumed), weights(whole))
-        assert whole.rows == resumed.rows
 
 
 def test_errors():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from heads import skewed
-from quadratic import run_whole_and_in_two_parts
 
 from lit_pfl.core import ClientInfo, Payload
 from lit_pfl.methods import FedAvg, FedCAC
@@ -114,9 +113,3 @@ def test_critical_weights_of_a_client_without_partners_are_its_own():
 def test_labels_that_differ_keep_heads_at_home():
     federation = run(client(FedCAC), digits(3, permute_labels=True), rounds=2)
     assert not [name for name in federation.coordinator.server.reply(0) if "head" in name]
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    runs = run_whole_and_in_two_parts(tmp_path, lambda: client(FedCAC), lambda: digits(4), participation=0.5)
-    assert_equal(*map(weights, runs))
-    assert_equal(*(federation.coordinator.state_dict() for federation in runs))

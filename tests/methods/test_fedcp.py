@@ -5,10 +5,11 @@ import pytest
 import torch
 from heads import learners, skewed
 
+from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedCP, FedPer
 from lit_pfl.methods.partial.fedcp import Gates, mmd
 from lit_pfl_callbacks.tensors import tensors_of
-from tiny import assert_equal, client, digits, run, weights
+from tiny import Parts, assert_equal, client, digits, run, weights
 
 
 def test_gates_sum_to_one_and_both_heads_get_their_part():
@@ -46,8 +47,10 @@ def test_with_all_for_the_personal_head_it_is_fedper(monkeypatch):
 
 
 def test_the_objective_and_the_prediction_equal_the_formula():
-    member = run(client(FedCP, lam=2.0), skewed(), rounds=2).clients[0]
+    federation = run(client(FedCP, lam=2.0), skewed(), rounds=2)
+    member = federation.clients[0]
     images, labels = next(iter(member.data.train))
+    member.download(federation.coordinator.server.reply(0))
     member.begin_round()
     with torch.no_grad():
         for weight in member.backbone.body.parameters():
@@ -88,15 +91,48 @@ def test_the_head_that_is_sent_is_the_mean_of_both():
     assert not member.common_head.weight.any()
 
 
-def test_several_layers_of_a_head_are_one_context():
-    def deep(channels, classes):
-        from tiny import Parts
+def deep(channels, classes):
+    return Parts(torch.nn.Flatten(), torch.nn.Sequential(torch.nn.Linear(64, 5), torch.nn.Linear(5, classes)))
 
-        head = torch.nn.Sequential(torch.nn.Linear(64, 5), torch.nn.Linear(5, classes))
-        return Parts(torch.nn.Flatten(), head)
 
-    member = run(client(FedCP, backbone=deep), digits(2, train_fraction=0.1), rounds=1).clients[0]
+def test_several_layers_of_a_head_are_one_context_taken_on_receipt():
+    federation = run(client(FedCP, backbone=deep), digits(2, train_fraction=0.1), rounds=1)
+    member = federation.clients[0]
     first, second = (layer.weight for layer in member.backbone.head)
-    member.begin_round()
     v = (second @ first).sum(0)
-    torch.testing.assert_close(member.own["context"], (v / v.norm()).detach())
+    expected = (v / v.norm()).detach()
+    assert not torch.allclose(member.own["context"], expected)  # of the head before it trained
+    member.download(federation.coordinator.server.reply(0))
+    torch.testing.assert_close(member.own["context"], expected)
+
+
+def test_the_received_body_is_in_the_mode_of_the_one_that_trains():
+    """So two equal ones have an MMD of zero, with batch norm and dropout; and only one of them steps statistics."""
+    member = run(client(FedCP), skewed(), rounds=2).clients[0]
+    batch, losses, steps = next(iter(member.data.train)), {}, member.backbone.body[1].num_batches_tracked
+    for training in (True, False):
+        member.train(training)
+        member.begin_round()  # with the default lam: B_g is the network as it is
+        for member.lam in (0.0, 2.0):
+            before = int(steps)
+            torch.manual_seed(5)
+            losses[member.lam] = member.objective(batch, 0)
+            assert int(steps) - before == training
+        torch.testing.assert_close(losses[2.0], losses[0.0], atol=1e-5, rtol=0)
+
+
+def test_the_received_statistics_stay_what_they_were():
+    member = run(client(FedCP), skewed(), rounds=2).clients[0]
+    member.begin_round()
+    before = {name: tensor.clone() for name, tensor in member.received.items()}
+    member.train()
+    member.objective(next(iter(member.data.train)), 0)
+    assert_equal(member.received, before)
+
+
+def test_it_has_no_global_model():
+    federation = run(client(FedCP, norm_stats="averaged"), skewed())
+    assert federation.coordinator.server.global_model() is None
+    assert {row.state for row in federation.other_rows} == {"aggregated"}
+    with pytest.raises(ConfigError, match=r"federation\.evaluate=global: FedCP has no global model"):
+        run(client(FedCP, norm_stats="averaged"), skewed(), evaluate="global")

@@ -5,14 +5,12 @@ import numpy as np
 import pytest
 import torch
 from quadratic import (
-    OnceBroken,
     Quadratics,
     SoftmaxRegression,
     chosen,
     equal,
     flat,
     quadratic,
-    run_whole_and_in_two_parts,
     sgd,
     sizes,
     softmax_regression,
@@ -153,24 +151,6 @@ def test_with_partial_participation_too():
     np.testing.assert_allclose(end, problem.optimum(np.full(4, 0.25)), atol=1e-3)
 
 
-def test_deviations_of_others_stay_and_their_mean_is_the_server_s():
-    federations = [run(client(FedDyn, alpha=0.1), rounds=r, participation=0.5) for r in (2, 3)]
-    before, after = (kept_gradients(federation, 1.0) for federation in federations)
-    moved = {k for k in range(4) if not np.array_equal(before[k], after[k])}
-    assert moved == set(federations[0].participants(2))
-    np.testing.assert_allclose(-after.mean(0), flat(federations[1].coordinator.server.deviation), atol=1e-6)
-
-
-def test_a_refused_client_forgets_what_the_server_never_knew():
-    problem = Quadratics.random()
-    method = type("Method", (FedDyn, OnceBroken), {})
-    with pytest.warns(UserWarning, match="Client 2"):
-        federation = run(quadratic(method, problem, alpha=3.0), equal(4), rounds=5)
-    server = federation.coordinator.server
-    np.testing.assert_allclose(-kept_gradients(federation, 1.0).mean(0), flat(server.deviation), atol=1e-9)
-    assert np.isfinite(flat(server.model)).all()
-
-
 def test_traffic_is_that_of_fedavg():
     a, b, c = (
         run(client(method, **options), rounds=3, participation=0.5)
@@ -195,28 +175,6 @@ def test_the_reported_loss_is_that_of_the_model():
     assert float(sum(h.square().sum() for _, h in member.deviation.items())) > 1e-3
 
 
-def test_heads_at_home_have_no_deviation():
-    federation = run(client(FedDyn), digits(3, permute_labels=True), rounds=2)
-    member = federation.clients[1]
-    assert not [name for name in [*member.upload(), *member.deviation] if ".head." in name]
-    heads = [state["backbone.head.weight"] for state in weights(federation).values()]
-    member.download(federation.coordinator.server.reply(1))
-    assert torch.equal(member.backbone.head.weight, heads[1])
-    assert not torch.equal(heads[0], heads[1])
-
-
-def test_averaged_running_statistics_are_averaged_and_no_more():
-    federation = run(client(FedDyn, norm_stats="averaged"), rounds=2)
-    server = federation.coordinator.server
-    for name in ("running_mean", "running_var"):
-        mean = torch.stack([c.learner.get_buffer(f"backbone.body.1.{name}") for c in federation.clients.values()]).mean(
-            0
-        )
-        torch.testing.assert_close(server.model[f"backbone.body.1.{name}"], mean)
-    assert server.model["backbone.body.1.num_batches_tracked"].dtype == torch.int64
-    assert all("running" not in name and "tracked" not in name for name in server.deviation)
-
-
 def test_evaluation_after_aggregation_leaves_the_run_as_it_is():
     a, b = (run(client(FedDyn), rounds=3, participation=0.5, evaluate=when) for when in ("before", "after"))
     assert_equal(weights(a), weights(b))
@@ -238,15 +196,6 @@ def test_the_mean_of_the_participants_is_scored_if_asked_to():
     assert np.abs(flat(a.model) - moved).max() > 1e-3
     alone = federations["mean"].standalone(0)
     np.testing.assert_allclose(flat(dict(alone.named_parameters())), moved, atol=1e-6)
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    a, b = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(FedDyn, by_samples=True), lambda: digits(4), local_epochs=2, participation=0.5
-    )
-    assert_equal(weights(a), weights(b))
-    assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())
-    assert flat(a.coordinator.server.deviation).any()
 
 
 def test_alpha_must_be_above_zero():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from quadratic import chosen, flat, run_whole_and_in_two_parts, softmax_regression, unequal
+from quadratic import chosen, flat, softmax_regression, unequal
 
 from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
@@ -375,17 +375,6 @@ def test_who_does_not_take_part_stays_as_it_is_and_is_sent_to_others():
     for k, model in latest.items():
         for name, tensor in model.items():
             assert torch.equal(tensor, weights(federation)[k][name])
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    whole, resumed = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(FedFOMO, num_models=2), lambda: digits(5, batch_size=32), participation=0.6,
-        evaluate="after",
-    )  # fmt: skip
-    assert_equal(weights(whole), weights(resumed))
-    assert_equal(whole.coordinator.state_dict(), resumed.coordinator.state_dict())
-    assert whole.rows == resumed.rows
-    torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
 
 
 def test_factorized_models_are_mixed_too():

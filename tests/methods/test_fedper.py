@@ -1,8 +1,7 @@
 """FedPer: which layers are personal, and what it is without any."""
 
 import pytest
-from quadratic import run_whole_and_in_two_parts
-from two_layers import ALL, BODY, SGD, Recorded, assert_absent_clients_stay, assert_close, gradient, scores
+from two_layers import ALL, BODY, SGD, Recorded, assert_close, gradient, scores
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedPer, StandAlone
@@ -77,12 +76,6 @@ def test_two_rounds_equal_the_formulas(personal_layers):
     expected = recorded.averaged(train, BODY if personal_layers else ALL)
     for k, member in recorded.members.items():
         assert_close(member.backbone, expected[k])
-
-
-def test_absent_clients_and_resuming(tmp_path):
-    assert_absent_clients_stay(lambda: client(FedPer))
-    whole, resumed = run_whole_and_in_two_parts(tmp_path, lambda: client(FedPer), digits, participation=0.5)
-    assert_equal(weights(resumed), weights(whole))
 
 
 @pytest.mark.parametrize(

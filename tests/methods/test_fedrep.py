@@ -3,8 +3,7 @@
 import lightning as L
 import pytest
 import torch
-from quadratic import run_whole_and_in_two_parts
-from two_layers import BODY, HEAD, SGD, Recorded, assert_absent_clients_stay, assert_close, gradient, scores
+from two_layers import BODY, HEAD, SGD, Recorded, assert_close, gradient, scores
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedPer, FedRep
@@ -80,13 +79,6 @@ def test_heads_stay_at_home(mode, permuted):
     }
     heads = [member.backbone.head.weight for member in federation.clients.values()]
     assert not torch.equal(*heads)
-
-
-def test_absent_clients_and_resuming(tmp_path):
-    assert_absent_clients_stay(lambda: client(FedRep))
-    options = {"local_epochs": 3, "participation": 0.5}
-    whole, resumed = run_whole_and_in_two_parts(tmp_path, lambda: client(FedRep, body_epochs=2), digits, **options)
-    assert_equal(weights(resumed), weights(whole))
 
 
 def test_errors():

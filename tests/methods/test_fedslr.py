@@ -11,14 +11,12 @@ from quadratic import (
     chosen,
     equal,
     flat,
-    run_whole_and_in_two_parts,
     sgd,
     softmax_regression,
     unequal,
 )
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
-from two_layers import assert_absent_clients_stay
 
 from lit_pfl.core import Client, ClientSpec
 from lit_pfl.core.scores import summary
@@ -429,23 +427,6 @@ def test_between_rounds_a_client_is_where_the_round_began_and_keeps_no_copies():
         assert member.received == member._trained == {}
         for name, weight in member.shared_weights().items():
             assert torch.equal(weight, before[name])
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"solver": "LPGD", "lam": 0.1}, {"server_memory": "each"}, {"common": "sparse", "lam": 1e-3}],
-    ids=str,
-)
-def test_absent_clients_and_resuming(tmp_path, options):
-    def method():
-        return client(FedSLR, **{"lam": 0.01, **options})
-
-    assert_absent_clients_stay(method)
-    whole, resumed = run_whole_and_in_two_parts(tmp_path, method, digits, participation=0.5, local_epochs=2)
-    assert_equal(weights(resumed), weights(whole))
-    assert_equal(resumed.coordinator.state_dict(), whole.coordinator.state_dict())
-    assert whole.rows == resumed.rows
 
 
 def test_errors():

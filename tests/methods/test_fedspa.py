@@ -6,7 +6,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from quadratic import chosen, equal, run_whole_and_in_two_parts, sgd, softmax_regression, unequal
+from quadratic import chosen, equal, sgd, softmax_regression, unequal
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -350,17 +350,6 @@ def test_evaluation_after_aggregation_changes_nothing():
     before, after = (run(client(FedSpa), rounds=3, evaluate=when, participation=0.75) for when in ("before", "after"))
     assert_equal(weights(before), weights(after))
     assert_equal(before.coordinator.state_dict(), after.coordinator.state_dict())
-
-
-@pytest.mark.parametrize("regrow", ["gradient", "none"])
-def test_resumed_equals_uninterrupted(tmp_path, regrow):
-    whole, resumed = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(FedSpa, rounds=4, regrow=regrow), lambda: digits(4, batch_size=32), participation=0.5
-    )
-    assert_equal(weights(whole), weights(resumed))
-    assert_equal(whole.coordinator.state_dict(), resumed.coordinator.state_dict())
-    assert whole.rows == resumed.rows
-    torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """LG-FedAvg: the classifier is everybody's, or nothing is."""
 
 import pytest
-from quadratic import run_whole_and_in_two_parts
-from two_layers import HEAD, SGD, Recorded, assert_absent_clients_stay, assert_close, gradient, scores
+from two_layers import HEAD, SGD, Recorded, assert_close, gradient, scores
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, LGFedAvg, StandAlone
@@ -53,12 +52,6 @@ def test_under_permuted_labels_it_is_stand_alone_bit_for_bit():
 def test_with_all_layers_shared_it_is_fedavg_bit_for_bit():
     lg = client(LGFedAvg, shared_layers=2, weighting="samples")
     assert_equal(weights(run(lg)), weights(run(client(FedAvg))))
-
-
-def test_absent_clients_and_resuming(tmp_path):
-    assert_absent_clients_stay(lambda: client(LGFedAvg))
-    whole, resumed = run_whole_and_in_two_parts(tmp_path, lambda: client(LGFedAvg), digits, participation=0.5)
-    assert_equal(weights(resumed), weights(whole))
 
 
 @pytest.mark.parametrize("classes", [10, 100])

@@ -6,7 +6,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from quadratic import run_whole_and_in_two_parts
 from torch import nn
 from torchmetrics import SumMetric
 from two_layers import (
@@ -16,7 +15,6 @@ from two_layers import (
     Recorded,
     TwoLayers,
     arrays,
-    assert_absent_clients_stay,
     assert_close,
     combine,
     gradient,
@@ -272,17 +270,6 @@ def test_heads_stay_at_home_under_permuted_labels():
     federation = run(client(PerFedAvg), digits(2, permute_labels=True))
     assert not [name for name in federation.clients[0].upload() if ".head." in name]
     assert not torch.equal(*[member.backbone.head.weight for member in federation.clients.values()])
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("order", ["first", "hessian_free", "exact"])
-def test_absent_clients_and_resuming(tmp_path, order):
-    assert_absent_clients_stay(lambda: client(PerFedAvg, order=order))
-    whole, resumed = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(PerFedAvg, order=order), digits, participation=0.5
-    )
-    assert_equal(weights(resumed), weights(whole))
-    assert whole.rows == resumed.rows
 
 
 @pytest.mark.parametrize("order", ["first", "hessian_free", "exact"])

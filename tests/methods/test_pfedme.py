@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from quadratic import Quadratics, chosen, equal, flat, quadratic, run_whole_and_in_two_parts, sgd
+from quadratic import Quadratics, chosen, equal, flat, quadratic, sgd
 
 from lit_pfl.core import ServerAdam
 from lit_pfl.core.server import UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, PFedMe
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, run
 
 
 def plain(**options):
@@ -85,14 +85,6 @@ def test_it_sends_what_fedavg_sends():
 def test_only_plain_sgd(optimizer):
     with pytest.raises(ConfigError, match=r"^model\.optimizer: in PFedMe w goes"):
         run(plain(optimizer=optimizer), rounds=1)
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    a, b = run_whole_and_in_two_parts(
-        tmp_path, lambda: plain(beta=0.5, inner_lr=0.01), lambda: digits(4), participation=0.5
-    )
-    assert_equal(weights(a), weights(b))
-    assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())
 
 
 def test_beta_is_a_server_optimizer():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from heads import skewed
-from quadratic import run_whole_and_in_two_parts
 from torch import nn
 
 from lit_pfl.core import ClientInfo, Payload
@@ -100,11 +99,3 @@ def test_labels_that_differ_and_an_unknown_head_are_refused():
     empty = client(PFedSim, backbone=lambda channels, classes: Parts(nn.Linear(8, classes), nn.Flatten()))
     with pytest.raises(ConfigError, match="model.head"):
         run(empty, rounds=1)
-
-
-def test_resumed_equals_uninterrupted(tmp_path):
-    runs = run_whole_and_in_two_parts(
-        tmp_path, lambda: client(PFedSim, warmup_rounds=1), lambda: digits(4), participation=0.5
-    )
-    assert_equal(*map(weights, runs))
-    assert_equal(*(federation.coordinator.state_dict() for federation in runs))

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from quadratic import (
-    OnceBroken,
     Quadratics,
     SoftmaxRegression,
     chosen,
@@ -24,7 +23,7 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, Scaffold
 from lit_pfl.methods.global_model.scaffold import CONTROL, ScaffoldServer
-from tiny import assert_equal, client, digits, run, step_schedule, weights
+from tiny import assert_equal, client, run, step_schedule, weights
 
 
 def by_the_formulas(
@@ -147,25 +146,6 @@ def test_with_partial_participation_too():
     np.testing.assert_allclose(controls(federation), gradients, atol=1e-3)
 
 
-def test_control_variates_of_others_stay_and_their_mean_is_the_server_s():
-    federations = [run(client(Scaffold, optimizer=sgd(0.1)), rounds=r, participation=0.5) for r in (2, 3)]
-    third = federations[0].participants(2)
-    before, after = (controls(federation) for federation in federations)
-    moved = {k for k in range(4) if not np.array_equal(before[k], after[k])}
-    assert moved == set(third)
-    np.testing.assert_allclose(after.mean(0), flat(federations[1].coordinator.server.control), atol=1e-6)
-
-
-def test_a_refused_client_forgets_what_the_server_never_knew():
-    problem = Quadratics.random()
-    method = type("Method", (Scaffold, OnceBroken), {})
-    pattern = quadratic(method, problem)
-    with pytest.warns(UserWarning, match="Client 2"):
-        federation = run(pattern, equal(4), rounds=5)
-    np.testing.assert_allclose(controls(federation).mean(0), flat(federation.coordinator.server.control), atol=1e-9)
-    assert np.isfinite(flat(federation.coordinator.server.model)).all()
-
-
 def test_a_round_without_a_step_changes_nothing():
     def frozen(optimizer):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.0)
@@ -231,28 +211,6 @@ def test_a_rate_that_a_callback_adds_is_refused_when_it_is_there():
         ConfigError, match=r"model\.optimizer: .* with one learning rate for all parameters, also later"
     ):
         run(client(Scaffold, optimizer=sgd(0.1)), rounds=2, client_trainer={"callbacks": Adds()})
-
-
-def test_heads_at_home_have_no_control_variates():
-    federation = run(client(Scaffold, optimizer=sgd(0.1)), digits(3, permute_labels=True), rounds=2)
-    member = federation.clients[1]
-    assert not [name for name in [*member.upload(), *member.control] if ".head." in name]
-    heads = [state["backbone.head.weight"] for state in weights(federation).values()]
-    member.download(federation.coordinator.server.reply(1))
-    assert torch.equal(member.backbone.head.weight, heads[1])
-    assert not torch.equal(heads[0], heads[1])
-
-
-def test_averaged_running_statistics_are_averaged_and_no_more():
-    federation = run(client(Scaffold, optimizer=sgd(0.1), norm_stats="averaged", server_lr=0.5), rounds=2)
-    model = federation.coordinator.server.model
-    for name in ("running_mean", "running_var"):
-        mean = torch.stack([c.learner.get_buffer(f"backbone.body.1.{name}") for c in federation.clients.values()]).mean(
-            0
-        )
-        torch.testing.assert_close(model[f"backbone.body.1.{name}"], mean)
-    assert model["backbone.body.1.num_batches_tracked"].dtype == torch.int64
-    assert all("running" not in name and "tracked" not in name for name in federation.clients[0].control)
 
 
 def test_the_reported_loss_is_that_of_the_model():

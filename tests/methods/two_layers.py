@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lit_pfl import Client, Federation
 from lit_pfl.data import Dirichlet
 from lit_pfl.models import Backbone
-from tiny import assert_equal, client, digits, run, weights
+from tiny import client, digits, run, weights
 
 Arrays = dict[str, np.ndarray]
 Batch = tuple[np.ndarray, np.ndarray]
@@ -173,14 +173,3 @@ def network(federation: Federation, name: str) -> dict[int, dict[str, Tensor]]:
 
 def scores(federation: Federation) -> list[tuple[Any, ...]]:
     return [tuple(row) for row in federation.rows]
-
-
-def assert_absent_clients_stay(method: Callable[[], Client]) -> None:
-    """See that a round changes nothing at all at clients that do not take part in it."""
-    shorter, longer = (
-        run(method(), digits(4, permute_labels=True), rounds=r, local_epochs=2, participation=0.5) for r in (2, 3)
-    )
-    absent = shorter.clients.keys() - set(shorter.participants(2))
-    assert len(absent) == 2
-    for k in absent:
-        assert_equal(weights(longer)[k], weights(shorter)[k])

@@ -178,6 +178,7 @@ def measure_features(
             with _watching(module) as outputs:
                 logits = logits_in(module(seen))
             check_logits(logits, known, "FeatureAlignment")
+            known = known.long()  # bytes choose as a mask does
             layers = {name: noted for name, noted in outputs.items() if noted[0] is not logits}
             own = logits.gather(1, known[:, None]).sum()
             activations = [activation for activation, _ in layers.values()]

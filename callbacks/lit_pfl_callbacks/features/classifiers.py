@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import lightning as L
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, device, nn
@@ -82,7 +83,7 @@ def looked(
 
 
 def _of_client(look: Callable[[Any, Iterable[Any]], T], client: Any) -> T:
-    return look(client, client.data.val if len(client.data.val) else client.data.train)
+    return look(client, client.data.val if sized_len(client.data.val) != 0 else client.data.train)
 
 
 def labelled(

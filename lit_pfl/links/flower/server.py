@@ -15,7 +15,7 @@ from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.scores import Row, mean_over_samples, summary
 from lit_pfl.core.server import ClientInfo, Server
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, read_whole
 from lit_pfl.links.flower.clients import MakeMethod, same_everywhere
 from lit_pfl.links.flower.messages import SIZE
@@ -157,16 +157,24 @@ class FlowerServer:
         self.nodes.losses.clear()
         self.coordinator.begin_round()
         self.coordinator.train(self.nodes, clients)
-        self.coordinator.end_round()
+        try:
+            self.coordinator.end_round()
+        except UploadError:
+            self._note_refusals()
+            self._write_tables()
+            raise
         row = {"round": self.coordinator.round, "train/loss": mean_over_samples(self.nodes.losses.values())}
         row |= {"uploads": len(clients) - len(self.coordinator.refused), **self.coordinator.ledger.of_round()}
         self.metrics.append(row)
-        refusals = self.coordinator.refusals
-        self.nodes.refused |= {client: reason for _, client, _, reason in refusals if client is not None}
-        self.refused += [refusal._asdict() for refusal in refusals]
+        self._note_refusals()
         self._save()
         self._write_tables()
         rank_zero_info(_line(row))
+
+    def _note_refusals(self) -> None:
+        refusals = self.coordinator.refusals
+        self.nodes.refused |= {client: reason for _, client, _, reason in refusals if client is not None}
+        self.refused += [refusal._asdict() for refusal in refusals]
 
     def _write_tables(self) -> None:
         if self.metrics:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import UniformServer
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import Memory
@@ -22,8 +21,14 @@ class FedADMM(Client):
     another length is ``server_optimizer=ServerMomentum(lr=0.5, momentum=0)``, the authors' from round 60 on. Where this
     comes to rest ``-y_i`` is the gradient of client i's loss.
 
-    A client trains on from its own w_i of the last time, or, as in the authors' code, from theta, which then counts as
-    its former w_i: what it sends is ``theta + 2 (w_i - theta)``. In its first round the two are the same.
+    A client trains on from its own w_i of the last time, at first from the initial weights, in whichever round that is.
+    So theta is the mean of all u_i where the server's lr is the share of the clients that take part. With
+    ``start="global"``, as in the authors' code, it trains from theta, which then counts as its former w_i: what it
+    sends is ``theta + 2 (w_i - theta)``.
+
+    The server begins with the first client's initial weights, which all clients of a simulation, and of Flower's nodes,
+    have in common. A client that a Trainer is given alone may have others: its first w_i is the theta that it receives
+    first, which is only the initial one if it takes part in round 1.
 
     Args:
         rho: how strongly clients are held.
@@ -41,6 +46,7 @@ class FedADMM(Client):
     may_unfreeze = False
 
     shares = EVERYTHING
+    weighting = "uniform"
 
     dual: Memory
     own: Memory
@@ -57,10 +63,8 @@ class FedADMM(Client):
             raise ConfigError("model.factorization: FedADMM adds up how weights change, and takes dense ones only.")
         self.dual = Memory(self.shared_weights()).zero_()
         self.own = Memory(self.shared_weights() if self.start == "own" else {})
-        self.register_buffer("begun", torch.tensor(False))
-
-    def configure_server(self) -> UniformServer:  # noqa: D102
-        return UniformServer()
+        # whether its own w_i is known: theta^0 at first, which a client that is alone has not seen
+        self.register_buffer("begun", torch.tensor(not self.alone))
 
     @torch.no_grad()
     def begin_round(self) -> None:  # noqa: D102
@@ -100,8 +104,7 @@ class FedADMM(Client):
 
     def upload(self) -> Payload:
         """Return theta plus the change of ``w_i + y_i / rho``; on joining, the weights."""
-        payload = super().upload()
-        return Payload({**payload, **self._sent}, payload.sparse)
+        return super().upload().with_(self._sent)
 
     def release_round_state(self) -> tuple[float, int]:  # noqa: D102
         self._sent = {}

@@ -77,8 +77,7 @@ class FedNova(Client):
 
     def upload(self) -> Payload:
         """Return the weights and a_i."""
-        payload = super().upload()
-        return Payload({**payload, STEPS: torch.tensor(self._went, dtype=torch.float64)}, payload.sparse)
+        return super().upload().with_({STEPS: torch.tensor(self._went, dtype=torch.float64)})
 
 
 class FedNovaServer(Server):
@@ -103,7 +102,7 @@ class FedNovaServer(Server):
             return mean
         before, names = self.model, [name for name in mean if name in self.weights]
         moved = self.mean([before, *uploads.values()], [1 - sum(factors), *factors], names)
-        return Payload({**mean, **moved}, mean.sparse)
+        return mean.with_(moved)
 
 
 def per_step(shares: Sequence[float], steps: Sequence[float]) -> list[float]:

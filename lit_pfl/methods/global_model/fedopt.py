@@ -3,7 +3,7 @@
 Each is a name for ``FedAvg(server_optimizer=...)``; other methods that average take the same option.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat
 
@@ -78,6 +78,8 @@ class FedAdam(FedAvg):
         Reddi et al. 2021, Algorithm 2.
     """
 
+    steps_by: ClassVar[type[ServerAdam]] = ServerAdam
+
     def __init__(
         self,
         lr: PositiveFloat = 0.1,
@@ -86,10 +88,10 @@ class FedAdam(FedAvg):
         tau: PositiveFloat = 1e-3,
         **kwargs: Any,
     ) -> None:
-        super().__init__(server_optimizer=ServerAdam(lr, beta1, beta2, tau), **kwargs)
+        super().__init__(server_optimizer=self.steps_by(lr, beta1, beta2, tau), **kwargs)
 
 
-class FedYogi(FedAvg):
+class FedYogi(FedAdam):
     """FedAvg whose server takes Yogi's steps: FedAdam's with ``v <- v - (1 - beta2) D^2 sign(v - D^2)``.
 
     It is ``FedAvg(server_optimizer=ServerYogi(...))``. Clients train with their own optimizer. In Flower v starts at 0.
@@ -105,15 +107,7 @@ class FedYogi(FedAvg):
         Reddi et al. 2021, Algorithm 2.
     """
 
-    def __init__(
-        self,
-        lr: PositiveFloat = 0.1,
-        beta1: ClosedUnitInterval = 0.9,
-        beta2: ClosedUnitInterval = 0.99,
-        tau: PositiveFloat = 1e-3,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(server_optimizer=ServerYogi(lr, beta1, beta2, tau), **kwargs)
+    steps_by = ServerYogi
 
 
 class FedExP(FedAvg):

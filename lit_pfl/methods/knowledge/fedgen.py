@@ -97,8 +97,7 @@ class FedGen(Classifying):
 
     def upload(self) -> Payload:
         """Return the weights and the class counts."""
-        payload = super().upload()
-        return Payload({**payload, COUNTS: self.class_counts.to(self.device)}, payload.sparse)
+        return super().upload().with_({COUNTS: self.class_counts.to(self.device)})
 
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
         own = {name.removeprefix(GENERATOR): x for name, x in reply.items() if name.startswith(GENERATOR)}
@@ -217,7 +216,7 @@ class FedGenServer(TrainedServer):
     def reply(self, client: int) -> Payload:  # noqa: D102
         generator = {GENERATOR + name: x for name, x in self.module.state_dict().items()}
         told = {COUNTS: self.occurring, ROUNDS: torch.tensor(self.completed)}
-        return Payload({**self.model, **told, **generator}, self.model.sparse)
+        return self.model.with_({**told, **generator})
 
     def global_model(self) -> Payload:  # noqa: D102
         return self.model

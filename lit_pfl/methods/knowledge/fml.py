@@ -7,7 +7,7 @@ from jsonargparse.typing import ClosedUnitInterval
 from torch import Tensor, nn
 
 from lit_pfl.core.classifying import Classifying
-from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.server import Weighting
 from lit_pfl.learners import HeadCall, at_head, find_head
 from lit_pfl.methods.two_models.base import TwoModels
 
@@ -61,9 +61,6 @@ class FML(Mutual):
     ) -> None:
         super().__init__(**kwargs)
         self.alpha, self.beta, self.weighting = alpha, beta, weighting
-
-    def configure_server(self) -> Server:  # noqa: D102
-        return averaging(self.weighting)
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of what both minimize."""

@@ -10,7 +10,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat
 from torch import Tensor, nn
 
 from lit_pfl.core import Client
-from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.server import Weighting
 from lit_pfl.core.sharing import BODY, needs_head
 from lit_pfl.data.loaders import in_order
 from lit_pfl.errors import ConfigError
@@ -55,9 +55,6 @@ class FedBABU(Client):
         super().__init__(**kwargs)
         self.finetune_epochs, self.finetune_lr, self.finetune = finetune_epochs, finetune_lr, finetune
         self.weighting = weighting
-
-    def configure_server(self) -> Server:  # noqa: D102
-        return averaging(self.weighting)
 
     def configure_learner(self) -> None:  # noqa: D102
         super().configure_learner()

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from torch import nn
 
 from lit_pfl.core import Client
-from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.server import Weighting
 from lit_pfl.core.sharing import EVERYTHING, Role
 from lit_pfl.errors import ConfigError
 
@@ -40,9 +40,6 @@ class FedBN(Client):
     ) -> None:
         super().__init__(**kwargs)
         self.of, self.weighting = of, weighting
-
-    def configure_server(self) -> Server:  # noqa: D102
-        return averaging(self.weighting)
 
     def configure_learner(self) -> None:  # noqa: D102
         super().configure_learner()

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import Server
 from lit_pfl.core.sharing import EVERYTHING
-from lit_pfl.learners import linear_layers
+from lit_pfl.learners import Step, call_with, linear_layers, unseen
 from lit_pfl.nn import Memory
 
 
@@ -24,15 +25,16 @@ class FedCP(Classifying):
     layer to 2 d numbers, layer norm and ReLU, and a Gumbel softmax over the pairs. It is given ``v * h``, where v is
     the sum over classes of the personal head's weight (of several linear layers, of their product), of length 1. A
     client trains body, personal head and policy on its loss plus ``lam * MMD(h, B_g(x))``, between its features and
-    those of the received body, frozen and in evaluation mode, with Gaussian kernels ``exp(-d2 / (2 a))``, a of 10, 15,
-    20 and 50. It sends body, policy and ``(H_p + H_g) / 2``, which the server averages by samples.
+    those of the received body, frozen, with Gaussian kernels ``exp(-d2 / (2 a))``, a of 10, 15, 20 and 50. It sends
+    body, policy and ``(H_p + H_g) / 2``, which the server averages by samples.
 
-    In evaluation the gates are softmax without noise, unless ``noisy``. v comes from the head that a round begins with,
-    in the first round too, where the authors' code draws it at random.
+    B_g is in the mode of the network that trains, as in PFLlib's code: batch norm normalizes both by the batch's own
+    statistics. In evaluation the gates are softmax without noise, unless ``noisy``. v comes from the personal head as
+    it is on receipt, in the first round too, where the authors' code draws it at random.
 
     Args:
-        lam: strength of the MMD. The default is the authors' for MNIST. It keeps features close to the received ones:
-            accuracy may not rise in the first twenty rounds. With 0 it does.
+        lam: strength of the MMD, which keeps features close to the received ones. The default is the authors' for
+            MNIST. With a CNN without norm layers accuracy may not rise in the first twenty rounds; with 0 it does.
         noisy: whether gates are drawn in evaluation too, as in the authors' code.
         kwargs: see :class:`~lit_pfl.Client`.
 
@@ -55,6 +57,9 @@ class FedCP(Classifying):
     def __init__(self, lam: NonNegativeFloat = 5.0, noisy: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.lam, self.noisy = lam, noisy
+
+    def configure_server(self) -> "FedCPServer":  # noqa: D102
+        return FedCPServer()
 
     def configure_state(self) -> None:  # noqa: D102
         d = self.num_features
@@ -81,24 +86,35 @@ class FedCP(Classifying):
         """Return body, policy and the head that is averaged: the mean of the personal and the received one."""
         payload, received = super().upload(), self.common_head.state_dict()
         heads = {name: _middle(x, received[self._leaves[name]]) for name, x in payload.items() if name in self._leaves}
-        return Payload({**payload, **heads}, payload.sparse)
+        return payload.with_(heads)
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
+        """Load body, policy and the received head; take v of the personal head as it is now."""
         heads = {self._leaves[name]: tensor for name, tensor in reply.items() if name in self._leaves}
         self.common_head.load_state_dict(heads, strict=False)
         super().download({name: tensor for name, tensor in reply.items() if name not in self._leaves})
+        self.own.copy_({"context": self._context()})
 
     def begin_round(self) -> None:  # noqa: D102
-        self.own.copy_({"context": self._context()})
         if self.lam:
             self.received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
-        before = self.call_frozen(self.received, batch, batch_idx).features if self.lam else None
+        before = self._received_features(batch, batch_idx) if self.lam else None
         gates = self._gates()
         with self.at_head(features=gates.personal, logits=gates.add_common) as seen:
             loss = super().objective(batch, batch_idx)
         return loss if before is None else loss + self.lam * mmd(seen.features, before)
+
+    @torch.no_grad()
+    def _received_features(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return B_g(x), (B, d), in the learner's mode, with the random numbers that the learner will draw next."""
+        # batch norm steps the running statistics that it is given: copies
+        network = {f"learner.{name}": tensor.clone() for name, tensor in self.received.items()}
+        draws = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        with draws, unseen(self.learner), self.at_head() as seen:
+            call_with(network, Step(self.learner), batch, batch_idx)
+        return seen.features
 
     @contextmanager
     def personalized(self) -> Iterator[L.LightningModule]:
@@ -107,6 +123,13 @@ class FedCP(Classifying):
         gates.draws = self.noisy
         with self.at_head(features=gates.personal, logits=gates.add_common):
             yield self.learner
+
+
+class FedCPServer(Server):
+    """Averages bodies, policies and heads by numbers of samples."""
+
+    def global_model(self) -> None:
+        """Return nothing: every client predicts with a head of its own."""
 
 
 class Gates(nn.Module):

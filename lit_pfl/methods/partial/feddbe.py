@@ -65,8 +65,7 @@ class FedDBE(Classifying):
 
     def upload(self) -> Payload:
         """Return the weights and the running mean of the features."""
-        payload = super().upload()
-        return Payload({**payload, MEAN: self.own[MEAN]}, payload.sparse)
+        return super().upload().with_({MEAN: self.own[MEAN]})
 
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
         if MEAN in reply:
@@ -134,4 +133,4 @@ class FedDBEServer(Server):
     def reply(self, client: int) -> Payload:  # noqa: D102
         if self.feature_mean is None:
             return self.model
-        return Payload({**self.model, MEAN: self.feature_mean}, self.model.sparse)
+        return self.model.with_({MEAN: self.feature_mean})

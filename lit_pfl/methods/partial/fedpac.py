@@ -84,8 +84,7 @@ class FedPAC(Classifying):
 
     def upload(self) -> Payload:
         """Return the weights, the prototypes and the statistics under the body that the round began with."""
-        payload = super().upload()
-        return Payload({**payload, **dict(self.own.items())}, payload.sparse)
+        return super().upload().with_(dict(self.own.items()))
 
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
         self.common.copy_(reply)

@@ -5,7 +5,7 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 
 from lit_pfl.core import Client
-from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.server import Weighting
 from lit_pfl.core.sharing import EVERYTHING, Role, last_layers, needs_head
 
 
@@ -37,9 +37,6 @@ class LGFedAvg(Client):
     def __init__(self, shared_layers: PositiveInt = 1, weighting: Weighting = "uniform", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.shared_layers, self.weighting = shared_layers, weighting
-
-    def configure_server(self) -> Server:  # noqa: D102
-        return averaging(self.weighting)
 
     def configure_learner(self) -> None:  # noqa: D102
         super().configure_learner()

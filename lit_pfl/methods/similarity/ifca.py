@@ -85,8 +85,7 @@ class IFCA(Client):
 
     def upload(self) -> Payload:
         """Return the weights, and which model they are of."""
-        payload = super().upload()
-        return Payload({**payload, CLUSTER: self.cluster}, payload.sparse)
+        return super().upload().with_({CLUSTER: self.cluster})
 
 
 class IFCAServer(UniformServer):

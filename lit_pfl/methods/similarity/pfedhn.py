@@ -133,7 +133,7 @@ class PFedHNServer(TrainedServer):
         others = [name for name in self.model if name not in self.weights]
         if others:
             mean = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), others)
-            self.model = Payload({**self.model, **mean})
+            self.model = self.model.with_(mean)
         parameters = list(self.module.parameters())
         with self.training(round):
             gradients = [torch.zeros_like(parameter) for parameter in parameters]

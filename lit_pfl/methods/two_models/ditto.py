@@ -6,7 +6,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor
 
-from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.server import Weighting
 from lit_pfl.learners import single_optimizer
 from lit_pfl.methods.partial.phases import check_epochs
 from lit_pfl.methods.two_models.base import TwoModels
@@ -56,9 +56,6 @@ class Ditto(TwoModels):
         super().configure_state()
         if self.schedule == "separate":
             check_epochs(self.spec.local_epochs, self.personal_epochs, "model.personal_epochs", "global model")
-
-    def configure_server(self) -> Server:  # noqa: D102
-        return averaging(self.weighting)
 
     def configure_optimizers(self) -> Any:  # noqa: D102
         configured = super().configure_optimizers()

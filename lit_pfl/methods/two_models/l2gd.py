@@ -8,7 +8,7 @@ from jsonargparse.typing import ClosedUnitInterval
 from torch import Tensor
 
 from lit_pfl.core import Client
-from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.server import Weighting
 from lit_pfl.core.sharing import EVERYTHING
 
 
@@ -35,9 +35,6 @@ class L2GD(Client):
     def __init__(self, mix: ClosedUnitInterval = 0.5, weighting: Weighting = "uniform", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.mix, self.weighting = mix, weighting
-
-    def configure_server(self) -> Server:  # noqa: D102
-        return averaging(self.weighting)
 
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:

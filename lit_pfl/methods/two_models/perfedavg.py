@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.server import Weighting
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import batch_size_of, in_batches_of, in_order, needed, num_samples
 from lit_pfl.learners import (
@@ -90,9 +90,6 @@ class PerFedAvg(Client):
     def parts(self) -> int:
         """Number of independent batches that a step takes."""
         return 2 if self.order == "first" else 3
-
-    def configure_server(self) -> Server:  # noqa: D102
-        return averaging(self.weighting)
 
     def configure_optimizers(self) -> Any:  # noqa: D102
         refuse_scaled_gradients(self.trainer, "PerFedAvg")

@@ -7,7 +7,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from lit_pfl.core import Client, ServerMomentum
-from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.server import Weighting
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import OptimizerCallable, refuse_scaled_gradients, single_optimizer
 from lit_pfl.methods.two_models.base import TwoModels
@@ -63,9 +63,6 @@ class PFedMe(TwoModels):
         super().__init__(optimizer=optimizer, **kwargs)
         self.lam, self.inner_steps, self.inner_lr, self.beta = lam, inner_steps, inner_lr, beta
         self.weighting = weighting
-
-    def configure_server(self) -> Server:  # noqa: D102
-        return averaging(self.weighting)
 
     def configure_optimizers(self) -> Any:  # noqa: D102
         refuse_scaled_gradients(self.trainer, "PFedMe")
