@@ -140,11 +140,11 @@ class Coordinator:
         self._uploads |= uploads
 
     def end_round(self) -> None:
-        """End the round with what has been uploaded; see :meth:`collect`. A round without uploads changes nothing."""
+        """End the round with what has been uploaded; see :meth:`collect`. Without any, it changes no model."""
         if self._uploads:
             self.collect(self._uploads)
         else:
-            self.round += 1
+            self.round, self.refused = self.round + 1, []
         self.clock += self._takes
         self._uploads, self.under_way = {}, False
 

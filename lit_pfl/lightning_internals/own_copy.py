@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -34,17 +34,18 @@ def own_copy(module: M) -> M:
         ConfigError: when it holds something that cannot be copied.
     """
     made = module.__class__.__new__(module.__class__)
-    known: dict[int, Any] = {id(module): made, id(module._trainer): module._trainer}
+    known = _Known({id(module): made, id(module._trainer): module._trainer})
     parts = [part for part in module.modules() if "_orig_mod" not in part._modules]  # compiled ones copy themselves
     values = [value for part in parts for value in part.__dict__.values()]
+    parameters = [x for part in parts for x in part._parameters.values() if x is not None]
+    values += [value for x in parameters for value in (*vars(x).values(), *(getattr(x, name) for name in HOOKS))]
     # what a module has computed and keeps, an embedding for instance: without its graph, which cannot be copied
     known |= {id(x): x.detach().clone() for x in values if isinstance(x, Tensor) and not x.is_leaf}
-    parameters = [x for part in parts for x in part._parameters.values() if x is not None]
-    values += [getattr(x, name) for x in parameters for name in HOOKS]
     owned = _owned(parts, values)
-    factories = (x for x in _reached([module.__dict__], into_objects=False) if isinstance(x, FunctionType | partial))
+    factories = (x for x in _reached([module.__dict__]) if isinstance(x, FunctionType | partial))
     known |= {id(factory): factory for factory in factories if not _uses(factory, owned)}
-    _make_again(list(_reached([*values, *map(vars, parameters)])), owned, known)
+    kept = dict(known)
+    _make_again(list(_reached(values, known)), owned, known)
     try:
         made.__dict__ = copy.deepcopy(module.__dict__, known)
         for parameter in parameters:  # of which PyTorch's copies are without attributes and hooks
@@ -55,13 +56,27 @@ def own_copy(module: M) -> M:
                 if hooks := getattr(parameter, name):
                     setattr(copied, name, copy.deepcopy(hooks, known))
     except (TypeError, RuntimeError) as error:
-        raise _uncopied(module, error) from None
+        raise _uncopied(module, kept, error) from None
     return made
 
 
-def _uncopied(module: L.LightningModule, error: Exception) -> ConfigError:
-    """Return an error that names the attribute that cannot be copied."""
-    others = {id(one): one for one in (*module.modules(), module._trainer)}  # which are looked at by themselves
+class _Known(dict[int, Any]):
+    """What has been copied, by the id of the original; what has to know a copy is made when it is asked for."""
+
+    def __init__(self, known: Mapping[int, Any]) -> None:
+        super().__init__(known)
+        self.makers: dict[int, Callable[[], Any]] = {}
+
+    def get(self, key: int, default: Any = None) -> Any:
+        if key in self.makers and key not in self:
+            made = self.makers[key]()
+            self.setdefault(key, made)  # which it may have asked for itself
+        return super().get(key, default)
+
+
+def _uncopied(module: L.LightningModule, kept: Mapping[int, Any], error: Exception) -> ConfigError:
+    """Return an error that names the attribute that cannot be copied, and is not among what needs not be."""
+    others = {**kept, **{id(part): part for part in module.modules()}}  # which are looked at by themselves
     for path, part in module.named_modules():
         own = hasattr(module, "configure_state") and path.split(".")[0] != "learner"  # a method's, not its learner's
         for attribute, value in vars(part).items():
@@ -83,9 +98,14 @@ def _cannot(name: str, value: Any, error: Exception, hook: str) -> ConfigError:
 # ------------------------------------------------------------------------ functions that use the module that made them
 
 
-def _reached(values: Iterable[Any], into_objects: bool = True) -> Iterator[Any]:
-    """Yield the functions, partials and weak references in nested containers and, if wished, in plain objects."""
-    rest, seen = list(values), set()
+def _reached(values: Iterable[Any], known: Mapping[int, Any] | None = None) -> Iterator[Any]:
+    """Yield the functions, partials and weak references in nested containers.
+
+    Args:
+        values: where to begin.
+        known: what need not be looked into; if given, plain objects are looked into too.
+    """
+    into_objects, rest, seen = known is not None, list(values), set(known or ())
     while rest:
         value = rest.pop()
         if isinstance(value, Tensor | nn.Module | L.Trainer | type | ModuleType | str | int | float | None):
@@ -139,7 +159,7 @@ def _uses(value: Any, owned: set[int], seen: set[int] | None = None) -> bool:
     return any(_uses(part, owned, seen) for part in _used_by(value))
 
 
-def _make_again(reached: Iterable[Any], owned: set[int], known: dict[int, Any]) -> None:
+def _make_again(reached: Iterable[Any], owned: set[int], known: _Known) -> None:
     """Make what uses a module again, so that it uses the copy, and the functions that these use.
 
     Args:
@@ -153,16 +173,11 @@ def _make_again(reached: Iterable[Any], owned: set[int], known: dict[int, Any]) 
     cells = {key: tuple(CellType() for _ in one.__closure__ or ()) for key, one in functions.items()}
     for key, one in functions.items():
         known[key] = FunctionType(one.__code__, one.__globals__, one.__name__, closure=cells[key])
-    later: list[tuple[list[Any], Any]] = []
     for value in using:
         if isinstance(value, CACHED):
-            later.append(([], value.__wrapped__))
-            known[id(value)] = lru_cache(**value.cache_parameters())(partial(_first_of, later[-1][0]))
-    references = [x for x in using if isinstance(x, weakref.ref) and not isinstance(x, weakref.WeakMethod)]
-    for value in sorted(references, key=lambda x: isinstance(x(), nn.Module)):  # which may hold others
-        known[id(value)] = weakref.ref(copy.deepcopy(value(), known))
-    for place, wrapped in later:
-        place.append(_copied("lru_cache", wrapped, known))
+            known.makers[id(value)] = partial(_cached_again, value, known)
+        elif isinstance(value, weakref.ref) and not isinstance(value, weakref.WeakMethod):
+            known.makers[id(value)] = partial(_referred_again, value, known)
     for key, one in functions.items():
         made, name = known[key], f"{one.__qualname__}()"
         made.__dict__.update(one.__dict__)
@@ -173,8 +188,12 @@ def _make_again(reached: Iterable[Any], owned: set[int], known: dict[int, Any]) 
                 cell.cell_contents = _copied(name, former.cell_contents, known)
 
 
-def _first_of(functions: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    return functions[0](*args, **kwargs)
+def _cached_again(function: Any, known: _Known) -> Any:
+    return lru_cache(**function.cache_parameters())(copy.deepcopy(function.__wrapped__, known))
+
+
+def _referred_again(reference: Any, known: _Known) -> Any:
+    return weakref.ref(copy.deepcopy(reference(), known))
 
 
 def _functions_in(values: Iterable[Any], owned: set[int]) -> Iterator[FunctionType]:

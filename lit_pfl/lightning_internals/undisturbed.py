@@ -48,7 +48,8 @@ def signals_kept() -> Iterator[bool]:
         yield settable
     finally:
         for signum, handler in before.items():
-            signal.signal(signum, handler)
+            if handler is not None:  # of one that was not set from Python nothing is known
+                signal.signal(signum, handler)
 
 
 @contextmanager

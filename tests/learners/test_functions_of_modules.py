@@ -229,6 +229,7 @@ def test_functions_and_references_in_plain_objects_use_the_copy():
     module.helper = SimpleNamespace(parts=[SimpleNamespace(net=lambda x: module.net(x))])
     module.cached = lru_cache(maxsize=3)(module.net_of)
     module.references = [weakref.ref(p) for p in module.parameters()], weakref.ref(whole), weakref.ref(module.net)
+    module.net.parent, whole.out.other, module.net.other = map(weakref.ref, (module, module.net, whole.out))
     copied_whole = own_copy(own_copy(whole))
     copied = copied_whole.part
     nn.init.ones_(copied.net.weight)
@@ -239,6 +240,8 @@ def test_functions_and_references_in_plain_objects_use_the_copy():
     weights, own, net = copied.references
     assert [id(weight()) for weight in weights] == [id(p) for p in copied.parameters()]
     assert (own(), net()) == (copied_whole, copied.net)
+    assert (copied.net.parent(), copied.net.other()) == (copied, copied_whole.out)
+    assert copied_whole.out.other() is copied.net
 
 
 def test_a_function_that_uses_a_part_with_another_function():

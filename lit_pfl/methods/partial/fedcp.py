@@ -109,8 +109,9 @@ class FedCP(Classifying):
     @torch.no_grad()
     def _received_features(self, batch: Any, batch_idx: int) -> Tensor:
         """Return B_g(x), (B, d), in the learner's mode, with the random numbers that the learner will draw next."""
-        # batch norm steps the running statistics that it is given: copies
-        network = {f"learner.{name}": tensor.clone() for name, tensor in self.received.items()}
+        statistics = dict(self.learner.named_buffers())  # batch norm steps those that it is given: copies
+        of_round = {name: x.clone() if name in statistics else x for name, x in self.received.items()}
+        network = {f"learner.{name}": x for name, x in of_round.items()}
         draws = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
         with draws, unseen(self.learner), self.at_head() as seen:
             call_with(network, Step(self.learner), batch, batch_idx)
