@@ -1,7 +1,7 @@
 """What methods have in common that look at features, logits and class labels of a learner that classifies."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -156,18 +156,24 @@ class Classifying(Client):
         return {name: tensor for name, tensor in tensors_of(self.learner).items() if name not in self.frozen}
 
     @torch.no_grad()
-    def call_frozen(self, network: Mapping[str, Tensor], batch: Any, batch_idx: int) -> HeadCall:
-        """Return what another network of this kind makes of a batch, in evaluation mode and without gradients.
+    def call_frozen(
+        self, network: Mapping[str, Tensor], batch: Any, batch_idx: int, in_evaluation: bool = True
+    ) -> HeadCall:
+        """Return what another network of this kind makes of a batch, without gradients.
 
         It draws the random numbers that the learner will draw next, and what it logs is not shown.
 
         Args:
-            network: its tensors, by the learner's names.
+            network: its tensors, by the learner's names; they stay as they are.
             batch: the batch.
             batch_idx: the batch's index.
+            in_evaluation: whether in evaluation mode; otherwise in the learner's own.
         """
+        if not in_evaluation:  # batch norm would step its running statistics
+            network = {**network, **{n: network[n].clone() for n, _ in self.learner.named_buffers() if n in network}}
+        mode = evaluating(self.learner) if in_evaluation else nullcontext()
         draws = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
-        with draws, evaluating(self.learner), unseen(self.learner), self.at_head() as seen:
+        with draws, mode, unseen(self.learner), self.at_head() as seen:
             call_with({f"learner.{name}": x for name, x in network.items()}, Step(self.learner), batch, batch_idx)
         return seen
 

@@ -140,7 +140,7 @@ class Coordinator:
         self._uploads |= uploads
 
     def end_round(self) -> None:
-        """End the round with what has been uploaded; see :meth:`collect`. Without any, it changes no model."""
+        """End the round with what has been uploaded; see :meth:`collect`. Without any upload it counts all the same."""
         if self._uploads:
             self.collect(self._uploads)
         else:

@@ -201,9 +201,10 @@ class LocalHub:
                 self.link.round = coordinator.round
                 coordinator.begin_round()
                 coordinator.train(self, sorted(self._fits))
-                completed = coordinator.round
+                if not self._fits:  # all had ended
+                    break
                 coordinator.end_round()
-                if after_round is not None and coordinator.round > completed:  # else all fits had ended
+                if after_round is not None:
                     after_round(coordinator)
         finally:
             self.abort()
@@ -263,9 +264,8 @@ class _Coordinator(Coordinator):
         self.last_rounds: dict[int, int] = {}
 
     def end_round(self) -> None:
-        uploaded, completed = list(self._uploads), self.round
+        uploaded = list(self._uploads)
         super().end_round()
-        self.round = self.round if uploaded else completed  # all fits had ended
         self.last_rounds |= dict.fromkeys(uploaded, self.round)
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def set_schedules_to(rounds: int, local_epochs: int, trainer: L.Trainer) -> None
         trainer: the client's Trainer.
 
     Raises:
-        ConfigError: for a schedule that is not one of PyTorch's.
+        ConfigError: for a schedule that does not say how far it is (``last_epoch``).
     """
     with warnings.catch_warnings():  # PyTorch's, that a newcomer's optimizer has not stepped
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step")
@@ -48,6 +48,7 @@ def set_schedules_to(rounds: int, local_epochs: int, trainer: L.Trainer) -> None
                         f"model.scheduler_counts=rounds: a {type(config.scheduler).__name__} does not say how many "
                         "epochs it has counted (last_epoch), as most of PyTorch's do; use epochs."
                     )
+                # of its own, which is overwritten here
                 every = vars(config).setdefault("every_n_rounds", config.frequency)
                 config.frequency = local_epochs if (rounds + 1) % every == 0 else sys.maxsize
                 while config.scheduler.last_epoch < rounds // every:

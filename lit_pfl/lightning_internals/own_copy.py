@@ -20,6 +20,11 @@ CACHED = type(lru_cache(int))
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+def _looks_up_functions() -> bool:
+    """Say whether ``deepcopy`` looks functions up in its memo. From Python 3.14 on it takes them as they are."""
+    return copy.deepcopy(_looks_up_functions, {id(_looks_up_functions): True}) is True
+
+
 def own_copy(module: M) -> M:
     """Return a copy that shares nothing with the module but factories, which may hold all of a command line's parser.
 
@@ -31,7 +36,7 @@ def own_copy(module: M) -> M:
             copied: sets, tensors, loss modules, metrics.
 
     Raises:
-        ConfigError: when it holds something that cannot be copied.
+        ConfigError: when it holds something that cannot be copied; from Python 3.14 on also for such a function.
     """
     made = module.__class__.__new__(module.__class__)
     known = _Known({id(module): made, id(module._trainer): module._trainer})
@@ -61,7 +66,11 @@ def own_copy(module: M) -> M:
 
 
 class _Known(dict[int, Any]):
-    """What has been copied, by the id of the original; what has to know a copy is made when it is asked for."""
+    """What has been copied, by the id of the original, as ``deepcopy`` keeps it.
+
+    Attributes:
+        makers: make what needs the copy of something else, once it is asked for.
+    """
 
     def __init__(self, known: Mapping[int, Any]) -> None:
         super().__init__(known)
@@ -75,7 +84,7 @@ class _Known(dict[int, Any]):
 
 
 def _uncopied(module: L.LightningModule, kept: Mapping[int, Any], error: Exception) -> ConfigError:
-    """Return an error that names the attribute that cannot be copied, and is not among what needs not be."""
+    """Return an error that names the attribute that cannot be copied; what is kept as it is does not count."""
     others = {**kept, **{id(part): part for part in module.modules()}}  # which are looked at by themselves
     for path, part in module.named_modules():
         own = hasattr(module, "configure_state") and path.split(".")[0] != "learner"  # a method's, not its learner's
@@ -168,6 +177,12 @@ def _make_again(reached: Iterable[Any], owned: set[int], known: _Known) -> None:
         known: what has been copied, by the id of the original; what is made is added.
     """
     using = [value for value in reached if _uses(value, owned)]
+    if using and not _looks_up_functions():
+        name = getattr(using[0], "__qualname__", type(using[0]).__name__)
+        raise ConfigError(
+            f"model.learner: {name} uses the module, and from Python 3.14 on its copies would use the original; make "
+            "it a method, or use an older Python."
+        )
     functions = {id(value): value for value in _functions_in(using, owned)}
     # first all of them, empty: whatever is copied to fill one may hold another
     cells = {key: tuple(CellType() for _ in one.__closure__ or ()) for key, one in functions.items()}
@@ -213,4 +228,4 @@ def _copied(name: str, value: Any, known: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, known)
     except (TypeError, RuntimeError) as error:
-        raise _cannot(name, value, error, "configure_state") from None
+        raise _cannot(name, value, error, "configure_model") from None

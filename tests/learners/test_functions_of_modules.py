@@ -1,10 +1,11 @@
 """Modules that hold functions which use the module itself: hooks made in its ``__init__``, lambdas, partials."""
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable
 from functools import lru_cache, partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -195,6 +196,16 @@ def test_what_a_function_uses_and_cannot_be_copied_is_named():
     module.locked = lambda x: module.net(x) if lock.locked() else x
     with pytest.raises(ConfigError, match=r"<lambda>\(\): every client needs one of its own, and a lock cannot be co"):
         own_copy(module)
+
+
+def test_a_python_that_copies_no_functions_is_told(monkeypatch):
+    """As ``copy.deepcopy`` of Python 3.14 does."""
+    before = copy.deepcopy
+    atomic = (FunctionType, weakref.ref)
+    monkeypatch.setattr(copy, "deepcopy", lambda x, memo=None: x if type(x) in atomic else before(x, memo))
+    with pytest.raises(ConfigError, match=r"<lambda> uses the module, and from Python 3\.14 on its copies would use"):
+        own_copy(Hooked(HOOKS["lambda"]))
+    assert own_copy(Hooked(by_method)).out is not None
 
 
 def test_a_part_that_cannot_be_copied_is_named():

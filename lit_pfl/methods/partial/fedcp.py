@@ -14,7 +14,7 @@ from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
 from lit_pfl.core.sharing import EVERYTHING
-from lit_pfl.learners import Step, call_with, linear_layers, unseen
+from lit_pfl.learners import linear_layers
 from lit_pfl.nn import Memory
 
 
@@ -100,22 +100,13 @@ class FedCP(Classifying):
             self.received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
-        before = self._received_features(batch, batch_idx) if self.lam else None
+        before = None
+        if self.lam:
+            before = self.call_frozen(self.received, batch, batch_idx, in_evaluation=False).features
         gates = self._gates()
         with self.at_head(features=gates.personal, logits=gates.add_common) as seen:
             loss = super().objective(batch, batch_idx)
         return loss if before is None else loss + self.lam * mmd(seen.features, before)
-
-    @torch.no_grad()
-    def _received_features(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return B_g(x), (B, d), in the learner's mode, with the random numbers that the learner will draw next."""
-        statistics = dict(self.learner.named_buffers())  # batch norm steps those that it is given: copies
-        of_round = {name: x.clone() if name in statistics else x for name, x in self.received.items()}
-        network = {f"learner.{name}": x for name, x in of_round.items()}
-        draws = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
-        with draws, unseen(self.learner), self.at_head() as seen:
-            call_with(network, Step(self.learner), batch, batch_idx)
-        return seen.features
 
     @contextmanager
     def personalized(self) -> Iterator[L.LightningModule]:
