@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lit_pfl.errors import ConfigError
+from lit_pfl_callbacks.random_state import torch_state_kept
 
 
 class Draws:
@@ -35,7 +36,7 @@ class Draws:
         seed = int(self.generator(purpose).integers(2**63))
         python, numpy = random.getstate(), np.random.get_bit_generator()  # type: ignore[attr-defined]
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch_state_kept():
                 seed_torch(seed)
                 random.seed(seed)
                 np.random.set_bit_generator(np.random.MT19937(seed))  # type: ignore[attr-defined]

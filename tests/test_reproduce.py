@@ -225,8 +225,11 @@ def planned(reproduce, *arguments: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("plan", sorted(SCRIPT.parent.glob("*.yaml")), ids=lambda path: path.stem)
 def test_plans_name_what_there_is(reproduce, plan):
     runs = planned(reproduce, "--plan", str(plan), "--seeds", "1", "2")
-    first = "factorized_fl rows/stand_alone data/cifar10 noniid data/permuted label"
-    assert runs[0] == (first if plan.stem == "gpu" else f"{first} middle", 1)
+    first = {
+        "gpu": "simfed rows/stand_alone data/cifar10 data/permuted protocol",
+        "middle": "factorized_fl rows/stand_alone data/cifar10 noniid data/permuted label middle",
+    }
+    assert runs[0] == (first[plan.stem], 1)
     assert len(runs) == len(set(runs)) > 30
     assert {seed for _, seed in runs} == {1, 2}
 

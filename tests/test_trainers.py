@@ -153,6 +153,13 @@ def test_scores_are_in_the_precision_of_training():
     assert scores[0]["val/loss"] != scores[2]["val/loss"]
 
 
+def test_a_server_s_step_needs_no_scaled_losses(recwarn):
+    fitting = trainer(2, plugins=[MixedPrecision("16-mixed", "cpu")])
+    fitting.fit(Federation(client(FedAvg), threads=1), datamodule=digits())
+    assert float(fitting.callback_metrics["comm/total_bytes"]) > 0
+    assert any("bf16-mixed" in str(one.message) for one in recwarn.list)  # in which clients train on a CPU
+
+
 def test_looking_for_anomalies_ends_with_the_fit():
     federation = Federation(client(FedAvg), threads=1, client_trainer={"detect_anomaly": True})
     trainer(1).fit(federation, datamodule=digits(2))

@@ -2,11 +2,16 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+
+def torch_state_kept() -> AbstractContextManager[None]:
+    """Put PyTorch's default generators back afterwards: that of the CPU, and that of the GPU in use."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 def random_state() -> dict[str, Any]:

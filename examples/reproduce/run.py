@@ -31,7 +31,10 @@ from lit_pfl_callbacks.run_folder import read_rows
 #: what a part of a plan may say
 PARTS = {"paper", "table", "scale", "columns", "rows"}
 #: options after ``--`` that may stand beside a result: they say where and how it is computed, not what
-HARMLESS = {"data.download", "data.eval_batch_size", "data.verify", "federation.threads", "trainer.accelerator"}
+HARMLESS = {
+    *("data.download", "data.eval_batch_size", "data.verify", "federation.engine", "federation.threads"),
+    *("model.channels_last", "trainer.accelerator", "trainer.benchmark", "trainer.check_val_every_n_epoch"),
+}
 #: on a GPU, the memory that a cell is given when nothing is said, in GB
 GIGABYTES = 12.0
 

@@ -28,6 +28,7 @@ from lit_pfl.learners import (
     without_trace,
 )
 from lit_pfl.learners.scoring import mean_loss, transferred
+from lit_pfl_callbacks.random_state import torch_state_kept
 from lit_pfl_callbacks.tensors import evaluating, tensors_of
 
 
@@ -172,7 +173,7 @@ class Classifying(Client):
         if not in_evaluation:  # batch norm would step its running statistics
             network = {**network, **{n: network[n].clone() for n, _ in self.learner.named_buffers() if n in network}}
         mode = evaluating(self.learner) if in_evaluation else nullcontext()
-        draws = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        draws = torch_state_kept()
         with draws, mode, unseen(self.learner), self.at_head() as seen:
             call_with({f"learner.{name}": x for name, x in network.items()}, Step(self.learner), batch, batch_idx)
         return seen

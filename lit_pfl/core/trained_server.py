@@ -11,6 +11,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
 from lit_pfl.core.server import ClientInfo, Server
+from lit_pfl_callbacks.random_state import torch_state_kept
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,7 @@ class TrainedServer(Server):
     def training(self, round: int) -> Iterator[None]:
         """Let gradients be taken, and random numbers be drawn that depend on the seed and the round."""
         entropy = np.random.SeedSequence([self.seed, round]).generate_state(1, np.uint64)[0]
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        with torch_state_kept(), torch.inference_mode(False), torch.enable_grad():
             torch.manual_seed(int(entropy >> 1))
             yield
 

@@ -60,7 +60,13 @@ class Work:
         self.trainer, self.rounds, self.visitors = trainer, rounds, Visitors(self)
 
     def fresh(self, client: int, data: ClientData | None = None, spec: ClientSpec | None = None) -> Client:
-        """Return a client as it begins, on the Trainer's device; all begin with the same weights.
+        """Return a client as it begins, see :meth:`made`, on the Trainer's device."""
+        module = self.made(client, data, spec)
+        module.place_on(self.trainer.strategy.root_device)
+        return module
+
+    def made(self, client: int, data: ClientData | None = None, spec: ClientSpec | None = None) -> Client:
+        """Return a client as it begins, on the CPU, which draws the same for every device; all have the same weights.
 
         Args:
             client: its id.
@@ -71,7 +77,6 @@ class Work:
         with Draws(self.seed).default_generators("weights"):  # the same stream for all: common initial weights
             module = self.prototype.build(spec)
         module.data = data
-        module.place_on(self.trainer.strategy.root_device)
         return module
 
     def joined(self, module: Client) -> ClientInfo:

@@ -41,7 +41,7 @@ from lit_pfl.federation.monitors import refuse_misspelt
 from lit_pfl.federation.options import check_options, check_together
 from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import Scores
-from lit_pfl.federation.server_step import ServerStep
+from lit_pfl.federation.server_step import ServerStep, scale_nothing
 from lit_pfl.federation.summary import described, summarize
 from lit_pfl.federation.timetable import Timetable
 from lit_pfl.lightning_internals import QuickModule
@@ -214,6 +214,7 @@ class Federation(QuickModule):
         data.as_many_each_round = not isinstance(self.participation, Participation)
         data.all_at_once = self.engine.all_at_once
         data.move_to(self.trainer.strategy.root_device)
+        scale_nothing(self.trainer)
         if self._work is None:
             try:
                 self._begin(data)
@@ -241,9 +242,10 @@ class Federation(QuickModule):
         )  # fmt: skip
         self.timetable = Timetable(work, self.draws, self.participation, self.deadline, self.asynchronous)
         # a client that never trains: it makes the server, and stands for all where something is asked of any
-        example = work.fresh(data.clients[0], data.client(data.clients[0]))
-        with self.draws.default_generators("server"):
+        example = work.made(data.clients[0], data.client(data.clients[0]))
+        with self.draws.default_generators("server"):  # before the client is on its device, which draws other numbers
             server = example.configure_server()
+        example.place_on(self.trainer.strategy.root_device)
         batch_size, stacked = getattr(data, "batch_size", None), self.engine.stacked(len(data.clients))
         work.joined(example)
         with work.visitors.lent(example, joins=True):

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 
 class ServerStep(torch.optim.Optimizer):
@@ -14,3 +16,9 @@ class ServerStep(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: D102
         closure()
+
+
+def scale_nothing(trainer: L.Trainer) -> None:
+    """Let a Trainer in ``16-mixed`` scale no losses: a server's step has none, and clients scale their own."""
+    if isinstance(trainer.precision_plugin, MixedPrecision):
+        trainer.precision_plugin.scaler = None

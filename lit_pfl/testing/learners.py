@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
-import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -15,6 +14,7 @@ from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError, first_line, refuse_other_lightning
 from lit_pfl.federation import Federation
 from lit_pfl.testing.method_tester import trainer
+from lit_pfl_callbacks.random_state import torch_state_kept
 
 
 class LearnerReport(dict[str, str | None]):
@@ -93,7 +93,7 @@ def check_learner(
 def _in_the_way(
     kind: type[Client], learner: L.LightningModule, batches: list[Any], options: dict[str, Any]
 ) -> str | None:
-    with torch.random.fork_rng(devices=[]):
+    with torch_state_kept():
         try:
             federation = Federation(kind(learner=copy.deepcopy(learner), **options), seed=0, threads=1, quorum=0)
             trainer(2).fit(federation, datamodule=PerClient([_Loaders(batches), _Loaders(batches)]))

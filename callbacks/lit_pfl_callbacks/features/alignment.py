@@ -21,6 +21,7 @@ from lit_pfl_callbacks.features.measures import (
     top_classes,
     total_variance,
 )
+from lit_pfl_callbacks.random_state import torch_state_kept
 from lit_pfl_callbacks.rounds import keeps, writes
 from lit_pfl_callbacks.run_folder import checked_rows, read_rows_before, run_folder, write_rows
 from lit_pfl_callbacks.tensors import evaluating
@@ -170,7 +171,7 @@ def measure_features(
     """
     sums: dict[str, Tensor] = {}
     device = next(module.parameters()).device
-    with evaluating(module), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with evaluating(module), torch_state_kept(), torch.enable_grad():
         for batch in islice(batches, limit):  # here, since a shuffling loader draws as soon as it is asked for batches
             seen, known = labelled(batch, device, "FeatureAlignment", inputs, labels)
             if isinstance(seen, Tensor) and seen.is_floating_point():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lit_pfl_callbacks.batches import logits_in
 from lit_pfl_callbacks.features.classifiers import check_logits, labelled, layers_of, looked
 from lit_pfl_callbacks.protocols import HasClients
+from lit_pfl_callbacks.random_state import torch_state_kept
 from lit_pfl_callbacks.rounds import writes
 from lit_pfl_callbacks.run_folder import run_folder, write_rows
 from lit_pfl_callbacks.tensors import evaluating
@@ -125,7 +126,7 @@ def represented(
     device = next(module.parameters()).device
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
-        with evaluating(module), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with evaluating(module), torch_state_kept(), torch.no_grad():
             for batch in batches:
                 entered, known = labelled(batch, device, "FeatureMap", inputs, labels)
                 seen.clear()

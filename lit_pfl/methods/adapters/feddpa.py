@@ -20,6 +20,7 @@ from lit_pfl.methods.adapters.fedit import FedIT
 from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl.nn.adapters import adapted_layers
 from lit_pfl.randomness import fixed_order
+from lit_pfl_callbacks.random_state import torch_state_kept
 from lit_pfl_callbacks.tensors import evaluating
 
 
@@ -77,7 +78,7 @@ class FedDPA(FedIT, TwoModels):
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the common adapters' loss, and of the mixture's, felt by the personal adapters alone."""
-        with self.same_draws(), self._mixed(Mixing(self.alpha), self.received):
+        with torch_state_kept(), self._mixed(Mixing(self.alpha), self.received):
             personal = self.personal_loss(batch, batch_idx)
         return super().objective(batch, batch_idx) + personal
 

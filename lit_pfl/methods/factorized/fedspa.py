@@ -148,7 +148,9 @@ class FedSpa(Client):
         weights = {name: self.learner.get_parameter(name) for name in self.masks}
         scores = self._gradients(list(weights.values())) if self.regrow == "gradient" else None
         for i, (name, weight) in enumerate(weights.items()):
-            mask, score = self.masks[name], torch.rand_like(weight) if scores is None else scores[i].abs()
+            mask = self.masks[name]
+            # what is drawn on the CPU is the same for any device
+            score = scores[i].abs() if scores else torch.rand_like(weight, device="cpu").to(weight.device)
             mask.copy_(prune_and_regrow(weight, mask, score, round(share * int(mask.sum()))))
 
     def _gradients(self, weights: list[Tensor]) -> Sequence[Tensor]:

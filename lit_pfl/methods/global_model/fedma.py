@@ -17,6 +17,7 @@ from lit_pfl.learners import BackboneCallable, OptimizerCallable
 from lit_pfl.models import VGG9, Backbone
 from lit_pfl.nn import CHANNELWISE, Memory
 from lit_pfl.ops import Matching, gather_inputs, match_units, merge_units, nearest_units, spread_inputs, unit_matrix
+from lit_pfl_callbacks.random_state import torch_state_kept
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
 
@@ -84,7 +85,7 @@ class FedMA(Client):
     def configure(self, spec: ClientSpec, alone: bool = False) -> None:  # noqa: D102
         given = self.learner is not None
         common = int(torch.randint(2**31, ()))  # the same for all clients
-        with torch.random.fork_rng(devices=[]):
+        with torch_state_kept():
             torch.manual_seed(int(np.random.default_rng([common, spec.client_id]).integers(2**63)))
             if given:
                 for layer in self.learner.modules():

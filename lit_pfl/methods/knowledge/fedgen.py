@@ -119,7 +119,7 @@ class FedGen(Classifying):
             loss = loss + self.scale(self.beta) * divergence(teacher, seen.logits)
         if self.alpha:
             there = self.occurring.nonzero()[:, 0]
-            drawn = there[torch.randint(len(there), (self.gen_batch_size,), device=self.device)]
+            drawn = there[torch.randint(len(there), (self.gen_batch_size,)).to(self.device)]  # the same on any device
             weight = self.scale(self.alpha) * self.gen_batch_size / len(labels)
             loss = loss + weight * nn.functional.cross_entropy(head(self._generated(drawn)), drawn)
         return loss
@@ -129,7 +129,7 @@ class FedGen(Classifying):
         return max(1e-4, first * self.decay ** int(self.completed))
 
     def _generated(self, labels: Tensor) -> Tensor:
-        noise = torch.rand(len(labels), self.noise_dim, device=self.device)
+        noise = torch.rand(len(labels), self.noise_dim).to(self.device)
         return self.generator(labels, noise).to(self.head_dtype)
 
 

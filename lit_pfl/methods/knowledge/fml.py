@@ -10,6 +10,7 @@ from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.server import Weighting
 from lit_pfl.learners import HeadCall, at_head, find_head
 from lit_pfl.methods.two_models.base import TwoModels
+from lit_pfl_callbacks.random_state import torch_state_kept
 
 
 class Mutual(TwoModels, Classifying):
@@ -20,7 +21,7 @@ class Mutual(TwoModels, Classifying):
 
     def both(self, batch: Any, batch_idx: int) -> tuple[Tensor, HeadCall, Tensor, HeadCall]:
         """Return the loss of the global model and what its head was called with, and both of the personal one."""
-        with self.same_draws(), self.at_head() as common:
+        with torch_state_kept(), self.at_head() as common:
             loss = super().objective(batch, batch_idx)
         head = find_head(self.personal, self.head_names, self.head is not None, type(self).__name__)
         with at_head(head) as personal:

@@ -20,6 +20,7 @@ from lit_pfl.learners import (
     silenced,
 )
 from lit_pfl.methods.two_models.base import TwoModels
+from lit_pfl_callbacks.random_state import torch_state_kept
 from lit_pfl_callbacks.tensors import evaluating
 
 
@@ -87,7 +88,7 @@ class APFL(TwoModels):
         """Return the sum of the global model's loss, felt by w alone, and of the mixture's, felt by v alone."""
         alpha = self.alpha.clone().requires_grad_(self._adapts)
         outputs: list[Tensor] = []
-        with self.same_draws(), self._watched(outputs):
+        with torch_state_kept(), self._watched(outputs):
             common = self.loss(self.learner, batch, batch_idx)
         if self.mixing == "parameters":
             personal = self._at_mixed_parameters(alpha, batch, batch_idx)

@@ -1,12 +1,10 @@
 """What methods have in common whose clients train a second, personal model next to the common one."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
@@ -22,7 +20,7 @@ class TwoModels(Client):
     ``personal`` starts as a copy of the learner and is what is evaluated. One optimizer steps on one loss, the sum of
     both learners' losses on the same batch, so that every step of the Trainer is one step of each. What is done to one
     must not be felt by the other: a subclass detaches where the losses meet; gradients are clipped for each alone;
-    and both see the same random numbers (:meth:`same_draws`), those that either would see alone. Then ``learner`` is
+    and both see the same random numbers (``torch_state_kept``), those that either would see alone. Then ``learner`` is
     that of FedAvg with the same weighting bit for bit, with every optimizer that treats parameters one by one.
 
     The training loss that is reported is the sum. What the personal learner logs in training is not shown.
@@ -48,12 +46,6 @@ class TwoModels(Client):
         names = {id(weight): name for name, weight in self.learner.named_parameters()}
         extend(single_optimizer(configured), lambda weight: self.personal.get_parameter(names[id(weight)]))
         return configured
-
-    @contextmanager
-    def same_draws(self) -> Iterator[None]:
-        """Put the random state back afterwards, so that what follows draws the same numbers once more."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            yield
 
     @abstractmethod
     def objective(self, batch: Any, batch_idx: int) -> Tensor:

@@ -11,6 +11,7 @@ from lit_pfl.learners import single_optimizer
 from lit_pfl.methods.partial.phases import check_epochs
 from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl.ops import squared_distance
+from lit_pfl_callbacks.random_state import torch_state_kept
 
 
 class Ditto(TwoModels):
@@ -78,7 +79,7 @@ class Ditto(TwoModels):
         """Return the sum of what the learners minimize that train in this epoch."""
         losses = []
         if self._trains_personal:
-            with self.same_draws():
+            with torch_state_kept():
                 losses.append(self.personal_loss(batch, batch_idx))
             if self.lam and self.schedule == "interleaved":
                 distance = squared_distance(dict(self.personal.named_parameters()), self.received)

@@ -26,6 +26,7 @@ from lit_pfl.learners import (
     without_trace,
 )
 from lit_pfl.learners.scoring import transferred
+from lit_pfl_callbacks.random_state import torch_state_kept
 
 Weights = Mapping[str, Tensor]
 
@@ -129,7 +130,7 @@ class PerFedAvg(Client):
 
     def _difference(self, weights: Weights, g: Weights, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         # Both sides of the difference see the same dropout, else it would be that of two functions.
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        with torch_state_kept():
             above = self._gradient(_moved(weights, g, self.delta), batch, batch_idx)
         below = self._gradient(_moved(weights, g, -self.delta), batch, batch_idx)
         return {name: (above[name] - below[name]) / (2 * self.delta) for name in weights}
