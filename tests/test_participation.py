@@ -104,8 +104,9 @@ def test_a_trace_that_is_none(tmp_path, text, said):
         Trace(str(tmp_path / "missing.csv"))
 
 
-@pytest.mark.parametrize("kind", [Share(1.0, {4: 3, 8: 2}, {8: 5}), Bernoulli(1.0, {4: 3, 8: 2}, {8: 5})])
+@pytest.mark.parametrize("kind", [Share, Bernoulli])
 def test_clients_join_late_and_leave_for_good(kind):
+    kind = kind(1.0, joins={4: 3, 8: 2}, leaves={8: 5})
     there = {client: [4 in one or client != 4 for one in rounds(kind, 8)] for client in SAMPLES}
     assert [i + 1 for i, one in enumerate(rounds(kind, 8)) if 4 in one] == [3, 4, 5, 6, 7, 8]
     assert [i + 1 for i, one in enumerate(rounds(kind, 8)) if 8 in one] == [2, 3, 4, 5]
@@ -126,7 +127,7 @@ def test_who_else_is_there_does_not_change_who_is_drawn():
         (lambda: Bernoulli(1.5), "probability=1.5"),
         (lambda: Share(1.5), "participation.share=1.5"),
         (lambda: Share(1.0, joins={3: 0}), "joins: client 3: rounds count from 1"),
-        (lambda: Share(1.0, {3: 5}, {3: 4}), "client 3 leaves after round 4, before it joins in round 5"),
+        (lambda: Share(1.0, joins={3: 5}, leaves={3: 4}), "client 3 leaves after round 4, before it joins in round 5"),
     ],
 )
 def test_what_cannot_be(make, said):

@@ -116,14 +116,11 @@ class Share(Participation):
     Args:
         share: share of the clients that are there (1: all of them; at least one client trains) or, above 1, their
             number.
-        joins: see :class:`Participation`.
-        leaves: see :class:`Participation`.
+        kwargs: see :class:`Participation`.
     """
 
-    def __init__(
-        self, share: float = 1.0, joins: dict[int, int] | None = None, leaves: dict[int, int] | None = None
-    ) -> None:
-        super().__init__(joins, leaves)
+    def __init__(self, share: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         check_share("federation.participation.share", share)
         self.share = share
 
@@ -147,17 +144,14 @@ class Bernoulli(Participation):
 
     Args:
         probability: probability of taking part in a round, above 0 and up to 1.
-        joins: see :class:`Participation`.
-        leaves: see :class:`Participation`.
+        kwargs: see :class:`Participation`.
 
     Raises:
         ConfigError: when it is not such a probability.
     """
 
-    def __init__(
-        self, probability: float = 0.1, joins: dict[int, int] | None = None, leaves: dict[int, int] | None = None
-    ) -> None:
-        super().__init__(joins, leaves)
+    def __init__(self, probability: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         if not 0 < probability <= 1:
             raise ConfigError(f"federation.participation.probability={probability}: give one above 0 and up to 1.")
         self.probability = probability
@@ -185,17 +179,14 @@ class BySize(Participation):
 
     Args:
         number: number of clients; all of those that are there, if they are fewer.
-        joins: see :class:`Participation`.
-        leaves: see :class:`Participation`.
+        kwargs: see :class:`Participation`.
 
     Source:
         Li et al. 2020 (On the Convergence of FedAvg on Non-IID Data), Scheme I, without replacement.
     """
 
-    def __init__(
-        self, number: PositiveInt = 10, joins: dict[int, int] | None = None, leaves: dict[int, int] | None = None
-    ) -> None:
-        super().__init__(joins, leaves)
+    def __init__(self, number: PositiveInt = 10, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.number = int(number)
 
     def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
@@ -216,21 +207,14 @@ class Trace(Participation):
         file: CSV file with the columns ``round`` (from 1) and ``client``: one row for every client and round in which
             it takes part. Further columns are ignored.
         repeat: start again after the last round of the file. Otherwise a run that is longer is refused.
-        joins: see :class:`Participation`.
-        leaves: see :class:`Participation`.
+        kwargs: see :class:`Participation`.
 
     Raises:
         ConfigError: when the file cannot be read, or names clients that do not exist.
     """
 
-    def __init__(
-        self,
-        file: str,
-        repeat: bool = False,
-        joins: dict[int, int] | None = None,
-        leaves: dict[int, int] | None = None,
-    ) -> None:
-        super().__init__(joins, leaves)
+    def __init__(self, file: str, repeat: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.file, self.repeat = str(file), repeat
         self._rounds = self._read()
 

@@ -73,9 +73,9 @@ class CropFlip(Augment):
             self.flip = RandomHorizontalFlip(p=0.5)
             self.crop = RandomCrop(size, padding=self.padding, padding_mode=self.padding_mode)
         images = self.flip(images)
-        # kornia's own probability of cropping is one for the whole batch
-        shifted = torch.rand(len(images), 1, 1, 1, device=images.device) < self.crop_probability
-        return torch.where(shifted, self.crop(images), images)
+        # kornia's own probability of cropping is one for the whole batch; like kornia, draw on the CPU
+        shifted = torch.rand(len(images), 1, 1, 1) < self.crop_probability
+        return torch.where(shifted.to(images.device), self.crop(images), images)
 
 
 class ResizedCropJitter(Augment):
