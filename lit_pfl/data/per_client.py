@@ -56,6 +56,11 @@ class PerClient(FederatedDataModule):
             if num_clients is None:
                 raise ConfigError("data.num_clients: say how many data modules data.modules is to make.")
             modules = [modules(client) for client in range(num_clients)]
+        if not isinstance(modules, list | tuple):
+            raise ConfigError(
+                f"data.modules is a {type(modules).__name__}; give a list of LightningDataModules, one for every "
+                "client, or what makes one from a client's id."
+            )
         if num_clients not in (None, len(modules)):
             raise ConfigError(f"data.num_clients={num_clients}, but data.modules has {len(modules)}; leave it out.")
         if not modules:

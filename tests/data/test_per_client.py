@@ -172,6 +172,8 @@ OWN_BATCHES = DataLoader(torch.zeros(4, 1), batch_sampler=BatchSampler(OWN_SAMPL
     ("make", "message"),
     [
         (lambda: PerClient([]), "give a data module for every client"),
+        (lambda: PerClient({0: Site()}), "data.modules is a dict; give a list of LightningDataModules"),
+        (lambda: PerClient(Site()), "data.modules is a Site; give a list of LightningDataModules"),
         (lambda: PerClient([Site(), torch.zeros(3)]), r"data.modules\[1\] is a Tensor; give a LightningDataModule"),
         (
             lambda: PerClient([L.LightningDataModule()]),
