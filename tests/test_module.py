@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 from lit_pfl.core.server import Server
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
-from lit_pfl.methods import FedAvg, FedFOMO
+from lit_pfl.methods import FedAvg, FedFOMO, FedProx
 from lit_pfl_callbacks import FederatedLoop
 from tiny import TinyNet, client, digits, momentum_sgd, run, spec, trainer
 
@@ -178,6 +178,13 @@ def test_layers_that_are_made_too_late_to_travel_are_refused():
     hub.add(0, lambda: trainer.fit(FedAvg(learner=MakesMore()), batches))
     with pytest.raises(ConfigError, match=r"MakesMore makes 'more\.bias' in setup\(\), after"):
         hub.run(FedAvg(learner=Lazy(made=True)).configure_server())
+
+
+def test_a_method_does_not_train_without_a_federation():
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    batches = DataLoader(TensorDataset(torch.randn(4, 3)), 2)
+    with pytest.raises(ConfigError, match=r"^FedProx is a method and trains in rounds: .*callbacks=\[FederatedLoop"):
+        trainer.fit(FedProx(learner=Lazy(made=True)), batches)
 
 
 class Scaled(nn.Linear):

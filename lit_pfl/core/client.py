@@ -36,6 +36,7 @@ from lit_pfl.learners import (
 from lit_pfl.lightning_internals import as_trained, optimizers_in, own_copy
 from lit_pfl.nn import factorized_parts
 from lit_pfl.nn.factorization import Factorization
+from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.frozen import FROZEN, table_of
 from lit_pfl_callbacks.protocols import WeightParts
 from lit_pfl_callbacks.sparsity import dense_parts
@@ -428,6 +429,21 @@ class Client(LearnerModule):
             self.end_round()
 
     # ------------------------------------------------------------------------------------------------- under a Trainer
+
+    def configure_callbacks(self) -> Any:
+        """See that a Trainer that fits this client takes part in a federation, and get ready for it.
+
+        Raises:
+            ConfigError: when it has no :class:`~lit_pfl_callbacks.FederatedLoop`.
+        """
+        trainer = self.trainer
+        if trainer.state.fn == "fit" and not any(isinstance(c, FederatedLoop) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name} is a method and trains in rounds: give this Trainer callbacks=[FederatedLoop(link)], or fit "
+                f"Federation({name}(...)) with all clients' data."
+            )
+        return super().configure_callbacks()
 
     def configure_model(self) -> None:
         """Get ready for a Trainer that is given this client on its own, unless :meth:`configure` has been called."""

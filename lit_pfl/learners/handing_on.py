@@ -97,7 +97,7 @@ def _evaluating(name: str, personalized: Callable[[], AbstractContextManager[L.L
 def _once_an_epoch(client: Any, hook: Callable[[], None]) -> Callable[[], None]:
     def on_train_epoch_end() -> None:
         if not client.epoch_ended:
-            client.epoch_ended = not client.alone  # by itself it has nobody who would begin the next one
+            client.epoch_ended = True
             hook()
 
     return on_train_epoch_end

@@ -152,7 +152,7 @@ def test_a_module_s_epoch_is_over_before_its_round_is():
         assert client.learner.epochs == 4
 
 
-def test_it_is_so_by_the_callback_and_without():
+def test_it_is_so_by_the_callback():
     batches = PROJECTS["Screening"].data().modules[0].train_dataloader()
     hub, module = LocalHub(), TellsWhenARoundEnds(learner=TellsWhenAnEpochEnds())
     fitting = trainer(4, callbacks=[FederatedLoop(hub.link, every_n_epochs=2)])
@@ -160,10 +160,6 @@ def test_it_is_so_by_the_callback_and_without():
     hub.run(module.configure_server())
     assert module.learner.told == EXPECTED
     assert fitting.callback_metrics["epochs"] == 4
-
-    alone = FedAvg(learner=TellsWhenAnEpochEnds())
-    trainer(3).fit(alone, batches)
-    assert alone.learner.told == ["epoch ends"] * 3
 
 
 @pytest.mark.parametrize("method", [Ditto, APFL])
@@ -186,9 +182,3 @@ def test_metrics_of_a_second_model_do_not_pile_up(method):
     trainer(3).fit(federation, datamodule=data)
     for client in federation.clients.values():
         assert not client.personal.train_auroc.preds
-
-
-def test_a_trainer_of_one_s_own_leaves_no_losses():
-    module = FedAvg(learner=Regression())
-    trainer(2).fit(module, DataLoader(diabetes()[0], 64))
-    assert module.release_round_state() == (0.0, 0)
