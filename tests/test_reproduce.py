@@ -584,6 +584,12 @@ def test_a_cell_is_printed_as_one_file_for_the_command_line(reproduce, tiny, mon
     assert "--print: these are 2 runs; choose one cell by --columns and --rows." in capsys.readouterr().err
 
 
+def test_no_hours_run_nothing(reproduce, tiny, capsys):
+    assert reproduce.run.main(arguments(tiny, "--scale", "middle", "--hours", "0")) == 0
+    assert "cells are left" in capsys.readouterr().out
+    assert not (tiny / "runs").exists()
+
+
 @pytest.mark.slow
 def test_a_cell_is_run_once_and_an_estimate_leaves_nothing(reproduce, tiny, capsys):
     def said(*options: str) -> str:
