@@ -430,20 +430,19 @@ class Client(LearnerModule):
 
     # ------------------------------------------------------------------------------------------------- under a Trainer
 
-    def configure_callbacks(self) -> Any:
-        """See that a Trainer that fits this client takes part in a federation, and get ready for it.
+    def setup(self, stage: str) -> None:
+        """See that a Trainer that fits this client takes part in a federation.
 
         Raises:
             ConfigError: when it has no :class:`~lit_pfl_callbacks.FederatedLoop`.
         """
-        trainer = self.trainer
-        if trainer.state.fn == "fit" and not any(isinstance(c, FederatedLoop) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        if stage == "fit" and not any(isinstance(callback, FederatedLoop) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             name = type(self).__name__
             raise ConfigError(
                 f"{name} is a method and trains in rounds: give this Trainer callbacks=[FederatedLoop(link)], or fit "
                 f"Federation({name}(...)) with all clients' data."
             )
-        return super().configure_callbacks()
+        super().setup(stage)
 
     def configure_model(self) -> None:
         """Get ready for a Trainer that is given this client on its own, unless :meth:`configure` has been called."""
