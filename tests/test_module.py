@@ -181,10 +181,9 @@ def test_layers_that_are_made_too_late_to_travel_are_refused():
 
 
 def test_a_method_does_not_train_without_a_federation():
-    trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     batches = DataLoader(TensorDataset(torch.randn(4, 3)), 2)
     with pytest.raises(ConfigError, match=r"^FedProx is a method and trains in rounds: .*callbacks=\[FederatedLoop"):
-        trainer.fit(FedProx(learner=Lazy(made=True)), batches)
+        trainer(1).fit(FedProx(learner=Lazy(made=True)), batches)
 
 
 class Scaled(nn.Linear):

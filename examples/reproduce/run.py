@@ -194,7 +194,7 @@ class Reproduction:
             flush=True,
         )
         seconds = None if self.options.hours is None else 3600 * self.options.hours
-        outcomes = run_jobs([] if seconds == 0 else jobs, self.at_once, seconds, self.keep)
+        outcomes = run_jobs(jobs, self.at_once, seconds, self.keep)
         if not self.options.estimate:
             for table, _, _ in self.tables:
                 self.write_page(table)

@@ -103,7 +103,8 @@ def run_jobs(
 
     with _interruptible(), ThreadPoolExecutor(at_once) as pool:
         try:
-            left += [pool.submit(_run, job, environment, stop) for job in jobs]
+            if end is None or time.monotonic() < end:
+                left += [pool.submit(_run, job, environment, stop) for job in jobs]
             while left and (end is None or time.monotonic() < end):
                 done, _ = wait(left, None if end is None else end - time.monotonic(), FIRST_COMPLETED)
                 came, left = [one for one in left if one in done], [one for one in left if one not in done]

@@ -156,8 +156,7 @@ def test_hyperparameters_are_where_they_are_without_a_method(tmp_path, logger):
     for module in (Named(5, logger=logger), FedAvg(learner=Named(5, logger=logger))):
         folder = tmp_path / type(module).__name__
         hub = LocalHub()
-        loop = [FederatedLoop(hub.link)]
-        fitting = trainer(1, logger=CSVLogger(folder, name="", version=""), callbacks=loop)
+        fitting = trainer(1, logger=CSVLogger(folder, name="", version=""), callbacks=[FederatedLoop(hub.link)])
         hub.add(0, lambda fitting=fitting, module=module: fitting.fit(module, DataLoader(samples(0), 4)))
         hub.run(module.configure_server() if isinstance(module, FedAvg) else None)
         fitting.save_checkpoint(folder / "one.ckpt")

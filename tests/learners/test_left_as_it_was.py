@@ -182,3 +182,11 @@ def test_metrics_of_a_second_model_do_not_pile_up(method):
     trainer(3).fit(federation, datamodule=data)
     for client in federation.clients.values():
         assert not client.personal.train_auroc.preds
+
+
+def test_a_site_s_own_trainer_leaves_no_losses():
+    hub, module = LocalHub(), FedAvg(learner=Regression())
+    fitting = trainer(2, callbacks=[FederatedLoop(hub.link)])
+    hub.add(0, lambda: fitting.fit(module, DataLoader(diabetes()[0], 64)))
+    hub.run(module.configure_server())
+    assert module.release_round_state() == (0.0, 0)
