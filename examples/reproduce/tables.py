@@ -159,7 +159,7 @@ class Table:
     - ``over``: files and options that come after the scale.
     - ``show``, ``model``, ``clients``: see :class:`Cell`.
     - ``as``: the printed row that a row of our own is beside.
-    - any other word: fills ``{word}`` in files and options.
+    - any other word: fills ``{word}`` in files and options, of which one that is then empty is left out.
 
     A page has a section a column (``sections: columns``, the default) or a row (``rows``), or is one table (``one``).
     ``printed`` are the paper's numbers, letter for letter; a figure may have none.
@@ -212,7 +212,7 @@ class Table:
         parts = [*self.rows[row].get("run", []), *self.columns[column].get("run", [])]
         scale = [] if self.scale == "paper" else [self.scale]
         words = {key: value for key, value in entry.items() if isinstance(value, str)}
-        parts = [part.format(**words) for part in [*parts, *scale, *entry.get("over", [])]]
+        parts = [filled for part in [*parts, *scale, *entry.get("over", [])] if (filled := part.format(**words))]
         numbers = self.printed.get(self.stands_for(row))
         show = entry.get("show", "accuracy")
         return Cell(

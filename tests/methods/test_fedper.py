@@ -54,6 +54,27 @@ def test_with_nothing_personal_it_is_fedavg_bit_for_bit():
     assert scores(personal) == scores(fedavg)
 
 
+@pytest.mark.parametrize("norm_stats", ["local", "averaged"])
+def test_where_labels_differ_it_is_fedavg_bit_for_bit(norm_stats):
+    """Which is why SimFed's table by local epochs has no rows of it (configs/paper/simfed/tables.yaml)."""
+    personal, fedavg = (
+        run(client(kind, norm_stats=norm_stats), digits(permute_labels=True)) for kind in (FedPer, FedAvg)
+    )
+    assert_equal(weights(personal), weights(fedavg))
+    assert scores(personal) == scores(fedavg)
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_alone_it_does_not_matter_which_statistics_would_be_sent(permuted):
+    """Which is why that table has one run of Stand-Alone for both."""
+    local, averaged = (
+        run(client(StandAlone, norm_stats=norm_stats), digits(permute_labels=permuted))
+        for norm_stats in ("local", "averaged")
+    )
+    assert_equal(weights(local), weights(averaged))
+    assert scores(local) == scores(averaged)
+
+
 def test_with_everything_personal_it_is_stand_alone_bit_for_bit():
     personal, alone = run(client(FedPer, personal_layers=2)), run(client(StandAlone))
     assert_equal(weights(personal), weights(alone))
