@@ -527,6 +527,13 @@ def test_running_statistics_travel_only_when_asked_to(norm_stats):
     assert torch.equal(means[0], means[1]) == (norm_stats == "averaged")
 
 
+def test_what_fedavg_trains_does_not_depend_on_whose_running_statistics_it_has():
+    """Batch norm does not read them while it trains, so they are a choice of what is scored."""
+    local, averaged = (weights(run(client(FedAvg, norm_stats=kind))) for kind in ("local", "averaged"))
+    differ = {name for id in local for name, tensor in local[id].items() if not torch.equal(tensor, averaged[id][name])}
+    assert differ == {"backbone.body.1.running_mean", "backbone.body.1.running_var"}
+
+
 def test_channels_last_where_it_pays():
     """Wide convolutions are laid out channels last on CPU; results are those of the other lay-out, but for rounding."""
     runs = [run(client(FedAvg, backbone=wide, channels_last=x), rounds=1) for x in (None, False)]
