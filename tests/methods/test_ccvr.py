@@ -1,5 +1,7 @@
 """CCVR against its formulas."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -82,6 +84,18 @@ def test_the_head_is_calibrated_and_the_body_is_what_the_round_began_with():
         return float(torch.nn.functional.cross_entropy(z, there.repeat_interleave(200)))
 
     assert loss(server.calibrated) < 0.8 * loss(before)
+
+
+def test_those_who_are_not_in_the_round_count_with_what_they_sent_last():
+    federation = run(client(CCVR), skewed(), rounds=8, participation=1)
+    server = federation.coordinator.server
+    assert sorted(server.statistics) == [0, 1, 2]
+    for id, own in server.statistics.items():
+        np.testing.assert_array_equal(own[COUNTS], np.bincount(whole_data(federation, id)[1].numpy(), minlength=10))
+    again = copy.deepcopy(server)
+    again.statistics = {}
+    again.load_state_dict(server.state_dict())
+    assert_equal(dict(again.statistics[1]), dict(server.statistics[1]))
 
 
 def test_what_cannot_be_is_said():

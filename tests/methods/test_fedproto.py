@@ -80,6 +80,19 @@ def test_the_nearest_prototype_predicts():
         assert learner(images).argmax(1).tolist() == nearest
 
 
+def test_a_class_of_its_own_that_nobody_sent_has_the_client_s_prototype():
+    member = run(client(FedProto), skewed(), rounds=2).clients[0]
+    images, _ = next(iter(member.data.val))
+    member.eval()
+    [own, *others] = member.own[COUNTS].nonzero()[:, 0].tolist()
+    member.common[COUNTS][own] = 0
+    with torch.no_grad(), member.personalized() as learner:
+        logits = learner(images)
+        expected = (member.backbone.body(images) - member.own[PROTOTYPES][own]).square().mean(1)
+    torch.testing.assert_close(logits[:, own], -expected)
+    assert others
+
+
 def test_bytes_are_classes_times_features():
     federation = run(client(FedProto), skewed(), rounds=1)
     upload = federation.clients[0].upload()

@@ -1,12 +1,17 @@
 """FedRoD against its formula."""
 
 import numpy as np
+import pytest
 import torch
 from quadratic import equal, sgd, softmax_regression
+from torch import nn
 
 from lit_pfl.data import Dirichlet
+from lit_pfl.errors import ConfigError
+from lit_pfl.learners import linear_layers
 from lit_pfl.methods import FedAvg, FedRoD
-from lit_pfl.methods.partial.fedrod import ABSENT, log_prior
+from lit_pfl.methods.partial.fedrod import ABSENT, log_prior, silence
+from lit_pfl.nn import FactorizedLinear
 from tiny import assert_equal, client, digits, run, weights
 
 
@@ -43,6 +48,37 @@ def test_a_personal_head_of_zero_changes_no_score():
             weight.zero_()
         with member.personalized() as learner:
             assert torch.equal(learner(images), member.backbone(images))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)),
+        lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)),
+        lambda: FactorizedLinear(4, 3, rank=2, mask=False),
+        lambda: FactorizedLinear(4, 3, rank=2),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+    ],
+    ids=["two layers", "norm", "factors", "factors and mask", "weight norm"],
+)
+def test_a_head_of_any_kind_starts_at_zero_and_learns(make):
+    head, x, y = make(), torch.randn(9, 4), torch.arange(9) % 3
+    silence(linear_layers(head)[-1])
+    assert (head(x) == 0).all()
+    for _ in range(2):
+        head.zero_grad()
+        nn.functional.cross_entropy(head(x), y).backward()
+        with torch.no_grad():
+            for weight in head.parameters():
+                weight -= 0.1 * weight.grad
+    assert all(weight.grad.abs().max() > 0 for weight in head.parameters())
+
+
+def test_a_head_that_cannot_be_zero_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"^model\.start=zero: .*a Parametrized\w*, cannot be zero; give start=copy\.$"
+    ):
+        silence(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)))
 
 
 def test_updates_equal_the_formula():

@@ -179,6 +179,21 @@ def test_the_client_s_objective_equals_the_formula():
         assert torch.equal(reply[GENERATOR + name], tensor)
 
 
+def test_a_short_last_batch_has_the_weight_of_the_others():
+    federation = run(client(FedGen, gen_batch_size=8, beta=0.0), skewed(batch_size=16), rounds=2)
+    member = federation.clients[0]
+    images, labels = (part[:2] for part in next(iter(member.data.train)))
+    assert len(member.data.train) > 1
+    member.eval()
+
+    def added(batch_size):
+        member.__dict__["batch_size"] = batch_size
+        torch.manual_seed(5)
+        return float(member.objective((images, labels), 0)) - float(nn.functional.cross_entropy(member(images), labels))
+
+    assert added(member.batch_size) == pytest.approx(added(None) * 2 / 16, rel=1e-3)
+
+
 def test_the_generator_learns_what_the_heads_know():
     federation = run(client(FedGen, generator_steps=300, generator_lr=1e-2, eta=0.0), skewed(), rounds=2)
     server, sent = federation.coordinator.server, federation.clients[0].upload()

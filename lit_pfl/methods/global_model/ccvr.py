@@ -33,8 +33,9 @@ class CCVR(Classifying):
     It draws ``samples_per_class`` features of every class with at least two samples from N(mu_c, S_c), and trains the
     head of the model that the statistics are of on them, by SGD on the cross entropy. That model is evaluated with
     ``federation.evaluate=after``, and as the global model: it is the one that the round began with, while the paper
-    calibrates once after the last round. Training continues from the plain mean, so clients are those of FedAvg, bit
-    for bit. In FL-bench's code S_ck is divided by n_ck.
+    calibrates once after the last round, and asks all clients. Of clients that are not in the round their latest
+    statistics count, which are of an earlier body. Training continues from the plain mean, so clients are those of
+    FedAvg, bit for bit. In FL-bench's code S_ck is divided by n_ck.
 
     Args:
         samples_per_class: virtual features of every class.
@@ -100,12 +101,14 @@ class CCVRServer(TrainedServer):
 
     Attributes:
         calibrated: the model with the calibrated head; empty before round 1.
+        statistics: what every client that has taken part sent last, by id.
     """
 
     count_tensors = (COUNTS,)
-    kept_payloads = ("calibrated",)
+    kept_payloads = ("calibrated", "statistics")
 
     calibrated: Payload
+    statistics: dict[int, Payload]
 
     def __init__(self, method: CCVR, seed: int = 0) -> None:
         super().__init__(seed)
@@ -118,7 +121,7 @@ class CCVRServer(TrainedServer):
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
-        self.calibrated = Payload({})
+        self.calibrated, self.statistics = Payload({}), {}
 
     def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: D102
         module = copy.deepcopy(self.head).cpu().train()
@@ -130,8 +133,10 @@ class CCVRServer(TrainedServer):
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         before = self.model
         super().aggregate(round, uploads)
-        statistics = (torch.stack([upload[name].cpu() for upload in uploads.values()]) for name in STATISTICS)
-        counts, means, covariances = global_statistics(*statistics)
+        for client, upload in uploads.items():
+            self.statistics[client] = Payload({name: upload[name].cpu() for name in STATISTICS}).clone()
+        latest = [own for _, own in sorted(self.statistics.items())]
+        counts, means, covariances = global_statistics(*(torch.stack([own[n] for own in latest]) for n in STATISTICS))
         there = (counts > 1).nonzero()[:, 0]
         own = {leaf: before[name].cpu() for name, leaf in self.leaves.items() if name in before}
         self.module.load_state_dict({**self.module.state_dict(), **own})

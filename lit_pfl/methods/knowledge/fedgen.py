@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.core.trained_server import TrainedServer
+from lit_pfl.data.loaders import batch_size_of, num_samples
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import call_with
 from lit_pfl.methods.knowledge.fedproto import COUNTS
@@ -33,7 +35,8 @@ class FedGen(Classifying):
 
     From the federation's second round on, a client minimizes its loss plus ``gen_batch_size / B * a_t CE(H(G(y')),
     y')``, for classes y' drawn among those that anybody has, plus ``b_t KL(softmax H(G(y)) || p(x))`` for its own batch
-    of B samples, in which the former is a constant. ``a_t = max(1e-4, alpha * decay^t)`` after t rounds, and so b_t.
+    of B samples, in which the former is a constant. Also for a last batch of fewer samples the weight has the B of all
+    others; the authors' code leaves such batches out. ``a_t = max(1e-4, alpha * decay^t)`` after t rounds, and so b_t.
     G is frozen and in evaluation mode.
 
     Args:
@@ -120,9 +123,17 @@ class FedGen(Classifying):
         if self.alpha:
             there = self.occurring.nonzero()[:, 0]
             drawn = there[torch.randint(len(there), (self.gen_batch_size,)).to(self.device)]  # the same on any device
-            weight = self.scale(self.alpha) * self.gen_batch_size / len(labels)
+            weight = self.scale(self.alpha) * self.gen_batch_size / (self.batch_size or len(labels))
             loss = loss + weight * nn.functional.cross_entropy(head(self._generated(drawn)), drawn)
         return loss
+
+    @cached_property
+    def batch_size(self) -> int | None:
+        """The number of samples of all batches but a last one with fewer; None where it is not fixed."""
+        try:
+            return min(batch_size_of(self.training_data()), num_samples(self.training_data()))
+        except ConfigError:
+            return None
 
     def scale(self, first: float) -> float:
         """Return what a weight has come to in this round."""

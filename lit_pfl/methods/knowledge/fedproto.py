@@ -65,7 +65,8 @@ class FedProto(ClassMeans):
     Args:
         lam: strength of the term; 1 on MNIST and FEMNIST, 0.1 on CIFAR-10 in the authors' runs.
         scored: what predicts: the class whose global ``prototypes`` is nearest, as in the paper (the classifier where
-            there are none yet), or the ``classifier``.
+            there are none yet, and the client's own prototype of a class that nobody sent in the round), or the
+            ``classifier``.
         weighting: the mean over clients: ``uniform``, as in the authors' code, or by numbers of ``samples`` of the
             class.
         kwargs: see :class:`~lit_pfl.Client`.
@@ -111,11 +112,16 @@ class FedProto(ClassMeans):
 
     @contextmanager
     def personalized(self) -> Iterator[L.LightningModule]:
-        """Let the nearest prototype predict, if it is to and there are any."""
+        """Let the nearest prototype predict, if it is to and there are any.
+
+        Where clients take turns, a class of this client may have had no other in the last round: it has its own mean.
+        """
         if self.scored_by == "classifier" or not self.common[COUNTS].any():
             yield self.learner
             return
-        with self.at_head(logits=Nearest(self.common[PROTOTYPES], self.common[COUNTS] > 0)):
+        known, own = self.common[COUNTS] > 0, self.own[COUNTS] > 0
+        prototypes = torch.where(known[:, None], self.common[PROTOTYPES], self.own[PROTOTYPES])
+        with self.at_head(logits=Nearest(prototypes, known | own)):
             yield self.learner
 
 

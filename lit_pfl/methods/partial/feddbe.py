@@ -32,7 +32,9 @@ class FedDBE(Classifying):
 
     Args:
         kappa: strength of the term; 0 leaves it out.
-        mu: momentum of the running mean; 1 is the mean of the batch.
+        mu: momentum of the running mean; 1 is the mean of the batch. m_g then comes from every client's last batch of
+            the first round alone, however few samples this has; less depends on it with a smaller mu, or without short
+            batches (``drop_last``, as in the authors' code).
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:

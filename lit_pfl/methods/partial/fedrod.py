@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.sharing import EVERYTHING
-from lit_pfl.learners import AddLogits
+from lit_pfl.errors import ConfigError
+from lit_pfl.learners import AddLogits, linear_layers
 
 #: logits of classes that a client has no samples of: no probability, and no infinity where a learner smooths its labels
 ABSENT = -1e4
@@ -31,12 +32,12 @@ class FedRoD(Classifying):
 
     Args:
         gamma: exponent of the class counts in the balanced softmax; 0 is FedAvg's softmax.
-        start: how the personal head starts: at ``zero``, so that the personalized model starts as the generic one, or
-            as a ``copy`` of the generic head, as PFLlib has it. The authors published no code.
+        start: how the personal head starts: with a last layer of ``zero``, so that the personalized model starts as the
+            generic one, or as a ``copy`` of the generic head, as PFLlib has it. The authors published no code.
         kwargs: see :class:`~lit_pfl.Client`. Gradient clipping, if it is asked for, is of both parts together.
 
     Raises:
-        ConfigError: when the learner has no head module, or the data no class labels.
+        ConfigError: when the learner has no head module or one that cannot start at zero, or the data no class labels.
 
     Source:
         Chen and Chao 2022, FedRoD with a linear personal head.
@@ -54,9 +55,7 @@ class FedRoD(Classifying):
     def configure_state(self) -> None:  # noqa: D102
         own = copy.deepcopy(self.head_module)
         if self.start == "zero":
-            with torch.no_grad():
-                for weight in own.parameters():
-                    weight.zero_()
+            silence(linear_layers(own)[-1])
         self.extra = nn.ModuleDict({"own": own})
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
@@ -72,6 +71,27 @@ class FedRoD(Classifying):
         """Add the personal head's logits to the generic head's."""
         with self.at_head(logits=AddLogits(self.extra["own"])):
             yield self.learner
+
+
+@torch.no_grad()
+def silence(layer: nn.Module) -> None:
+    """Let a linear layer give zeros, and still learn.
+
+    Of a product of factors one is zero: with all of them at zero, none would have a gradient.
+
+    Raises:
+        ConfigError: when its weight is not zero for that.
+    """
+    own = dict(layer.named_parameters())
+    added = [name for name in own if name.rpartition(".")[2] in ("bias", "mu")]
+    first = [name for name in own if name not in added][:1]
+    for name in (*added, *first):
+        own[name].zero_()
+    if isinstance(weight := getattr(layer, "weight", None), Tensor) and not (weight == 0).all():
+        raise ConfigError(
+            f"model.start=zero: the weight of the head's last layer, a {type(layer).__name__}, cannot be zero; give "
+            "start=copy."
+        )
 
 
 def log_prior(counts: Tensor, gamma: float = 1.0) -> Tensor:
