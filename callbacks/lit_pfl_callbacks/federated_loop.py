@@ -143,20 +143,27 @@ class FederatedLoop(L.Callback):
         """Restore the random state, but not in several processes: all of them would draw the same."""
         if trainer.world_size > 1:
             self._draws.forget()
-        self._draws.begin()
+        if self._draws.begin() and trainer.train_dataloader is not None:
+            # A module that asked how many steps there will be has started them (estimated_stepping_batches).
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join. A run resumed from a checkpoint joins too and learns where the federation stands now.
 
         Raises:
-            MisconfigurationException: when that is a checkpoint of the middle of a round, or when the Trainer has
-                several processes which do not all hold the same.
+            MisconfigurationException: when that is a checkpoint of the middle of a round, when the Trainer counts steps
+                (``max_steps``), or when it has several processes which do not all hold the same.
         """
         if trainer.world_size > 1 and (type(trainer.strategy) is not DDPStrategy or _decides(pl_module)):
             raise MisconfigurationException(
                 f"FederatedLoop: a client of {trainer.world_size} processes needs strategy='ddp' and a module that "
                 f"shares its state_dict(); with {type(trainer.strategy).__name__} and {type(pl_module).__name__}, "
                 "give Trainer(devices=1)."
+            )
+        if trainer.fit_loop.restarted_on_epoch_end:
+            raise MisconfigurationException(
+                f"FederatedLoop: with max_steps={trainer.max_steps}, Lightning ends the checkpoint's epoch once more, "
+                "and its round would be exchanged twice; resume with max_epochs instead of max_steps."
             )
         if over := trainer.current_epoch % self.every_n_epochs:
             raise MisconfigurationException(

@@ -67,10 +67,11 @@ class ResumedDraws:
         """Take what a checkpoint contains."""
         self._saved = saved
 
-    def begin(self) -> None:
-        """Restore the later state, before a resumed fit starts its batches."""
+    def begin(self) -> bool:
+        """Restore the later state, before a resumed fit starts its batches; say whether there was one."""
         if self._saved:
             set_random_state(self._saved["after"])
+        return bool(self._saved)
 
     def begun(self) -> dict[str, Any]:
         """Return the state after the batches were started; empty if the fit does not resume."""

@@ -1,5 +1,6 @@
 """What PyTorch's loaders, and iterables like them, can do of what :mod:`lit_pfl.data.loaders` asks."""
 
+import copy
 import warnings
 from collections.abc import Sized
 from contextlib import suppress
@@ -161,7 +162,7 @@ class _Places(_Batches):
     def _chosen(self) -> list[Any]:
         """Return what the sampler chooses for an epoch, the same every time, batch by batch."""
         with fixed_draws(0):
-            return list(self.loader.batch_sampler)
+            return list(_looked_at(self.loader.batch_sampler))
 
     def in_order(self, batch_size: int | None = None) -> Any:
         batches = self._chosen()
@@ -266,9 +267,17 @@ def _chooses(sampler: Any, collates: bool) -> tuple[bool, bool]:
     if isinstance(sampler, NUMBERING):
         return False, True
     with fixed_draws(0):
-        first: Any = next(iter(sampler), [])
+        first: Any = next(iter(_looked_at(sampler)), [])
     in_lists = collates or isinstance(first, list | np.ndarray)
     return in_lists, isinstance(next(iter(first), 0) if in_lists else first, int | np.integer)
+
+
+def _looked_at(sampler: Any) -> Any:
+    """Return a sampler to look at: one that goes on where it ended last shall not be further on for that."""
+    other = copy.copy(sampler)
+    if hasattr(other, "sampler"):
+        other.sampler = copy.copy(other.sampler)
+    return other
 
 
 def _batches_of(loader: DataLoader) -> Any:

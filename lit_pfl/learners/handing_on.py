@@ -1,7 +1,7 @@
 """A Trainer calls the hooks of the module that it is given: a client, which hands them on to its learner."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.learners.logs import silenced
-from lit_pfl.learners.steps import call_step
+from lit_pfl.learners.steps import TRAINED, call_step
 from lit_pfl.lightning_internals import in_hook, saved_hparams
 
 STAGES = ("validation", "test", "predict")
@@ -107,10 +107,22 @@ def _handing_on(hook: str, own: Callable[..., Any] | None, learners: Iterable[L.
     def handing_on(*args: Any, **kwargs: Any) -> Any:
         if own is not None:
             own(*args, **kwargs)
-        answers = [call_hook(learner, hook, *args, muted=i > 0, **kwargs) for i, learner in enumerate(learners)]
-        return answers[0]
+        answers = []
+        for number, learner in enumerate(learners):
+            with _of_an_idle_epoch(learner) if hook == "on_train_epoch_end" else nullcontext():
+                answers.append(call_hook(learner, hook, *args, muted=number > 0, **kwargs))
+        return answers[0] if answers else None
 
     return handing_on
+
+
+def _of_an_idle_epoch(learner: L.LightningModule) -> AbstractContextManager[None]:
+    """Let the end of an epoch in which a learner took no step be no error.
+
+    Ditto, FedPHP, FedSLR and pFedMe have learners that rest for an epoch. A hook that takes the mean of what its
+    ``training_step`` collected finds nothing then.
+    """
+    return nullcontext() if learner.__dict__.pop(TRAINED, False) else suppress(Exception)
 
 
 def _keeping(hook: str, learners: Mapping[str, L.LightningModule]) -> Callable[[dict[str, Any]], None]:

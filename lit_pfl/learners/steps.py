@@ -17,6 +17,9 @@ from lit_pfl.data.batches import plain
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import in_hook, optimizers_and_schedules
 
+#: what a learner has among its attributes once its ``training_step`` has been called, until an epoch ends
+TRAINED = "_training_step_called"
+
 
 class SkipBatch(Exception):
     """A learner's ``training_step`` returned None: no step is taken on this batch."""
@@ -24,6 +27,8 @@ class SkipBatch(Exception):
 
 def call_step(learner: L.LightningModule, name: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
     """Call ``training_step`` or another step of a learner, with the arguments that it wants."""
+    if name == "training_step":
+        learner.__dict__[TRAINED] = True
     with in_hook(learner, name):
         further = (batch_idx, dataloader_idx)[: _further_arguments(type(learner), name)]  # type: ignore[arg-type]
         return getattr(learner, name)(batch, *further)

@@ -75,6 +75,16 @@ class Project(NamedTuple):
     weights_only: bool = True
 
 
+class OneCycle(Plateau):
+    """Lightning's own example of a schedule that knows how many steps there will be."""
+
+    def configure_optimizers(self) -> Any:
+        steps = int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 def random_rows(site: int) -> list[DataLoader]:
     torch.manual_seed(site)
     return [DataLoader(RandomDataset(32, 8), 2), DataLoader(RandomDataset(32, 4), 2)]
@@ -85,6 +95,11 @@ def numbers(site: int) -> list[DataLoader]:
     x = torch.randn(12, 5, generator=draw)
     data = TensorDataset(x, x.sum(1, keepdim=True) * (site + 1))
     return [DataLoader(data, 3), DataLoader(data, 6)]
+
+
+def shuffled(site: int) -> list[DataLoader]:
+    train, val = numbers(site)
+    return [DataLoader(train.dataset, 3, shuffle=True), val]
 
 
 def forecasts(site: int) -> Any:
@@ -180,6 +195,7 @@ def run(
     state: Any = None,
     paths: Any = (None, None),
     logger: Any = CSVLogger,
+    max_steps: int = -1,
     **options: Any,
 ) -> Run:
     """Run two sites, as a user writes them."""
@@ -193,7 +209,8 @@ def run(
             **{"save_on_train_epoch_end": True, **options},
         )  # fmt: skip
         trainer = Site(
-            max_epochs=rounds * local_epochs, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+            max_epochs=rounds * local_epochs, max_steps=max_steps,
+            accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
             log_every_n_steps=1, logger=logger(folder, name=f"logs_{site}"),
             callbacks=[
                 FederatedLoop(hub.link, every_n_epochs=local_epochs), best, EarlyStopping("val_loss", patience=5),
@@ -243,6 +260,28 @@ def test_it_trains_logs_saves_and_goes_on_with_the_same_bits(name, method, tmp_p
     for one, other in zip(resumed.trainers, whole.trainers, strict=True):
         assert one.callback_metrics["val_loss"] == other.callback_metrics["val_loss"]
     assert len({tuple(own) for _, losses in LOSSES.items() for own in losses}) == 2  # sites are not the same
+
+
+@pytest.mark.parametrize("method", ["plain", "FedAvg", "Ditto"])
+def test_a_module_that_asks_for_the_number_of_steps_goes_on_with_the_same_batches(method, tmp_path):
+    project = Project(OneCycle, shuffled, r"^head\.", "body")
+    whole = run(tmp_path / "whole", project, method, rounds=3)
+    paths = [tmp_path / f"whole/site_{site}/epoch=1.ckpt" for site in range(2)]
+    resumed = run(tmp_path / "resumed", project, method, rounds=3, state=whole.states[1], paths=paths)
+    for one, other in zip(resumed.modules, whole.modules, strict=True):
+        assert_equal(one.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("method", ["plain", "Ditto"])
+def test_a_fit_that_counts_steps_cannot_go_on(method, tmp_path):
+    """Lightning ends the checkpoint's epoch once more, and the exchange with it."""
+    project = PROJECTS["patient"]
+    whole = run(tmp_path / "whole", project, method, max_steps=8)
+    assert [state["round"] for state in whole.states] == [1, 2]
+    paths = [tmp_path / f"whole/site_{site}/epoch=0.ckpt" for site in range(2)]
+    with pytest.raises(MisconfigurationException, match="resume with max_epochs instead of max_steps") as error:
+        run(tmp_path / "resumed", project, method, state=whole.states[0], paths=paths, max_steps=8)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,0 +1,63 @@
+"""Learners that collect what their steps gave, under methods in which one of several learners rests for an epoch."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from lit_pfl.methods import Ditto, FedPHP, FedSLR, PFedMe
+from tiny import trainer
+
+
+class Collects(L.LightningModule):
+    """The mean over an epoch as Lightning 2's guide writes it."""
+
+    def __init__(self, wrong=False):
+        super().__init__()
+        self.body, self.head, self.losses, self.wrong = nn.Linear(4, 5), nn.Linear(5, 3), [], wrong
+        self.means = 0
+
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("mean", torch.stack(self.losses).mean())
+        self.losses.clear()
+        self.means += 1
+        if self.wrong:
+            raise RuntimeError("this is wrong")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fitted(method, **options):
+    torch.manual_seed(0)
+    samples = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+    data = PerClient([L.LightningDataModule.from_datasets(samples, batch_size=4) for _ in range(2)])
+    federation = Federation(method, seed=1, threads=1, **options)
+    trainer(2).fit(federation, datamodule=data)
+    return federation
+
+
+@pytest.mark.parametrize(
+    "make",
+    [PFedMe, FedSLR, FedPHP, lambda **given: Ditto(schedule="separate", **given)],
+    ids=["PFedMe", "FedSLR", "FedPHP", "Ditto"],
+)
+def test_a_learner_at_rest_may_find_nothing_at_the_end_of_an_epoch(make):
+    federation = fitted(make(learner=Collects(), head="^head"), local_epochs=2)
+    for member in federation.clients.values():
+        assert sum(learner.means for learner in member.learners.values()) > 0
+
+
+def test_what_is_wrong_at_the_end_of_a_trained_epoch_is_said():
+    with pytest.raises(RuntimeError, match="this is wrong"):
+        fitted(PFedMe(learner=Collects(wrong=True)))
