@@ -59,7 +59,8 @@ class Checks:
         if bad := Payload({k: v for k, v in initial.items() if self.server.is_averaged(k)}).not_finite:
             raise ConfigError(
                 f"Client {client}: tensor {bad!r} holds NaN or infinity before any training, and no upload may; "
-                "keep a mask local by register_buffer(..., persistent=False), or by FederatedLoop(share=...)."
+                "keep it local by register_buffer(..., persistent=False), by the method's local=..., or without a "
+                "method by FederatedLoop(share=...)."
             )
 
     def expected(self, client: int) -> Expected:

@@ -274,8 +274,11 @@ def _chooses(sampler: Any, collates: bool) -> tuple[bool, bool]:
 
 def _looked_at(sampler: Any) -> Any:
     """Return a sampler to look at: one that goes on where it ended last shall not be further on for that."""
-    other = copy.copy(sampler)
-    if hasattr(other, "sampler"):
+    try:
+        other = copy.copy(sampler)
+    except TypeError:  # a generator
+        return sampler
+    with suppress(AttributeError, TypeError):  # it has none, or lets nobody set it
         other.sampler = copy.copy(other.sampler)
     return other
 

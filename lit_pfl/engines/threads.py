@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.learners import SkipBatch, recorded, size_of, training_loss, unchanged
+from lit_pfl.learners import SkipBatch, recorded, size_of, training_loss, unchanged, without_gradients
 from lit_pfl.learners.scoring import mean_loss, transferred
 from lit_pfl.randomness import fixed_draws
 
@@ -55,12 +55,16 @@ def choose_threads(
 def _works(learner: L.LightningModule, example: Any) -> bool:
     """Say whether the step works without the counter, which fails where a step takes gradients, or in training mode.
 
-    Detectors, such as torchvision's, have losses in training mode only.
+    Detectors, such as torchvision's, have losses in training mode only. A learner that steps its optimizers itself
+    finds gradients, of zeros, which it may read between its steps.
     """
     try:
         mean_loss(learner, [example])
     except WRONG:
-        with unchanged(learner), recorded(learner), fixed_draws(0):
+        weights = [*learner.parameters()]
+        with unchanged(learner), without_gradients(weights), recorded(learner), fixed_draws(0):
+            for weight in () if learner.automatic_optimization else weights:
+                weight.grad = torch.zeros_like(weight)
             try:
                 training_loss(learner.train(), transferred(learner, example), 0)
             except SkipBatch:

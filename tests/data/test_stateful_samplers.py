@@ -29,3 +29,13 @@ def test_a_look_does_not_move_them_on(batches):
     kind_of(loader)
     assert num_samples(loader) == 6
     assert sampler.position == 0
+
+
+def test_samplers_of_any_kind_can_be_looked_at():
+    class Fixed(list):
+        @property
+        def sampler(self):
+            return range(6)
+
+    for given in ({"batch_sampler": Fixed([[0, 1], [2]])}, {"sampler": (i for i in range(6))}):
+        assert kind_of(DataLoader(TensorDataset(torch.arange(6)), **given)) is not None

@@ -142,6 +142,45 @@ def test_a_step_that_asserts_something_is_refused_in_a_line():
         fit(FedAvg(learner=Asserts()), threads=None)
 
 
+class SharpnessAware(L.LightningModule):
+    """Steps to where the loss is higher, by the gradients, and takes the gradients there."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 3)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.manual_backward(loss)
+        with torch.no_grad():
+            moves = [(weight, 0.05 * weight.grad) for weight in self.parameters()]
+            for weight, move in moves:
+                weight.add_(move)
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self.net(x), y))
+        with torch.no_grad():
+            for weight, move in moves:
+                weight.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_step_may_read_gradients_and_change_weights():
+    samples = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+    federation, alone = Federation(StandAlone(learner=SharpnessAware()), seed=1), SharpnessAware()
+    trainer(2).fit(federation, datamodule=PerClient([L.LightningDataModule.from_datasets(samples, batch_size=12)]))
+    trainer(2).fit(alone, DataLoader(samples, 12))
+    torch.testing.assert_close(federation.clients[0].learner.net.weight, alone.net.weight)
+
+
 def test_alone_it_is_the_same_training():
     federation, module = fit(StandAlone(learner=GAN()), clients=1), GAN()
     assert not torch.equal(federation.clients[0].learner.generator[0].weight, module.generator[0].weight)
