@@ -55,7 +55,7 @@ class FedRoD(Classifying):
     def configure_state(self) -> None:  # noqa: D102
         own = copy.deepcopy(self.head_module)
         if self.start == "zero":
-            silence(linear_layers(own)[-1])
+            silence([own, *linear_layers(own)][-1])
         self.extra = nn.ModuleDict({"own": own})
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
