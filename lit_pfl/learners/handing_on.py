@@ -52,6 +52,8 @@ def hand_on(
         data: whether hooks that get data are handed on too.
     """
     first, *_ = every = list(learners.values())
+    for learner in every if len(every) > 1 else ():
+        learner.__dict__[TRAINED] = False
     for hook in (*TOLD, *DONE, *(DATA if data else ())):
         if not is_overridden(hook, first):
             continue
@@ -109,20 +111,23 @@ def _handing_on(hook: str, own: Callable[..., Any] | None, learners: Iterable[L.
             own(*args, **kwargs)
         answers = []
         for number, learner in enumerate(learners):
-            with _of_an_idle_epoch(learner) if hook == "on_train_epoch_end" else nullcontext():
+            with _end_of_epoch(learner) if hook == "on_train_epoch_end" else nullcontext():
                 answers.append(call_hook(learner, hook, *args, muted=number > 0, **kwargs))
         return answers[0] if answers else None
 
     return handing_on
 
 
-def _of_an_idle_epoch(learner: L.LightningModule) -> AbstractContextManager[None]:
-    """Let the end of an epoch in which a learner took no step be no error.
+def _end_of_epoch(learner: L.LightningModule) -> AbstractContextManager[None]:
+    """Let one of several learners find nothing at the end of an epoch for which it rested.
 
-    Ditto, FedPHP, FedSLR and pFedMe have learners that rest for an epoch. A hook that takes the mean of what its
-    ``training_step`` collected finds nothing then.
+    Ditto, FedPHP, FedSLR and pFedMe have such learners. A hook that takes the mean of what ``training_step`` collected
+    raises then.
     """
-    return nullcontext() if learner.__dict__.pop(TRAINED, False) else suppress(Exception)
+    rested = learner.__dict__.get(TRAINED) is False
+    if TRAINED in learner.__dict__:
+        learner.__dict__[TRAINED] = False
+    return suppress(Exception) if rested else nullcontext()
 
 
 def _keeping(hook: str, learners: Mapping[str, L.LightningModule]) -> Callable[[dict[str, Any]], None]:

@@ -17,7 +17,7 @@ from lit_pfl.data.batches import plain
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import in_hook, optimizers_and_schedules
 
-#: what a learner with an ``on_train_epoch_end`` has among its attributes once its ``training_step`` has been called
+#: an attribute of one of several learners of a client: whether its ``training_step`` has been called in this epoch
 TRAINED = "_training_step_called"
 
 
@@ -27,7 +27,7 @@ class SkipBatch(Exception):
 
 def call_step(learner: L.LightningModule, name: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
     """Call ``training_step`` or another step of a learner, with the arguments that it wants."""
-    if name == "training_step" and type(learner).on_train_epoch_end is not L.LightningModule.on_train_epoch_end:
+    if name == "training_step" and TRAINED in learner.__dict__:
         learner.__dict__[TRAINED] = True
     with in_hook(learner, name):
         further = (batch_idx, dataloader_idx)[: _further_arguments(type(learner), name)]  # type: ignore[arg-type]

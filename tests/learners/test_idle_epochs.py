@@ -1,5 +1,7 @@
 """Learners that collect what their steps gave, under methods in which one of several learners rests for an epoch."""
 
+import functools
+
 import lightning as L
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch import nn
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
-from lit_pfl.methods import Ditto, FedPHP, FedSLR, PFedMe
+from lit_pfl.methods import Ditto, FedAvg, FedPHP, FedSLR, PFedMe, StandAlone
 from tiny import trainer
 
 
@@ -58,6 +60,18 @@ def test_a_learner_at_rest_may_find_nothing_at_the_end_of_an_epoch(make):
         assert sum(learner.means for learner in member.learners.values()) > 0
 
 
-def test_what_is_wrong_at_the_end_of_a_trained_epoch_is_said():
+class OnTheInstance(Collects):
+    """Has a hook that its class does not have."""
+
+    on_train_epoch_end = L.LightningModule.on_train_epoch_end
+
+    def __init__(self):
+        super().__init__(wrong=True)
+        self.on_train_epoch_end = functools.partial(Collects.on_train_epoch_end, self)
+
+
+@pytest.mark.parametrize("method", [PFedMe, FedAvg, StandAlone, Ditto])
+@pytest.mark.parametrize("learner", [functools.partial(Collects, wrong=True), OnTheInstance])
+def test_what_is_wrong_at_the_end_of_a_trained_epoch_is_said(method, learner):
     with pytest.raises(RuntimeError, match="this is wrong"):
-        fitted(PFedMe(learner=Collects(wrong=True)))
+        fitted(method(learner=learner()))
