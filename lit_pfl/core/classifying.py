@@ -23,6 +23,7 @@ from lit_pfl.learners import (
     call_with,
     find_head,
     sizes_of_head,
+    takes_features,
     training_loss,
     unseen,
     without_trace,
@@ -44,6 +45,8 @@ class Classifying(Client):
     needs_labels: ClassVar[str] = "reads class labels"
     #: what the method trains heads on, other than features of samples: batch norm is unfit for it; empty: nothing
     trains_head_on: ClassVar[str] = ""
+    #: whether the method gives heads (B, d) features itself, beside the learner's own steps
+    calls_heads: ClassVar[bool] = False
 
     def configure_learner(self) -> None:  # noqa: D102
         super().configure_learner()
@@ -204,7 +207,9 @@ class Classifying(Client):
         if self.data is not None and self.spec.example is not None:
             with self.at_head() as seen:
                 mean_loss(self.learner, [self.spec.example])
-            seen.features  # noqa: B018  # refuses a step that does not call the head once
+            features = seen.features  # refuses a step that does not call the head once
+            if self.calls_heads or self.trains_head_on:
+                takes_features(self.head_module, features, type(self).__name__)
             if self.needs_labels:
                 with needed(f"Client {self.spec.client_id}", f"{type(self).__name__} {self.needs_labels}"):
                     self.class_counts  # noqa: B018

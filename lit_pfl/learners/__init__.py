@@ -13,7 +13,16 @@ from lit_pfl.learners.classifier import (
 )
 from lit_pfl.learners.forward import forward_changed
 from lit_pfl.learners.handing_on import call_hook, hand_on, hand_on_evaluation, place_checkpoints
-from lit_pfl.learners.heads import AddLogits, HeadCall, at_head, find_head, linear_layers, log_mixture, sizes_of_head
+from lit_pfl.learners.heads import (
+    AddLogits,
+    HeadCall,
+    at_head,
+    find_head,
+    linear_layers,
+    log_mixture,
+    sizes_of_head,
+    takes_features,
+)
 from lit_pfl.learners.logs import STAGE, LossTally, Recorder, recorded, silenced
 from lit_pfl.learners.optimizers import (
     add_parameters,
@@ -66,6 +75,7 @@ __all__ = [
     "size_of",
     "sizes_of_head",
     "split_batch",
+    "takes_features",
     "training_loss",
     "training_outputs",
     "unchanged",

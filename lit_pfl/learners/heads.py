@@ -1,5 +1,6 @@
 """What goes into a learner's head and what comes out, read or replaced in the learner's own steps."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,6 +61,22 @@ def sizes_of_head(head: nn.Module, method: str) -> tuple[int, int]:
             f"logits; {type(head).__name__} has none."
         )
     return layers[0].in_features, layers[-1].out_features
+
+
+@torch.no_grad()
+def takes_features(head: nn.Module, features: Tensor, method: str) -> None:
+    """See that a head can be given (B, d) features, as one that pools images cannot.
+
+    Raises:
+        ConfigError: when it cannot.
+    """
+    try:
+        copy.deepcopy(head).eval()(features)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ConfigError(
+            f"model.head: {method} gives heads (B, d) features, and {type(head).__name__} cannot take them; name its "
+            f"linear part. ({error})"
+        ) from error
 
 
 class HeadCall:

@@ -12,6 +12,7 @@ from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.sharing import EVERYTHING, names_of_head
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import AddLogits, at_head, find_head, log_mixture, sizes_of_head
+from lit_pfl.methods import CCVR, FedCP, FedGen, FedGH, FedRoD
 from lit_pfl.testing import check_method
 from tiny import client, digits, run, weights
 
@@ -163,3 +164,18 @@ def test_a_method_with_further_modules_keeps_every_rule():
 def test_a_learner_that_does_not_call_its_head_once_is_refused_before_training(calls):
     with pytest.raises(ConfigError, match=rf"model\.head: this method needs a head that .* called {calls} times"):
         run(Widened(learner=Owner(calls), head=r"^net\.3\."), digits(2))
+
+
+@pytest.mark.parametrize("method", [CCVR, FedCP, FedGen, FedGH, FedRoD])
+def test_a_head_that_pools_images_is_refused_where_it_would_be_given_features(method):
+    class Pools(Owner):
+        def __init__(self) -> None:
+            super().__init__()
+            head = nn.Sequential(nn.Conv2d(4, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+            self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.ReLU(), head)
+
+    name = method.__name__
+    with pytest.raises(
+        ConfigError, match=rf"^model\.head: {name} gives heads \(B, d\) features, and Sequential cannot"
+    ):
+        run(method(learner=Pools(), head=r"^net\.3"), digits(2), rounds=1)

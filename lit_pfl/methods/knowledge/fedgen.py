@@ -130,8 +130,9 @@ class FedGen(Classifying):
     @cached_property
     def batch_size(self) -> int | None:
         """The number of samples of all batches but a last one with fewer; None where it is not fixed."""
+        data = self.training_data()
         try:
-            return min(batch_size_of(self.training_data()), num_samples(self.training_data()))
+            return min(batch_size_of(data), num_samples(data))
         except ConfigError:
             return None
 

@@ -50,6 +50,7 @@ class FedCP(Classifying):
     needs_common_labels = "averages heads"
 
     shares = EVERYTHING
+    calls_heads = True
     shared_extras = frozenset({"policy"})
 
     own: Memory

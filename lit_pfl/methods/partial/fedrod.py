@@ -47,6 +47,7 @@ class FedRoD(Classifying):
     needs_labels = "counts the samples of every class"
 
     shares = EVERYTHING
+    calls_heads = True
 
     def __init__(self, gamma: NonNegativeFloat = 1.0, start: Literal["zero", "copy"] = "zero", **kwargs: Any) -> None:
         super().__init__(**kwargs)
