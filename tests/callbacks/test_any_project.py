@@ -280,8 +280,11 @@ def test_a_fit_that_counts_steps_cannot_go_on(method, tmp_path):
     assert [state["round"] for state in whole.states] == [1, 2]
     paths = [tmp_path / f"whole/site_{site}/epoch=0.ckpt" for site in range(2)]
     with pytest.raises(MisconfigurationException, match="resume with max_epochs instead of max_steps") as error:
-        run(tmp_path / "resumed", project, method, state=whole.states[0], paths=paths, max_steps=8)
+        run(tmp_path / "refused", project, method, state=whole.states[0], paths=paths, max_steps=8)
     assert "\n" not in str(error.value)
+    resumed = run(tmp_path / "resumed", project, method, state=whole.states[0], paths=paths)
+    for one, other in zip(resumed.modules, whole.modules, strict=True):
+        assert_equal(one.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize("method", METHODS)
