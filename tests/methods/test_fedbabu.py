@@ -1,4 +1,4 @@
-"""FedBABU: the head stays as it was, and fine-tuning is plain SGD that leaves no trace."""
+"""FedBABU: the head stays as it was, and fine-tuning is SGD that leaves no trace."""
 
 import numpy as np
 import pytest
@@ -43,11 +43,13 @@ def test_with_a_head_that_trains_it_is_fedper():
     assert_equal(weights(a), weights(b))
 
 
-def test_fine_tuning_is_gradient_descent_and_is_put_back():
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fine_tuning_is_gradient_descent_and_is_put_back(momentum):
     def flat_body(channels, classes):
         return Parts(nn.Sequential(nn.Flatten(), nn.Linear(64, 64)), nn.Linear(64, classes))
 
-    method = client(FedBABU, backbone=flat_body, finetune="head", finetune_epochs=3, finetune_lr=0.5)
+    tuning = {"finetune": "head", "finetune_epochs": 3, "finetune_lr": 0.5, "finetune_momentum": momentum}
+    method = client(FedBABU, backbone=flat_body, **tuning)
     federation = run(method, digits(2, batch_size=2000), rounds=1)
     member, before = federation.clients[0], weights(federation)
     [(images, labels)] = in_order(federation.data.client(0).train)
@@ -56,8 +58,10 @@ def test_fine_tuning_is_gradient_descent_and_is_put_back():
     problem = object.__new__(SoftmaxRegression)
     problem.data = [(features, np.eye(10)[labels.numpy()])]
     w = flat(member.learner.state_dict(), "backbone.head")
+    velocity = np.zeros_like(w)
     for _ in range(3):
-        w = w - 0.5 * problem.gradient(0, w)
+        velocity = momentum * velocity + problem.gradient(0, w)
+        w = w - 0.5 * velocity
     with torch.inference_mode(), member.personalized() as learner:
         np.testing.assert_allclose(flat(learner.state_dict(), "backbone.head"), w, atol=1e-5)
         others = flat(federation.clients[1].learner.state_dict(), "backbone.head")

@@ -22,7 +22,7 @@ class FedAH(Client):
     averaged one, and W in [0, 1] for every entry, which starts at 1 and is kept. Before that, on every batch of the
     client's training data, in order and in evaluation mode, ``W <- clip(W - eta * grad f * (H_g - H_i), 0, 1)``, with
     the gradient at the head as W makes it. Then a round's first ``head_epochs`` train the head, the others the body;
-    what does not train is frozen.
+    what does not train is frozen. In the released code clients that do not take part in a round learn W in it too.
 
     Args:
         eta: step size of W; 0 leaves it at 1, with which the head is the averaged one.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveFloat
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat
 from torch import Tensor, nn
 
 from lit_pfl.core import Client
@@ -21,9 +21,9 @@ class FedBABU(Client):
     """The body is averaged under a head that keeps its first weights; what is evaluated is fine-tuned by each client.
 
     The head is frozen, so no momentum and no weight decay moves it; it is the same at all clients: a client that joins
-    with another one is refused. For evaluation a client takes ``finetune_epochs`` of plain SGD on its own training
-    data, which is put back afterwards. That goes through the data in order, without augmentation, dropout or a change
-    of running statistics, so it draws nothing; the authors' code trains as ever there.
+    with another one is refused. For evaluation a client takes ``finetune_epochs`` of SGD on its own training data; the
+    weights are put back afterwards. That goes through the data in order, without augmentation, dropout or a change of
+    running statistics, so it draws nothing; the authors' code trains as ever there.
 
     Args:
         finetune_epochs: epochs of fine-tuning before an evaluation; 0 evaluates the body under the first head.
@@ -31,6 +31,7 @@ class FedBABU(Client):
         finetune: what it trains: ``all`` weights, the ``head`` or the ``body``.
         weighting: the mean of the bodies: ``uniform``, as in the authors' code, or by numbers of ``samples``, as in
             FedAvg.
+        finetune_momentum: momentum of fine-tuning.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
@@ -50,10 +51,12 @@ class FedBABU(Client):
         finetune_lr: PositiveFloat = 1e-3,
         finetune: Literal["all", "head", "body"] = "all",
         weighting: Weighting = "uniform",
+        finetune_momentum: ClosedUnitInterval = 0.9,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.finetune_epochs, self.finetune_lr, self.finetune = finetune_epochs, finetune_lr, finetune
+        self.finetune_epochs, self.finetune = finetune_epochs, finetune
+        self.finetune_lr, self.finetune_momentum = finetune_lr, finetune_momentum
         self.weighting = weighting
 
     def configure_learner(self) -> None:  # noqa: D102
@@ -88,8 +91,10 @@ class FedBABU(Client):
         batches = in_order(self.training_data()) if self.finetune_epochs else []
         with torch.inference_mode(False):
             weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            optimizer = torch.optim.SGD(weights.values(), self.finetune_lr, self.finetune_momentum)
         steps = gradients_at(self.learner, self.loss, lambda: weights, batches, self.finetune_epochs)
         for _, gradients in steps:
-            for name, gradient in gradients.items():
-                weights[name] = weights[name].detach() - self.finetune_lr * gradient
+            for name, weight in weights.items():
+                weight.grad = gradients[name]
+            optimizer.step()
         return weights

@@ -25,7 +25,9 @@ class FedGH(Classifying):
     A client trains body and head on its loss, and sends the mean features of every class that it has, in evaluation
     mode. The server trains its head on these, class means as samples with their class as label: one pass in batches, by
     cross entropy and SGD. Its head replaces those of all clients. Bodies may differ, features must be of one size.
-    PFLlib's server has no head of its own, and trains on the first client's as that client trained it.
+    The authors' script takes one class mean a step, by an optimizer of other weights than those of the server's head,
+    which stays as it began. PFLlib's server has no head of its own, and trains on the first client's as that client
+    trained it.
 
     Args:
         server_lr: learning rate of the server's head.
