@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+#: what code of others may raise for what does not suit it
+WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
 
 class ConfigError(ValueError):
     """An option is wrong. The message names it and says what would be right.

@@ -1,7 +1,7 @@
 """Random numbers: the federation's draws, every client's own stream, and samples that are made the same every time."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -243,6 +243,18 @@ class FixedDraws(Dataset):
     def __getitem__(self, position: Any) -> Any:
         with fixed_draws(position[0] if isinstance(position, list) else position):
             return self.dataset[position]
+
+
+class FixedCall:
+    """A function that draws the same at every call, such as a ``collate_fn`` that masks or mixes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it."""
+        with fixed_draws(0):
+            return self.function(*args)
 
 
 class FixedIteration:

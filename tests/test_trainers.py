@@ -257,6 +257,18 @@ def test_callbacks_that_change_which_weights_are_in_place_are_refused(kind, mess
         run(FedAvg(learner=Brings()))
 
 
+class Scores(L.Callback):
+    """Scores a model by itself, as some libraries do."""
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        raise AssertionError
+
+
+def test_hooks_of_callbacks_that_are_not_called_are_told():
+    with pytest.warns(UserWarning, match=r"Scores\.on_validation_batch_end is not called: a federation scores clients"):
+        run(client(FedAvg), digits(2), rounds=1, client_trainer={"callbacks": [Scores()]})
+
+
 class OpensAFile(L.Callback):
     """A callback of which there can be one only."""
 

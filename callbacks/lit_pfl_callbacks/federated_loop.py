@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils.data import SubsetRandomSampler
 
 from lit_pfl_callbacks.frozen import FROZEN, frozen_weights, table_of
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
@@ -99,7 +100,8 @@ class FederatedLoop(L.Callback):
         every_n_epochs: number of local epochs between two exchanges, at least 1.
         share: which entries of ``state_dict()`` are shared: a regular expression searched in the name, or a
             function from name to bool. Modules that decide for themselves do not use it.
-        num_samples: this client's number of training samples; by default the length of the train loader's data set.
+        num_samples: this client's number of training samples; by default the length of the train loader's data set,
+            or of its SubsetRandomSampler.
 
     Attributes:
         watchers: functions that are called with every :class:`~lit_pfl_callbacks.protocols.Transfer`: of a round's
@@ -134,17 +136,32 @@ class FederatedLoop(L.Callback):
         self.seconds = {"link": 0.0}
         self._trained: dict[str, Any] = {}  # what was trained before the last reply was loaded
         self._draws = ResumedDraws()
+        self._started_in_check = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Keep no random state of a checkpoint that was loaded before, to be tested."""
         self._draws.forget()
+        self._started_in_check = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore the random state, but not in several processes: all of them would draw the same."""
         if trainer.world_size > 1:
             self._draws.forget()
-        if self._draws.begin() and trainer.train_dataloader is not None:
-            # A module that asked how many steps there will be has started them (estimated_stepping_batches).
+        self._draws.begin()
+        # A module that asked how many steps there will be has started them (estimated_stepping_batches).
+        self._start_batches_again(trainer, trainer.train_dataloader is not None)
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note whether batches have been started."""
+        self._started_in_check = trainer.train_dataloader is None
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note whether a method that reads training data to be scored has started them now, and for no draws."""
+        self._started_in_check &= trainer.train_dataloader is not None
+
+    def _start_batches_again(self, trainer: L.Trainer, started: bool) -> None:
+        """Let a resumed fit draw what it did not draw when its batches were started, or drew from another state."""
+        if self._draws.resumes and started:
             iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -177,6 +194,7 @@ class FederatedLoop(L.Callback):
                 "ended, and the server's reply would undo what was trained in it. Resume from one that was saved at an "
                 "epoch's end: ModelCheckpoint(save_on_train_epoch_end=True)."
             )
+        self._start_batches_again(trainer, self._started_in_check)
         info, begun = self._join_info(trainer, pl_module), self._draws.begun()
         with self._waiting():
             reply = self._answer(trainer, lambda: self.link.join(info))
@@ -315,8 +333,9 @@ class FederatedLoop(L.Callback):
         if self.num_samples is not None:
             return self.num_samples
         loader: Any = trainer.train_dataloader
+        sampler = getattr(loader, "sampler", None)
         try:
-            return len(loader.dataset)
+            return len(sampler if isinstance(sampler, SubsetRandomSampler) else loader.dataset)
         except (AttributeError, TypeError):
             raise MisconfigurationException(
                 "FederatedLoop cannot see how many training samples this client has: "

@@ -51,6 +51,11 @@ class ResumedDraws:
         self._before: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
 
+    @property
+    def resumes(self) -> bool:
+        """Whether a checkpoint's state is to be restored."""
+        return bool(self._saved)
+
     def keep(self) -> None:
         """Keep the state before a reply is loaded."""
         self._before = random_state()
@@ -67,11 +72,10 @@ class ResumedDraws:
         """Take what a checkpoint contains."""
         self._saved = saved
 
-    def begin(self) -> bool:
-        """Restore the later state, before a resumed fit starts its batches; say whether there was one."""
+    def begin(self) -> None:
+        """Restore the later state, before a resumed fit starts its batches."""
         if self._saved:
             set_random_state(self._saved["after"])
-        return bool(self._saved)
 
     def begun(self) -> dict[str, Any]:
         """Return the state after the batches were started; empty if the fit does not resume."""

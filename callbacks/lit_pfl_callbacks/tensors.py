@@ -23,7 +23,10 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes, of types that numpy does not know too; copied only where they do not lie in order on the
     CPU."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.stride(0) != 1:  # of one element that was expanded, which is contiguous with any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().data
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:

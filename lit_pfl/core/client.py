@@ -28,6 +28,7 @@ from lit_pfl.learners import (
     add_parameters,
     check_copies,
     check_learner,
+    configured_by,
     network_of,
     quick_backbone,
     set_schedules_to,
@@ -452,7 +453,7 @@ class Client(LearnerModule):
     def configure_optimizers(self) -> Any:
         """Return what the learner's own returns."""
         with as_trained(self.learner):
-            configured = self.learner.configure_optimizers()
+            configured = configured_by(self.learner)
         optimizers = optimizers_in(configured) if self.learner.automatic_optimization is False else []
         for optimizer in optimizers or [single_optimizer(configured)]:
             if self.factorization is not None:

@@ -78,6 +78,8 @@ class FromDataset(PartitionedDataModule):
         super().__init__(partition=partition or Uniform(), **kwargs)
         makes = isinstance(dataset, type) or (callable(dataset) and not hasattr(dataset, "__getitem__"))
         dataset = _in_tensors(dataset() if makes else dataset)  # type: ignore[operator]
+        if isinstance(dataset, Mapping):
+            raise ConfigError(f"data.dataset: this {type(dataset).__name__} holds {list(dataset)}; give one of them.")
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigError(
                 f"data.dataset: {type(dataset).__name__} cannot be split over clients; "
@@ -156,14 +158,16 @@ class FromDataset(PartitionedDataModule):
 
     @staticmethod
     def _classes(found: np.ndarray) -> tuple[Tensor, int, tuple[str, ...] | None]:
-        if not np.issubdtype(found.dtype, np.integer):
+        if np.issubdtype(found.dtype, np.integer):
+            found = found.astype(np.int64)  # where -1 is a number, and the number of classes too
+        else:
             if np.issubdtype(found.dtype, np.floating):
                 raise ConfigError("data.labels: classes are whole numbers from 0 or names, not fractions.")
             names, codes = _numbered(found, "labels")
             return codes, len(names), tuple(map(str, names))
         if len(found) and found.min() < 0:
             raise ConfigError(f"data.labels: classes are numbered from 0; there is a {found.min()}.")
-        return torch.from_numpy(found.astype(np.int64)), int(found.max(initial=-1)) + 1, None
+        return torch.from_numpy(found), int(found.max(initial=-1)) + 1, None
 
     def _renumbers(self, num_classes: int | None, groups: Tensor | None) -> str:
         """Return the option for which clients number classes in their own way; empty if none does."""
@@ -246,8 +250,8 @@ def _columns(dataset: Any) -> list[str]:
 
 def _in_tensors(dataset: Any) -> Any:
     """Return a dataset whose samples are tensors where one of Hugging Face would give plain Python values."""
-    plain = _columns(dataset) and dataset.format["type"] is None
-    return dataset.with_format("torch") if plain else dataset
+    form = getattr(dataset, "format", None) if _columns(dataset) else None
+    return dataset.with_format("torch") if form and form["type"] is None else dataset
 
 
 def _numbered(found: np.ndarray, option: str) -> tuple[list[Any], Tensor]:

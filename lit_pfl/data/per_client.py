@@ -117,7 +117,8 @@ class PerClient(FederatedDataModule):
             if where := _own_generator(train):
                 raise ConfigError(
                     f"its training DataLoader draws from a generator of its own ({where}), which a resumed run does "
-                    "not know; leave it out, and draw from PyTorch's, NumPy's or Python's default."
+                    "not know; leave it out, and draw from PyTorch's, NumPy's or Python's default, as a "
+                    "torch.utils.data.RandomSampler(dataset) given as the sampler does."
                 )
             if any(getattr(loader, "persistent_workers", False) for loader in (train, val, test)):
                 raise ConfigError(

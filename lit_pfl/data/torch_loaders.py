@@ -2,8 +2,10 @@
 
 import copy
 import warnings
-from collections.abc import Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
+from functools import cached_property
+from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,16 +23,20 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
+    default_convert,
 )
 
 from lit_pfl.data.batches import size_of, tensors_in
 from lit_pfl.data.resident import leaves_one_out
 from lit_pfl.errors import ConfigError
-from lit_pfl.randomness import FixedDraws, FixedIteration, fixed_draws
+from lit_pfl.randomness import FixedCall, FixedDraws, FixedIteration, fixed_draws
 from lit_pfl_callbacks.tensors import bytes_of
 
 #: samplers that choose samples by number, which need not be tried
 NUMBERING = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+#: how many epochs' worth of a sampler's numbers are looked at
+LONGEST = 4
 #: after how many batches somebody is told that they are being counted
 MANY_BATCHES = 10_000
 
@@ -110,7 +116,7 @@ class _ReadyBatches(_OfDataset):
 
     def in_order(self, batch_size: int | None = None) -> Any:
         batches = FixedDraws(_chosen(self.loader.dataset, self.loader.sampler))
-        return DataLoader(batches, batch_size=None, collate_fn=self.loader.collate_fn, generator=torch.Generator())
+        return DataLoader(batches, batch_size=None, collate_fn=_fixed(self.loader), generator=torch.Generator())
 
     def _makes(self) -> str:
         return "makes whole batches (batch_size=None)"
@@ -185,14 +191,19 @@ class _Places(_Batches):
 class _Samples:
     """Sees a DataLoader as samples and their batches.
 
-    Its samples are those of its dataset, or those that its SubsetRandomSampler may choose. A shuffled loader made here
+    Its samples are those of its dataset, or those that its sampler chooses from. A shuffled loader made here
     leaves a last batch of a single sample out, as :class:`~lit_pfl.data.BatchLoader` does.
     """
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
         self.sampler = getattr(_batches_of(loader), "sampler", None)
-        self.samples = _chosen(loader.dataset, self.sampler)
+
+    @cached_property
+    def samples(self) -> Dataset:
+        return _chosen(
+            self.loader.dataset, self.sampler if isinstance(self.sampler, NUMBERING) else _batches_of(self.loader)
+        )
 
     @property
     def num_samples(self) -> int:
@@ -204,7 +215,7 @@ class _Samples:
 
     def _ordered(self, samples: Dataset, batch_size: int) -> DataLoader:
         # A DataLoader draws a seed for its workers even if it has none, so it gets a generator of its own.
-        settings = {"collate_fn": self.loader.collate_fn, "generator": torch.Generator()}
+        settings = {"collate_fn": _fixed(self.loader), "generator": torch.Generator()}
         fixed: Any = FixedDraws(samples)
         return _made(self.loader, fixed, SequentialSampler(fixed), batch_size, False, settings)
 
@@ -289,7 +300,43 @@ def _batches_of(loader: DataLoader) -> Any:
 
 
 def _chosen(dataset: Dataset, sampler: Any) -> Dataset:
-    return Subset(dataset, list(sampler.indices)) if isinstance(sampler, SubsetRandomSampler) else dataset
+    """Return the part of a dataset that a sampler chooses from: clients may share a dataset, each with its sampler."""
+    if isinstance(sampler, SubsetRandomSampler):
+        return Subset(dataset, list(sampler.indices))
+    size = len(dataset)  # type: ignore[arg-type]
+    if isinstance(sampler, SequentialSampler | RandomSampler):
+        there = len(sampler.data_source)
+        return dataset if there >= size else Subset(dataset, range(there))
+    if any(isinstance(one, Iterator) for one in (sampler, getattr(sampler, "sampler", None))):
+        return dataset  # an iterator can be looked through once
+    if isinstance(sampler, WeightedRandomSampler):
+        numbers: Any = sampler.weights.nonzero().flatten().tolist()
+    else:
+        numbers, later = _numbers(sampler, 0, size), _numbers(sampler, 1, size)
+        if numbers != later:  # as where an epoch has a part of the samples
+            return dataset
+    return dataset if len(numbers) in (0, size) else Subset(dataset, sorted(numbers))
+
+
+def _numbers(sampler: Any, epoch: int, size: int) -> set[int]:
+    """Return the numbers that a sampler chooses in an epoch; of one without an end the first ones."""
+    sampler = _looked_at(sampler)
+    for one in (sampler, getattr(sampler, "sampler", None)):
+        if (counts := getattr(one, "set_epoch", None)) is not None:
+            counts(epoch)
+    with fixed_draws(epoch):
+        chosen = islice(sampler, LONGEST * size)
+        return {
+            int(number)
+            for one in chosen
+            for number in (one if isinstance(one, Iterable) and not isinstance(one, Tensor) else [one])
+        }
+
+
+def _fixed(loader: DataLoader) -> Callable[[Any], Any] | None:
+    """Return what makes batches in a DataLoader, drawing the same every time."""
+    collate = loader.collate_fn
+    return collate if collate in (None, default_collate, default_convert) else FixedCall(collate)
 
 
 def _batch_size(loader: DataLoader) -> int:

@@ -23,7 +23,7 @@ from lit_pfl.engines.replaced import Replaced
 from lit_pfl.engines.resuming import refuse_another_network
 from lit_pfl.engines.trainers import AlreadyJoined
 from lit_pfl.engines.unfreezing import Unfreezing
-from lit_pfl.engines.validation import check_monitored
+from lit_pfl.engines.validation import check_monitored, warn_of_unused
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import ASLEEP, Elsewhere, MemoryCheckpointIO, limit_batches, make_lean, undisturbed
@@ -162,6 +162,7 @@ class Local(Engine):
             with undisturbed():
                 self._start(client)
             check_monitored(module)
+            warn_of_unused(module.trainer)
         module.completed_rounds = completed
         limit_batches(module.trainer, batches)
         self.frozen_weights.begin(client)

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import WRONG, ConfigError
 from lit_pfl.learners import SkipBatch, recorded, size_of, training_loss, unchanged, without_gradients
 from lit_pfl.learners.scoring import mean_loss, transferred
+from lit_pfl.nn import composed_layers
 from lit_pfl.randomness import fixed_draws
-
-#: what a training step may raise for a batch that does not suit it
-WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 def choose_threads(
@@ -44,9 +42,11 @@ def choose_threads(
     except WRONG as error:
         if learner._trainer is None or _works(learner, example):
             return most
+        name, composed = type(learner).__name__, next(composed_layers(learner), None)
+        hint = "" if composed is None else f" (its {composed[0]} is a {type(composed[1]).__name__} under this method)"
         raise ConfigError(
-            f"model.learner: {type(learner).__name__} has no training loss for a batch of this data, "
-            f"{_described(example)}: {type(error).__name__}: {error}"
+            f"model.learner: {name} has no training loss for a batch of this data, {_described(example)}{hint}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     operations = counter.get_total_flops() / size_of(example) * (batch_size or size_of(example)) * stacked
     return max(1, min(most, round(operations / 2e7)))

@@ -2,6 +2,7 @@
 
 import lightning as L
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core import Client
 from lit_pfl.data import has_batches
@@ -10,6 +11,13 @@ from lit_pfl.learners import STAGE
 from lit_pfl.learners.scoring import RUNNING, score
 from lit_pfl.lightning_internals import show_scores, told_evaluating
 from lit_pfl.randomness import normal_number_kept, scoring_draws
+
+#: hooks of callbacks that come while a Trainer validates or tests
+UNUSED = [
+    f"on_{stage}_{when}"
+    for stage in ("validation", "test")
+    for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
+]
 
 
 def monitors(trainer: L.Trainer) -> dict[str, str]:
@@ -57,6 +65,19 @@ class OwnValidation:
         self._scored |= logged_now.keys()
         with told_evaluating(self.client, RUNNING["val"]):
             call._call_callback_hooks(trainer, "on_validation_end", monitoring_callbacks=True)
+
+
+def warn_of_unused(trainer: L.Trainer) -> None:
+    """Say which callbacks of a client's Trainer wait for hooks of validation or tests, as which it is not scored."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for hook in UNUSED:
+            made = getattr(type(callback), hook)
+            if made is not getattr(L.Callback, hook) and not made.__module__.startswith("lightning."):
+                rank_zero_warn(
+                    f"{type(callback).__name__}.{hook} is not called: a federation scores clients outside of their "
+                    "Trainers. Log scores in validation_step and test_step of the learner, or in its own hooks."
+                )
+                break
 
 
 def check_monitored(client: Client) -> None:

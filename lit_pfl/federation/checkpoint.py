@@ -185,5 +185,5 @@ def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: 
         if saved["data"][client] != samples:
             raise ConfigError(
                 f"data: client {client} had other samples, or other labels, in the run that wrote the checkpoint; "
-                "give its data.seed, data.partition and so on."
+                "give its data.seed, data.partition and so on, and data that are the same whenever they are read."
             )

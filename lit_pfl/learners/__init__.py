@@ -26,6 +26,7 @@ from lit_pfl.learners.heads import (
 from lit_pfl.learners.logs import STAGE, LossTally, Recorder, recorded, silenced
 from lit_pfl.learners.optimizers import (
     add_parameters,
+    configured_by,
     extend,
     refuse_scaled_gradients,
     set_schedules_to,
@@ -56,6 +57,7 @@ __all__ = [
     "check_callbacks",
     "check_copies",
     "check_learner",
+    "configured_by",
     "extend",
     "find_head",
     "forward_changed",

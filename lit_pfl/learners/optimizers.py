@@ -2,15 +2,17 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import WRONG, ConfigError
 from lit_pfl.lightning_internals import optimizers_in
+from lit_pfl.nn import composed_layers
 
 
 def single_optimizer(configured: Any) -> torch.optim.Optimizer:
@@ -26,6 +28,51 @@ def single_optimizer(configured: Any) -> torch.optim.Optimizer:
             "one, as automatic optimization does."
         )
     return found[0]
+
+
+def configured_by(learner: L.LightningModule) -> Any:
+    """Return what a learner's ``configure_optimizers`` returns, where a method may have replaced layers.
+
+    Raises:
+        ConfigError: when it fails on replaced layers, or its optimizers train them in part or still train what they
+            replace.
+    """
+    replaced = dict(composed_layers(learner))
+    name = type(learner).__name__
+    try:
+        configured = learner.configure_optimizers()
+    except WRONG as error:
+        if not replaced or isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"model.learner: configure_optimizers of {name} fails on layers that this method replaces "
+            f"({_parameters_of(replaced)}): {type(error).__name__}: {error}"
+        ) from error
+    groups = [group for one in optimizers_in(configured) for group in one.param_groups]
+    given = {id(weight) for group in groups for weight in group["params"]}
+    others = bool(given - {id(weight) for weight in learner.parameters()})
+    for layer, part in replaced.items():
+        trained = {f"{layer}.{weight}": id(w) for weight, w in part.named_parameters() if w.requires_grad}
+        missing = [weight for weight, own in trained.items() if own not in given]
+        if missing and others:
+            raise ConfigError(
+                f"model.learner: the optimizer of {name} has weights of layers that this method has replaced, and not "
+                f"{missing[0]}; make it in configure_optimizers, from self.parameters() as they are then."
+            )
+        if missing and len(missing) < len(trained):
+            raise ConfigError(
+                f"model.learner: configure_optimizers of {name} leaves out {missing[0]}, so it would not train; choose "
+                f"parameters of replaced layers by their names now ({_parameters_of(replaced)})."
+            )
+        if missing and given:
+            rank_zero_warn(f"{name}: no optimizer has a parameter of {layer} ({missing[0]}), so it does not train.")
+    return configured
+
+
+def _parameters_of(replaced: Mapping[str, nn.Module]) -> str:
+    """Return a replaced layer's kind and the names of its parameters, for a message."""
+    layer, part = next(iter(replaced.items()))
+    return f"{layer} is a {type(part).__name__} of {', '.join(name for name, _ in part.named_parameters())}"
 
 
 def set_schedules_to(rounds: int, local_epochs: int, trainer: L.Trainer) -> None:

@@ -86,7 +86,8 @@ def training_outputs(
             f"model.learner: its training_step returns {what}; it must return the loss as a tensor of one number, a "
             "dict with that as its 'loss', or None to skip the batch."
         )
-    return plain(loss), outputs if isinstance(outputs, Mapping) else {}
+    number = plain(loss)
+    return number.reshape(()) if number.dim() else number, outputs if isinstance(outputs, Mapping) else {}
 
 
 @runtime_checkable

@@ -124,18 +124,19 @@ class LeanEpochLoop(_TrainingEpochLoop):
             results.batch, results.batch_size, results.dataloader_idx = batch, None, None
             progress.increment_started()
 
-            module._current_fx_name = "training_step"
-            output: Any = module.training_step(batch, index)
-            module._current_fx_name = None
-            loss = output if output is None or isinstance(output, Tensor) else output["loss"]
-            del output  # what else is in it would live as long as the next batch's
-            drop_gradients(optimizer)  # those that a hook or the step itself has left
-            if loss is not None:
-                loss.backward()
-            step.increment_ready()
-            take_step(optimizer)
-            step.increment_completed()
-            drop_gradients(optimizer)  # at once, so that the next batch finds this memory warm
+            if batch is not None:  # of a collate_fn that has dropped all of its samples
+                module._current_fx_name = "training_step"
+                output: Any = module.training_step(batch, index)
+                module._current_fx_name = None
+                loss = output if output is None or isinstance(output, Tensor) else output["loss"]
+                del output  # what else is in it would live as long as the next batch's
+                drop_gradients(optimizer)  # those that a hook or the step itself has left
+                if loss is not None:
+                    loss.backward()
+                step.increment_ready()
+                take_step(optimizer)
+                step.increment_completed()
+                drop_gradients(optimizer)  # at once, so that the next batch finds this memory warm
 
             progress.increment_processed()
             if scheduled:

@@ -1,6 +1,6 @@
 """Layers."""
 
-from lit_pfl.nn.composed import ComposedConv2d, ComposedLinear, geometry
+from lit_pfl.nn.composed import ComposedConv2d, ComposedLinear, composed_layers, geometry
 from lit_pfl.nn.factorized import (
     FactorizedConv2d,
     FactorizedLinear,
@@ -59,6 +59,7 @@ __all__ = [
     "Start",
     "check_plain",
     "class_groups",
+    "composed_layers",
     "factorize",
     "factorized_layers",
     "factorized_parts",

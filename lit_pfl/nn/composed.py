@@ -1,5 +1,6 @@
 """Layers whose weight is computed from other parameters, used as PyTorch's own are."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +45,11 @@ class ComposedConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, I, H, W) to (B, O, H', W')."""
         return nn.functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def composed_layers(module: nn.Module) -> Iterator[tuple[str, ComposedLinear | ComposedConv2d]]:
+    """Return the composed layers of a module, with their names."""
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, ComposedLinear | ComposedConv2d))
 
 
 def geometry(layer: nn.Conv2d | ComposedConv2d) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
@@ -223,6 +223,11 @@ def test_an_unknown_number_of_samples_is_asked_for():
     with pytest.raises(MisconfigurationException, match=r"FederatedLoop\(num_samples=...\)"):
         quiet_trainer(FederatedLoop(Ends()), max_epochs=1).fit(PlainModule(), batches)
     link = Ends()
+    chosen = DataLoader(
+        TensorDataset(torch.rand(30, 64), torch.zeros(30).long()), 5, sampler=SubsetRandomSampler(range(5))
+    )
+    quiet_trainer(FederatedLoop(link), max_epochs=1).fit(PlainModule(), chosen)
+    assert link.info.num_samples == 5
     quiet_trainer(FederatedLoop(link, num_samples=7), max_epochs=1).fit(PlainModule(), batches)
     assert link.info.num_samples == 7
 

@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,11 @@ def test_every_method_by_the_callback_alone(name, kind, tmp_path):
         assert any(not torch.equal(own[name], weight) for name, weight in first.items() if name in own)
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "Floco"])
-def test_a_site_that_shuffles_and_drops_out_goes_on_with_its_bits(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("check", [0, 2], ids=["", "sanity check"])
+@pytest.mark.parametrize("name", ["FedAvg", "Floco", "KNNPer", "FedBABU"])
+def test_a_site_that_shuffles_and_drops_out_goes_on_with_its_bits(name, check, tmp_path, monkeypatch):
+    """KNNPer and FedBABU read training data to be scored, in the sanity check too, whose draws Lightning puts back."""
+    monkeypatch.setattr(sys.modules[__name__], "trainer", partial(trainer, num_sanity_val_steps=check))
     monkeypatch.setitem(BODIES, "table", lambda: nn.Sequential(table(), nn.Dropout()))
     monkeypatch.setattr(
         sys.modules[__name__], "samples", lambda kind, site, make=samples: DataLoader(make(kind, site).dataset, 4, True)

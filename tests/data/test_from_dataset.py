@@ -261,6 +261,13 @@ def test_labels_may_be_names():
     assert [len({i % 3 for i in of(data, k, "train")}) for k in range(3)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int32])
+def test_labels_may_be_of_any_whole_type(kind):
+    labels = (torch.arange(30) % 3).to(kind)
+    data = ready(TensorDataset(torch.randn(30, 2), labels), labels=labels)
+    assert data.client(0).num_classes == 3
+
+
 def test_domains_number_their_classes():
     data = ready(labels="targets", partition=Domains([[0, 4], [1, 3]]), num_clients=2)
     for k, classes in enumerate([[0, 4], [1, 3]]):
@@ -450,6 +457,7 @@ def test_held_samples_move_to_the_device():
         ({"labels": [0.5] * N}, "not fractions"),
         ({"groups": [None, 1] * 101 + [2]}, "data.groups: they have no order"),
         ({"groups": [0, 1] * 101 + [2], "evaluate_on": "alike"}, "data.evaluate_on=alike: groups have evaluation sam"),
+        ({"dataset": {"train": [1], "test": [2]}}, r"this dict holds \['train', 'test'\]; give one of them"),
         ({"dataset": Stream()}, "Stream cannot be split over clients; give a map-style Dataset"),
         ({"dataset": TensorDataset(torch.zeros(0))}, "this TensorDataset is empty"),
         ({"num_clients": 200}, "more than the 162 training samples of FromDataset; choose at most 162"),

@@ -48,7 +48,9 @@ def test_what_is_no_loss_is_told(outputs, said):
 
 @pytest.mark.parametrize("outputs", [torch.ones(()), torch.ones(1), {"loss": torch.ones(()), "logits": torch.ones(3)}])
 def test_losses(outputs):
-    assert loss_of(outputs).item() == 1
+    loss = loss_of(outputs)
+    assert loss.item() == 1
+    assert loss.shape == ()  # several are stacked, added and compared
 
 
 class Detector(L.LightningModule):

@@ -16,6 +16,7 @@ from lit_pfl.methods import (
     Ditto,
     FactorizedFL,
     FedAvg,
+    FedBABU,
     FedDyn,
     FedProx,
     FedSLR,
@@ -23,6 +24,7 @@ from lit_pfl.methods import (
     PerFedAvg,
     PFedPara,
     Scaffold,
+    SimFed,
 )
 from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, trainer, weights
@@ -118,6 +120,36 @@ def test_batches_of_nobody_do_not_count_in_the_loss():
     federation = Federation(FedAvg(learner=Skips()), seed=1, threads=1)
     trainer(2).fit(federation, datamodule=PerClient([Poisson(client, False) for client in range(2)]))
     assert math.isfinite(federation.trainer.callback_metrics["train/loss"])
+
+
+class Dropping(Site):
+    """Every other batch is None: its collate_fn has dropped all of its samples."""
+
+    def train_dataloader(self):
+        loader = super().train_dataloader()
+        loader.collate_fn = usable
+        return loader
+
+
+def usable(rows):
+    rows = [row for row in rows if not row[0].isnan().any()]
+    return default_collate(rows) if rows else None
+
+
+@pytest.mark.parametrize("method", [FedAvg, Ditto, PerFedAvg, FedBABU, SimFed], ids=lambda method: method.__name__)
+def test_batches_that_are_none_are_left_out(method):
+    federations = []
+    for kind, spoilt in ((Site, False), (Dropping, True)):
+        torch.manual_seed(0)
+        federation = Federation(method(learner=Skips()), seed=1, threads=1)
+        trainer(2).fit(federation, datamodule=PerClient([kind(client, spoilt) for client in range(2)]))
+        federations.append(federation)
+    plain, dropping = federations
+    if method is FedAvg:  # others read twice as many samples, or divide other batches
+        assert_equal(weights(plain), weights(dropping))
+    assert math.isfinite(dropping.trainer.callback_metrics["train/loss"])
+    with dropping.clients[0].personalized() as one:
+        assert all(weight.isfinite().all() for weight in one.state_dict().values())
 
 
 def test_the_inner_step_of_per_fedavg_is_of_the_batches_that_are_left():

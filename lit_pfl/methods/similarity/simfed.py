@@ -13,7 +13,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, MixingServer
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.batches import tensors_in
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import WRONG, ConfigError
 from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.nn import Memory
 from lit_pfl.nn.factorization import Factorization
@@ -93,6 +93,12 @@ class SimFed(Client):
 
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
         noise = {name: reply[name] for name in self.criteria_input if name in reply}
+        for name, x in noise.items():
+            if x.shape != (own := self.criteria_input[name].shape):
+                raise ConfigError(
+                    f"model.learner: SimFed sends all clients one input of noise, of shape {list(x.shape)}, and client "
+                    f"{self.spec.client_id}'s input has {list(own)}; give clients inputs of one shape, as by padding."
+                )
         if noise:
             self.criteria_input.copy_(noise)
         super().download({name: tensor for name, tensor in reply.items() if name not in noise})
@@ -109,6 +115,13 @@ class SimFed(Client):
             mean_loss(self.learner, [batch])
         except _Seen as seen:
             return seen.embedding.flatten()
+        except WRONG as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"model.encoder: {type(self.learner).__name__} cannot take the Gaussian noise by which SimFed compares "
+                f"encoders ({type(error).__name__}: {error}); name a part that can."
+            ) from error
         finally:
             handle.remove()
         raise ConfigError(
@@ -183,7 +196,7 @@ class SimFedServer(MixingServer):
                 raise ConfigError(
                     f"model.encoder: client {client}'s embedding has {size} numbers and client {first}'s "
                     f"{sizes[first]}, so they cannot be compared; name a part of the network whose output has the "
-                    "same shape whatever the input, such as one behind the pooling."
+                    "same shape whatever the input, such as one behind the pooling, and give inputs of one shape."
                 )
         super().start(clients)
         self.model = self.model.with_(self.criteria_input)

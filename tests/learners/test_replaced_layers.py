@@ -1,0 +1,154 @@
+"""Methods that replace layers, and learners whose optimizers, steps or encoders do not go with that."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from lit_pfl.errors import ConfigError
+from lit_pfl.methods import FactorizedFL, FedAvg, PFedPara, SimFed
+from tiny import trainer
+
+REPLACING = [SimFed, PFedPara, FactorizedFL]
+
+
+class Learner(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.head = nn.Linear(8, 2)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class MadeBefore(Learner):
+    def __init__(self):
+        super().__init__()
+        self.made = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self):
+        return self.made
+
+
+class ByName(Learner):
+    def configure_optimizers(self):
+        named = [(name, weight) for name, weight in self.named_parameters() if name.endswith(("weight", "bias"))]
+        return torch.optim.SGD([weight for _, weight in named], lr=0.1)
+
+
+class Sorting(Learner):
+    def configure_optimizers(self):
+        weights = dict(self.named_parameters())
+        return torch.optim.SGD([weights["body.0.weight"]], lr=0.1)
+
+
+class HeadAlone(Learner):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+class AskingForWeights(Learner):
+    def training_step(self, batch, batch_idx):
+        if not any(isinstance(part, nn.Linear) for part in self.body):
+            raise ValueError("no linear layer")
+        return super().training_step(batch, batch_idx)
+
+
+class Careful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+
+    def forward(self, x):
+        if bool((x < 0).any()):
+            raise ValueError("counts are not negative")
+        return self.layer(x)
+
+
+class OfCounts(Learner):
+    def __init__(self):
+        super().__init__()
+        self.body = Careful()
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+
+    def forward(self, x):
+        return self.layer(x).mean(1)
+
+
+def site(*shape: int) -> L.LightningDataModule:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.rand(12, *(shape or (4,)), generator=draw)
+    return L.LightningDataModule.from_datasets(TensorDataset(x, torch.arange(12) % 2), batch_size=4)
+
+
+def fit(method, data=None):
+    federation = Federation(method, seed=0, threads=1)
+    trainer(1).fit(federation, datamodule=data or PerClient([site(), site()]))
+    return federation
+
+
+@pytest.mark.parametrize("method", REPLACING)
+def test_an_optimizer_of_layers_that_are_no_longer_there_is_refused(method):
+    with pytest.raises(ConfigError, match=r"^model\.learner: the optimizer of MadeBefore has weights of layers that"):
+        fit(method(learner=MadeBefore()))
+
+
+def test_where_nothing_is_replaced_it_trains():
+    learner = MadeBefore()
+    before = learner.head.weight.detach().clone()
+    assert not torch.equal(fit(FedAvg(learner=learner)).clients[0].learner.head.weight, before)
+
+
+@pytest.mark.parametrize("method", REPLACING)
+def test_an_optimizer_of_a_part_of_a_layer_is_refused(method):
+    with pytest.raises(ConfigError, match=r"configure_optimizers of ByName leaves out body\.0\.(u|w1\.x)"):
+        fit(method(learner=ByName()))
+
+
+@pytest.mark.parametrize("method", REPLACING)
+def test_configure_optimizers_that_fails_on_them_is_told_which_they_are(method):
+    with pytest.raises(ConfigError, match=r"fails on layers that .* replaces \(body\.0 is a \w+ of .*KeyError"):
+        fit(method(learner=Sorting()))
+
+
+def test_other_errors_of_configure_optimizers_stay_as_they_are():
+    class Wrong(Learner):
+        def configure_optimizers(self):
+            raise KeyError("rate")
+
+    with pytest.raises(KeyError, match="rate"):
+        fit(FedAvg(learner=Wrong()))
+
+
+def test_a_layer_that_no_optimizer_has_is_told():
+    with pytest.warns(UserWarning, match=r"HeadAlone: no optimizer has a parameter of body\.0 \(body\.0\.u\)"):
+        fit(SimFed(learner=HeadAlone()))
+
+
+def test_a_step_that_looks_for_other_layers_is_told_what_there_is():
+    with pytest.raises(ConfigError, match=r"\(its body\.0 is a FactorizedLinear under this method\): ValueError: no"):
+        fit(FactorizedFL(learner=AskingForWeights()))
+
+
+def test_an_encoder_that_cannot_take_noise_is_told():
+    with pytest.raises(ConfigError, match=r"^model\.encoder: OfCounts cannot take the Gaussian noise .*counts are"):
+        fit(SimFed(learner=OfCounts()))
+
+
+def test_inputs_of_different_shapes_are_told():
+    learner = Learner()
+    learner.body = Pooled()
+    with pytest.raises(ConfigError, match=r"of shape \[1, 5, 4\], and client 1's input has \[1, 7, 4\]; give clients"):
+        fit(SimFed(learner=learner), PerClient([site(5, 4), site(7, 4)]))
