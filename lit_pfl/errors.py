@@ -1,10 +1,17 @@
 """The ways in which something from outside can be wrong."""
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 #: what code of others may raise for what does not suit it
 WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
+
+_WORDS = {operator.gt: "above", operator.ge: "from", operator.lt: "below", operator.le: "up to"}
 
 
 class ConfigError(ValueError):
@@ -60,6 +67,59 @@ class SaveError(OSError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its kind where there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def check_options_of(thing: object, prefix: str) -> None:
+    """See that a thing's options are what its constructor's annotations say, as the command line does.
+
+    Looked at are those that are words of a list (``Literal``) or numbers in a range, and attributes of the same name.
+
+    Args:
+        thing: the thing.
+        prefix: where its options are, for the error.
+
+    Raises:
+        ConfigError: when one is something else.
+    """
+    for name, kinds in _annotated(type(thing)).items():  # type: ignore[arg-type]  # classes have hashes
+        value: Any = getattr(thing, name, None)
+        if value is None or any(_is_of(value, kind) for kind in kinds):
+            continue
+        words = [str(word) for kind in kinds for word in get_args(kind)]
+        raise ConfigError(
+            f"{prefix}.{name}={value!r}: " + (f"choose {', '.join(words)}." if words else f"give a {_range(kinds[0])}.")
+        )
+
+
+def _range(kind: Any) -> str:
+    """Return which numbers are in a range of jsonargparse."""
+    limits = " and ".join(f"{_WORDS[compare]} {limit}" for compare, limit in kind._restrictions)
+    return f"{'whole ' if kind._type is int else ''}number {limits}"
+
+
+@cache
+def _annotated(kind: type) -> dict[str, list[Any]]:
+    """Return which words or numbers the options of a class may be; those that may be something else are left out."""
+    found: dict[str, list[Any]] = {}
+    for base in reversed(kind.__mro__):
+        hints = get_type_hints(base.__init__) if "__init__" in base.__dict__ else {}  # type: ignore[misc]
+        for name, hint in hints.items():
+            kinds = [one for one in get_args(hint) or (hint,) if one is not NoneType]
+            kinds = [hint] if get_origin(hint) is Literal else kinds
+            found.pop(name, None)
+            if kinds and all(get_origin(one) is Literal or hasattr(one, "_restrictions") for one in kinds):
+                found[name] = kinds
+    return found
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    try:
+        kind(getattr(value, "item", lambda: value)())  # also numpy's numbers, and tensors of one
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, str)
 
 
 def refuse_other_lightning(option: str, thing: object, kind: str) -> None:

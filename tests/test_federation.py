@@ -557,12 +557,6 @@ def test_defaults_of_a_prototype_are_shared_by_no_one():
     assert federation.prototype.make_optimizer is momentum_sgd
 
 
-@pytest.mark.parametrize("option", ["evaluate", "if_not_saved"])
-def test_what_cannot_be_chosen_is_refused_from_python_too(option):
-    with pytest.raises(ConfigError, match=rf"^federation\.{option}=none: choose .*, .*\.$"):
-        Federation(client(FedAvg), **{option: "none"})
-
-
 def test_what_is_no_engine_is_refused():
     with pytest.raises(ConfigError, match=r"^federation\.engine\.size=0: give 1 or more\.$"):
         Stacked(size=0)

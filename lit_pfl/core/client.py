@@ -19,7 +19,7 @@ from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.core.shared_tensors import SharedTensors, extra_tensors, load_shared
 from lit_pfl.core.sharing import Role, check_sharing, encoder_of, names_of_head, roles_of
 from lit_pfl.core.spec import ClientSpec
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.learners import (
     BackboneCallable,
     ImageClassifier,
@@ -287,6 +287,9 @@ class Client(LearnerModule):
             spec: what it is to learn.
             alone: whether a Trainer is given this client on its own, and asks it for loaders and evaluation.
         """
+        check_options_of(self, "model")
+        if self.factorization is not None:
+            check_options_of(self.factorization, "model.factorization")
         if self.server_optimizer is not None and self.factorization is not None:
             raise ConfigError(
                 "model.server_optimizer needs dense weights, whose zeros are sent too; leave out model.factorization."

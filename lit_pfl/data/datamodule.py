@@ -12,7 +12,7 @@ from lit_pfl.data.eval_split import alike_samples, check_fractions, matched_spli
 from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.labels import label_permutation
 from lit_pfl.data.partition import IID, Partition
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, check_options_of
 
 
 class Samples(Protocol):
@@ -139,6 +139,10 @@ class PartitionedDataModule(FederatedDataModule):
         """
         if self.data is not None:
             return
+        check_options_of(self, "data")
+        if not isinstance(self.partition, Partition):
+            raise ConfigError(f"data.partition={self.partition!r}: give a partition, such as Dirichlet(alpha=0.5).")
+        check_options_of(self.partition, "data.partition")
         data = self.load()
         self._check_labels(data)
         labels = data.labels.numpy()

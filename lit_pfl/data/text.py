@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_pfl.data.eval_split import check_fractions
 from lit_pfl.data.federated import ClientData, FederatedDataModule
 from lit_pfl.data.resident import ResidentLoader
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, check_options_of
 
 
 class Text(FederatedDataModule):
@@ -92,6 +92,7 @@ class Text(FederatedDataModule):
         """Read the texts, once."""
         if self.codes is not None:
             return
+        check_options_of(self, "data")
         texts = self._read()
         vocabulary = np.unique(np.concatenate([_code_points(text) for text in texts.values()]))
         self.characters = "".join(map(chr, vocabulary))

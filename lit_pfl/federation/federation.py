@@ -25,7 +25,7 @@ from lit_pfl.engines.questions import predicted, standalone
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.engines.validation import monitors
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.federation.checkpoint import (
     OPTIONAL,
     Fingerprints,
@@ -147,15 +147,13 @@ class Federation(QuickModule):
             name = getattr(client, "__name__", type(client).__name__)
             raise ConfigError(f"{name} is not a method; pass one around it: Federation(FedAvg(learner={name}())).")
         check_client_options(client_trainer or {})
-        check_options(
-            participation, evaluate_clients, evaluate, keep_trained, quorum, engine, max_update_norm, if_not_saved
-        )
+        check_options(participation, evaluate_clients, evaluate, keep_trained, quorum, engine)
         check_together(privacy, deadline, asynchronous)
         self.automatic_optimization = False
         # Not a submodule: a LightningModule hands its own Trainer down to those.
         self.__dict__["prototype"] = client
         # plain numbers, since a checkpoint has no others: the command line gives numbers of types of its own
-        self.local_epochs = int(local_epochs or client.min_local_epochs)
+        self.local_epochs = client.min_local_epochs if local_epochs is None else int(local_epochs)
         self.participation = participation
         self.evaluate_clients = evaluate_clients
         self.evaluate, self.keep_trained = evaluate, keep_trained
@@ -167,6 +165,7 @@ class Federation(QuickModule):
         self.if_not_saved = if_not_saved
         # what was given is as good for another run
         self.privacy = copy.deepcopy(privacy)
+        check_options_of(self, "federation")
         self._given_engine = engine or Local()
         self.engine = copy.deepcopy(self._given_engine)
         self._directions = higher_is_better or {}

@@ -17,8 +17,6 @@ def check_options(
     keep_trained: bool,
     quorum: float,
     engine: object,
-    max_update_norm: float | None,
-    if_not_saved: str,
 ) -> None:
     """See that options are in range; see :class:`~lit_pfl.Federation` for them.
 
@@ -30,14 +28,6 @@ def check_options(
     check_quorum("federation.quorum", quorum)
     if not isinstance(engine, Engine | None):
         raise ConfigError(f"federation.engine={engine!r}: give an engine, such as Local() or Stacked(size=32).")
-    if max_update_norm is not None and not max_update_norm > 0:
-        raise ConfigError(f"federation.max_update_norm={max_update_norm}: give a number above 0.")
-    for name, given, choices in (
-        ("evaluate", evaluate, ("before", "after", "global")),
-        ("if_not_saved", if_not_saved, ("stop", "continue")),
-    ):
-        if given not in choices:
-            raise ConfigError(f"federation.{name}={given}: choose {', '.join(choices)}.")
     if evaluate == "before" and not keep_trained:
         raise ConfigError(
             "federation.evaluate=before scores models as they have trained, which federation.keep_trained=False does "

@@ -1,0 +1,68 @@
+"""Options of a script are checked as those of the command line are."""
+
+import numpy as np
+import pytest
+
+from lit_pfl import Federation
+from lit_pfl.data import ClientDirichlet, Digits
+from lit_pfl.errors import ConfigError, check_options_of
+from lit_pfl.methods import FedAvg, FedBABU, SimFed
+from lit_pfl.nn.factorization import Factorization
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "Official"}, "data.split='Official': choose pooled, official."),
+        ({"evaluate_on": "All"}, "data.evaluate_on='All': choose own, all, alike."),
+        ({"num_clients": 0}, "data.num_clients=0: give a whole number above 0."),
+        ({"num_clients": "4"}, "data.num_clients='4': give a whole number above 0."),
+        ({"seed": -1}, "data.seed=-1: give a whole number from 0."),
+        ({"partition": "Dirichlet"}, "data.partition='Dirichlet': give a partition, such as Dirichlet(alpha=0.5)."),
+        (
+            {"partition": ClientDirichlet(exhausted="Reuse")},
+            "data.partition.exhausted='Reuse': choose redraw, reuse.",
+        ),
+    ],
+)
+def test_data(options, message):
+    with pytest.raises(ConfigError) as error:
+        Digits(**options).setup()
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (lambda: SimFed(match="Best"), "model.match='Best': choose best, random, worst."),
+        (lambda: FedAvg(norm_stats="Averaged"), "model.norm_stats='Averaged': choose local, averaged."),
+        (lambda: FedBABU(finetune_lr=0.0), "model.finetune_lr=0.0: give a number above 0."),
+        (lambda: FedBABU(finetune_momentum=2), "model.finetune_momentum=2: give a number from 0 and up to 1."),
+        (
+            lambda: FedAvg(factorization=Factorization(l1_mode="none")),
+            "model.factorization.l1_mode='none': choose subgradient, proximal, inert.",
+        ),
+    ],
+)
+def test_methods(method, message):
+    with pytest.raises(ConfigError) as error:
+        method().configure_model()
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"local_epochs": 0}, "federation.local_epochs=0: give a whole number above 0."),
+        ({"evaluate": "Before"}, "federation.evaluate='Before': choose before, after, global."),
+    ],
+)
+def test_federations(options, message):
+    with pytest.raises(ConfigError) as error:
+        Federation(FedAvg(), **options)
+    assert str(error.value) == message
+
+
+def test_numbers_of_numpy_are_numbers():
+    Digits(num_clients=np.int64(4)).setup()
+    check_options_of(FedBABU(finetune_lr=np.float32(0.1)), "model")
