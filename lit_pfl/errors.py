@@ -2,8 +2,9 @@
 
 import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from numbers import Number
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -83,7 +84,8 @@ def check_options_of(thing: object, prefix: str) -> None:
     """
     for name, kinds in _annotated(type(thing)).items():  # type: ignore[arg-type]  # classes have hashes
         value: Any = getattr(thing, name, None)
-        if value is None or any(_is_of(value, kind) for kind in kinds):
+        # an attribute may also be what the constructor has made of the option
+        if not isinstance(value, str | Number) or any(_is_of(value, kind) for kind in kinds):
             continue
         words = [str(word) for kind in kinds for word in get_args(kind)]
         raise ConfigError(
@@ -93,7 +95,7 @@ def check_options_of(thing: object, prefix: str) -> None:
 
 def _range(kind: Any) -> str:
     """Return which numbers are in a range of jsonargparse."""
-    limits = " and ".join(f"{_WORDS[compare]} {limit}" for compare, limit in kind._restrictions)
+    limits = " and ".join(f"{_WORDS.get(compare, compare.__name__)} {limit}" for compare, limit in kind._restrictions)
     return f"{'whole ' if kind._type is int else ''}number {limits}"
 
 
@@ -102,7 +104,9 @@ def _annotated(kind: type) -> dict[str, list[Any]]:
     """Return which words or numbers the options of a class may be; those that may be something else are left out."""
     found: dict[str, list[Any]] = {}
     for base in reversed(kind.__mro__):
-        hints = get_type_hints(base.__init__) if "__init__" in base.__dict__ else {}  # type: ignore[misc]
+        hints: dict[str, Any] = {}
+        with suppress(NameError, TypeError, AttributeError):  # of names that are imported for type checkers alone
+            hints = get_type_hints(base.__init__) if "__init__" in base.__dict__ else {}  # type: ignore[misc]
         for name, hint in hints.items():
             kinds = [one for one in get_args(hint) or (hint,) if one is not NoneType]
             kinds = [hint] if get_origin(hint) is Literal else kinds

@@ -1,5 +1,7 @@
 """Options of a script are checked as those of the command line are."""
 
+from typing import Any, Literal
+
 import numpy as np
 import pytest
 
@@ -61,6 +63,15 @@ def test_federations(options, message):
     with pytest.raises(ConfigError) as error:
         Federation(FedAvg(), **options)
     assert str(error.value) == message
+
+
+def test_an_attribute_may_be_what_the_constructor_has_made_of_an_option():
+    class Timed(FedAvg):
+        def __init__(self, rule: Literal["slow", "quick"] = "quick", later: "Unknown" = None, **kwargs: Any) -> None:  # type: ignore[name-defined]  # noqa: F821
+            super().__init__(**kwargs)
+            self.rule = [rule]
+
+    check_options_of(Timed(), "model")
 
 
 def test_numbers_of_numpy_are_numbers():
