@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from lit_pfl.core.payload import FROM_FACTORS, Payload
 from lit_pfl.errors import ConfigError, PayloadError
-from lit_pfl.nn import ComposedConv2d, ComposedLinear, factorized_layers, geometry
+from lit_pfl.nn import ComposedConv2d, ComposedLinear, composed_layers, factorized_layers, geometry
 from lit_pfl.ops.low_rank import LowRank, as_matrix
 from lit_pfl_callbacks.files import replacing, write_whole
 
@@ -47,9 +47,7 @@ def to_dense(network: nn.Module) -> nn.Module:
     """
     network = copy.deepcopy(network)
     plain: dict[nn.Module, nn.Module] = {}  # by the layer that it stands for, so that a layer in two places stays one
-    for path, layer in list(network.named_modules(remove_duplicate=False)):
-        if not isinstance(layer, ComposedConv2d | ComposedLinear):
-            continue
+    for path, layer in list(composed_layers(network)):
         if layer not in plain:
             plain[layer] = _plain(layer)
         if not path:

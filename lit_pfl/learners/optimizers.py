@@ -38,12 +38,14 @@ def configured_by(learner: L.LightningModule) -> Any:
             replace.
     """
     replaced = dict(composed_layers(learner))
+    if not replaced:
+        return learner.configure_optimizers()
     name = type(learner).__name__
     try:
         configured = learner.configure_optimizers()
+    except ConfigError:
+        raise
     except WRONG as error:
-        if not replaced or isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"model.learner: configure_optimizers of {name} fails on layers that this method replaces "
             f"({_parameters_of(replaced)}): {type(error).__name__}: {error}"

@@ -174,8 +174,6 @@ def gradients_at(
     """
     with torch.inference_mode(False), torch.enable_grad(), without_trace(learner):
         for index, batch in chain.from_iterable(enumerate(batches) for _ in range(epochs)):
-            if batch is None:
-                continue
             weights = {name: weight.detach().requires_grad_() for name, weight in at().items()}
             named = {f"learner.{name}": weight for name, weight in weights.items()}
             with suppress(SkipBatch):
@@ -192,8 +190,6 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
     n, total = 0, 0.0
     with without_trace(learner):
         for index, batch in enumerate(batches):
-            if batch is None:
-                continue
             batch = transferred(learner, batch)
             size = size_of(batch)
             if not size:

@@ -63,9 +63,11 @@ def training_outputs(
             ``Mixup`` does.
 
     Raises:
-        SkipBatch: when it returns None.
+        SkipBatch: when it returns None, or the batch is None, as of a ``collate_fn`` that has dropped all samples.
         ConfigError: when it returns something else that is not a loss.
     """
+    if batch is None:
+        raise SkipBatch
     if keep:
         batch = own_batch(batch)
     if learner.automatic_optimization:

@@ -48,8 +48,9 @@ class ComposedConv2d(nn.Module):
 
 
 def composed_layers(module: nn.Module) -> Iterator[tuple[str, ComposedLinear | ComposedConv2d]]:
-    """Return the composed layers of a module, with their names."""
-    return ((name, part) for name, part in module.named_modules() if isinstance(part, ComposedLinear | ComposedConv2d))
+    """Return the composed layers of a module, with their names; one in two places has two."""
+    parts = module.named_modules(remove_duplicate=False)
+    return ((name, part) for name, part in parts if isinstance(part, ComposedLinear | ComposedConv2d))
 
 
 def geometry(layer: nn.Conv2d | ComposedConv2d) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Returning(L.LightningModule):
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    return training_loss(Returning(outputs), None, 0)
+    return training_loss(Returning(outputs), (), 0)
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,9 @@ class SimFed(Client):
             mean_loss(self.learner, [batch])
         except _Seen as seen:
             return seen.embedding.flatten()
+        except ConfigError:
+            raise
         except WRONG as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(
                 f"model.encoder: {type(self.learner).__name__} cannot take the Gaussian noise by which SimFed compares "
                 f"encoders ({type(error).__name__}: {error}); name a part that can."

@@ -168,8 +168,6 @@ class PerFedAvg(Client):
             gradient = {name: torch.zeros_like(weight) for name, weight in weights.items()}
             with without_trace(self.learner):
                 for index, batch in enumerate(batches):
-                    if batch is None:
-                        continue
                     batch = transferred(self.learner, batch)
                     with suppress(SkipBatch):
                         for name, part in _gradients(self.loss(self.learner, batch, index), weights).items():
