@@ -35,8 +35,6 @@ from lit_pfl_callbacks.tensors import bytes_of
 
 #: samplers that choose samples by number, which need not be tried
 NUMBERING = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-#: how many epochs' worth of a sampler's numbers are looked at
-LONGEST = 4
 #: after how many batches somebody is told that they are being counted
 MANY_BATCHES = 10_000
 
@@ -312,20 +310,20 @@ def _chosen(dataset: Dataset, sampler: Any) -> Dataset:
     if isinstance(sampler, WeightedRandomSampler):
         numbers: Any = sampler.weights.nonzero().flatten().tolist()
     else:
-        numbers, later = _numbers(sampler, 0, size), _numbers(sampler, 1, size)
-        if numbers != later:  # as where an epoch has a part of the samples
+        numbers = _numbers(sampler, 0, size)
+        if len(numbers) < size and numbers != _numbers(sampler, 1, size):  # an epoch has a part of the samples
             return dataset
     return dataset if len(numbers) in (0, size) else Subset(dataset, sorted(numbers))
 
 
 def _numbers(sampler: Any, epoch: int, size: int) -> set[int]:
-    """Return the numbers that a sampler chooses in an epoch; of one without an end the first ones."""
+    """Return the numbers that a sampler chooses in an epoch; of one without a length the first ones."""
     sampler = _looked_at(sampler)
     for one in (sampler, getattr(sampler, "sampler", None)):
         if (counts := getattr(one, "set_epoch", None)) is not None:
             counts(epoch)
     with fixed_draws(epoch):
-        chosen = islice(sampler, LONGEST * size)
+        chosen = islice(sampler, size if (length := sized_len(sampler)) is None else length)
         return {
             int(number)
             for one in chosen
