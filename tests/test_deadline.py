@@ -127,7 +127,7 @@ def test_part_of_the_work_is_what_fits(tmp_path):
         ({"seconds": 0}, "deadline.seconds=0"),
         ({"seconds": math.inf}, "deadline.seconds=inf: give a number above 0, up to"),
         ({"seconds": 1, "wanted": 1.5}, "deadline.wanted=1.5"),
-        ({"seconds": 1, "late": "wait"}, "deadline.late=wait: choose drop, partial"),
+        ({"seconds": 1, "late": "wait"}, "deadline.late='wait': choose drop, partial"),
     ],
 )
 def test_what_cannot_be(options, said):

@@ -558,7 +558,7 @@ def test_defaults_of_a_prototype_are_shared_by_no_one():
 
 
 def test_what_is_no_engine_is_refused():
-    with pytest.raises(ConfigError, match=r"^federation\.engine\.size=0: give 1 or more\.$"):
+    with pytest.raises(ConfigError, match=r"^federation\.engine\.size=0: give a whole number above 0\.$"):
         Stacked(size=0)
     with pytest.raises(ConfigError, match=r"^federation\.engine='stacked': give an engine, such as Local\(\)"):
         Federation(client(FedAvg), engine="stacked")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lit_pfl import Federation
+from lit_pfl.core import ServerAdam
 from lit_pfl.data import ClientDirichlet, Digits
 from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.methods import FedAvg, FedBABU, SimFed
@@ -41,6 +42,10 @@ def test_data(options, message):
         (lambda: FedBABU(finetune_lr=0.0), "model.finetune_lr=0.0: give a number above 0."),
         (lambda: FedBABU(finetune_momentum=2), "model.finetune_momentum=2: give a number from 0 and up to 1."),
         (
+            lambda: FedAvg(server_optimizer=ServerAdam(beta1=1.5)),
+            "model.server_optimizer.beta1=1.5: give a number from 0 and up to 1.",
+        ),
+        (
             lambda: FedAvg(factorization=Factorization(l1_mode="none")),
             "model.factorization.l1_mode='none': choose subgradient, proximal, inert.",
         ),
@@ -56,6 +61,8 @@ def test_methods(method, message):
     ("options", "message"),
     [
         ({"local_epochs": 0}, "federation.local_epochs=0: give a whole number above 0."),
+        ({"local_epochs": 2.5}, "federation.local_epochs=2.5: give a whole number above 0."),
+        ({"seed": 1.5}, "federation.seed=1.5: give a whole number from 0."),
         ({"evaluate": "Before"}, "federation.evaluate='Before': choose before, after, global."),
     ],
 )

@@ -250,7 +250,7 @@ def test_what_privacy_does_not_cover():
         ({"clip": float("inf")}, "privacy.clip=inf: give a number above 0"),
         ({"noise_multiplier": float("inf")}, "privacy.noise_multiplier=inf: give a number from 0"),
         ({"delta": 1}, "privacy.delta=1: give a number above 0 and below 1"),
-        ({"where": "somewhere"}, "privacy.where=somewhere: give central or local"),
+        ({"where": "somewhere"}, "privacy.where='somewhere': choose central, local"),
         ({"quantile": 0.5, "where": "local"}, "a local clip cannot adapt"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -15,7 +15,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.payload_state import payload_from, payload_state
 from lit_pfl.core.server import Server
 from lit_pfl.core.sharing import NORM_STATISTICS
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.randomness import Draws, number_of
 
 
@@ -99,6 +99,7 @@ class FedBuff(Asynchronous):
     ) -> None:
         super().__init__(buffer, speeds)
         self.exponent = exponent
+        check_options_of(self, "federation.asynchronous")
 
     def counted(self, upload: Payload, began: Payload, model: Mapping[str, Tensor], staleness: int) -> Payload:  # noqa: D102
         if staleness == 0:
@@ -133,9 +134,8 @@ class FedAsync(Asynchronous):
         speeds: Speeds | None = None,
     ) -> None:
         super().__init__(1, speeds)
-        if function not in STALENESS:
-            raise ConfigError(f"federation.asynchronous.function={function}: choose {', '.join(STALENESS)}.")
         self.mixing, self.function, self.a, self.b = mixing, function, a, b
+        check_options_of(self, "federation.asynchronous")
 
     def counted(self, upload: Payload, began: Payload, model: Mapping[str, Tensor], staleness: int) -> Payload:  # noqa: D102
         share = self.mixing * STALENESS[self.function](staleness, self.a, self.b)

@@ -288,8 +288,8 @@ class Client(LearnerModule):
             alone: whether a Trainer is given this client on its own, and asks it for loaders and evaluation.
         """
         check_options_of(self, "model")
-        if self.factorization is not None:
-            check_options_of(self.factorization, "model.factorization")
+        check_options_of(self.factorization, "model.factorization")
+        check_options_of(self.server_optimizer, "model.server_optimizer")
         if self.server_optimizer is not None and self.factorization is not None:
             raise ConfigError(
                 "model.server_optimizer needs dense weights, whose zeros are sent too; leave out model.factorization."

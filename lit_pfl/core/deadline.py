@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 
 from lit_pfl.core.participation import lines_of, named
-from lit_pfl.errors import ConfigError, LateUpload
+from lit_pfl.errors import ConfigError, LateUpload, check_options_of
 from lit_pfl.randomness import Draws, check_share, number_of
 
 #: the most that times, in seconds, and standard deviations of their logarithms may be: enough for any, and no overflow
@@ -153,9 +153,8 @@ class Deadline:
             raise ConfigError(f"federation.deadline.seconds={seconds}: give a number above 0, up to {LONGEST:g}.")
         if wanted is not None:
             check_share("federation.deadline.wanted", wanted)
-        if late not in ("drop", "partial"):
-            raise ConfigError(f"federation.deadline.late={late}: choose drop, partial.")
         self.seconds, self.wanted, self.late = seconds, wanted, late
+        check_options_of(self, "federation.deadline")
         self.speeds = speeds or Speeds()
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from lit_pfl.core.participation import Sampling
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
 from lit_pfl.core.updates import norm_of, update_norm, update_of
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.ops.robust import clipping_factor
 from lit_pfl.randomness import Draws
 
@@ -70,13 +70,8 @@ class ClientPrivacy:
         for name, value, good, right in (
             ("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < math.inf, "a number from 0"),
             ("clip", clip, 0 < clip < math.inf, "a number above 0"),
-            ("where", where, where in ("central", "local"), "central or local"),
             ("delta", delta, 0 < delta < 1, "a number above 0 and below 1"),
-            ("budget", budget, budget is None or budget > 0, "a number above 0"),
             ("quantile", quantile, quantile is None or 0 < quantile < 1, "a number above 0 and below 1"),
-            ("quantile_lr", quantile_lr, quantile_lr > 0, "a number above 0"),
-            ("count_noise", count_noise, count_noise > 0, "a number above 0"),
-            ("accountant", accountant, accountant in ("rdp", "pld"), "rdp or pld"),
         ):
             if not good:
                 raise ConfigError(f"federation.privacy.{name}={value}: give {right}.")
@@ -85,6 +80,7 @@ class ClientPrivacy:
         self.noise_multiplier, self.clip, self.where, self.delta = noise_multiplier, clip, where, delta
         self.budget, self.quantile, self.quantile_lr = budget, quantile, quantile_lr
         self.count_noise, self.accountant = count_noise, accountant
+        check_options_of(self, "federation.privacy")
         self._first_clip = clip
         self.taken: dict[int, int] = {}  # in how many rounds a client has uploaded, where that counts
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_pfl.core.averaging import weighted_mean, wide_type
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.updates import norm_of, update_norm, update_of
-from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.errors import ConfigError, UploadError, check_options_of
 from lit_pfl.ops.robust import (
     clipping_factor,
     coordinate_median,
@@ -156,12 +156,8 @@ class GeometricMedian(Reweighted):
     """
 
     def __init__(self, iterations: PositiveInt = 3, smoothing: PositiveFloat = 1e-6) -> None:
-        if iterations < 1 or not smoothing > 0:
-            raise ConfigError(
-                f"model.mean.iterations={iterations}, model.mean.smoothing={smoothing}: give 1 or more steps, and a "
-                "distance above 0."
-            )
         self.iterations, self.smoothing = iterations, smoothing
+        check_options_of(self, "model.mean")
 
     def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:  # noqa: D102
         return geometric_median_weights(parts, weights, self.iterations, self.smoothing)
@@ -181,12 +177,8 @@ class MultiKrum(Reweighted):
     """
 
     def __init__(self, byzantine: NonNegativeInt = 1, chosen: PositiveInt | None = None) -> None:
-        if byzantine < 0 or (chosen is not None and chosen < 1):
-            raise ConfigError(
-                f"model.mean.byzantine={byzantine}, model.mean.chosen={chosen}: give 0 or more hostile clients, and 1 "
-                "or more that are averaged."
-            )
         self.byzantine, self.chosen = byzantine, chosen
+        check_options_of(self, "model.mean")
 
     def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:  # noqa: D102
         count = len(weights)
@@ -255,9 +247,8 @@ class NormClipping(Rescaled):
     """
 
     def __init__(self, norm: PositiveFloat = 1.0) -> None:
-        if not norm > 0:
-            raise ConfigError(f"model.mean.norm={norm}: give a norm above 0.")
         self.norm = norm
+        check_options_of(self, "model.mean")
 
     def scale(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> list[float]:  # noqa: D102
         norms = (update_norm(upload, center, names) for upload in uploads.values())

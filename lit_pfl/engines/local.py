@@ -25,7 +25,7 @@ from lit_pfl.engines.trainers import AlreadyJoined
 from lit_pfl.engines.unfreezing import Unfreezing
 from lit_pfl.engines.validation import check_monitored, warn_of_unused
 from lit_pfl.engines.work import Work
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.lightning_internals import ASLEEP, Elsewhere, MemoryCheckpointIO, limit_batches, make_lean, undisturbed
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks.federated_loop import next_epoch
@@ -59,9 +59,9 @@ class Local(Engine):
 
     def __init__(self, awake: PositiveInt | None = None) -> None:
         super().__init__()
-        if awake is not None and not (isinstance(awake, int) and awake >= 1):
-            raise ConfigError(f"federation.engine.awake={awake}: give 1 or more.")
         self.awake = awake
+        check_options_of(self, "federation.engine")
+        self.awake = None if awake is None else int(awake)
         self.asleep: Asleep | None = None
         self.hub = LocalHub()
         self.frozen_weights = FrozenWeights(self.clients, asleep=awake is not None)

@@ -22,7 +22,7 @@ from lit_pfl.engines.placement import Placement
 from lit_pfl.engines.work import Work
 from lit_pfl.engines.worker import Answer, Modes, Outer
 from lit_pfl.engines.workforce import Handle, Workforce
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.lightning_internals import ASLEEP, Content
 from lit_pfl_callbacks.run_folder import run_folder
 
@@ -75,8 +75,6 @@ class Ray(Engine):
         awake: PositiveInt | None = None,
     ) -> None:
         super().__init__()
-        if workers is not None and workers < 1:
-            raise ConfigError(f"federation.engine.workers={workers}: give 1 or more.")
         self._keeper = None if awake is None else Local(awake)  # has the files, and no client
         if awake is not None and not recover:
             raise ConfigError(
@@ -84,6 +82,7 @@ class Ray(Engine):
                 "leave one of the two out."
             )
         self.workers, self.address, self.recover, self.awake = workers, address, recover, awake
+        check_options_of(self, "federation.engine")
         self.resources = {"num_cpus": 1.0, **(resources or {})}
         self._states: dict[int, Any] = {}  # references to kept states
         self._ended = False

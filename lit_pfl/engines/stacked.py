@@ -42,9 +42,8 @@ class Stacked(Local):
     all_at_once = True
 
     def __init__(self, size: PositiveInt = 32, awake: PositiveInt | None = None) -> None:
-        super().__init__(awake)
-        if size < 1:
-            raise ConfigError(f"federation.engine.size={size}: give 1 or more.")
+        self.size = size
+        super().__init__(awake)  # which checks both
         self.size = int(size if awake is None else min(size, awake))
         self._checked: set[int] = set()
 

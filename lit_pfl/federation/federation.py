@@ -152,20 +152,21 @@ class Federation(QuickModule):
         self.automatic_optimization = False
         # Not a submodule: a LightningModule hands its own Trainer down to those.
         self.__dict__["prototype"] = client
-        # plain numbers, since a checkpoint has no others: the command line gives numbers of types of its own
-        self.local_epochs = client.min_local_epochs if local_epochs is None else int(local_epochs)
+        self.local_epochs = client.min_local_epochs if local_epochs is None else local_epochs
         self.participation = participation
         self.evaluate_clients = evaluate_clients
         self.evaluate, self.keep_trained = evaluate, keep_trained
         self.quorum, self.max_update_norm = quorum, max_update_norm
         self.deadline, self.asynchronous = deadline, asynchronous
-        self.seed = None if seed is None else int(seed)
-        self.threads = threads
+        self.seed, self.threads = seed, threads
         self.client_trainer = client_trainer or {}
         self.if_not_saved = if_not_saved
         # what was given is as good for another run
         self.privacy = copy.deepcopy(privacy)
         check_options_of(self, "federation")
+        # plain numbers, since a checkpoint has no others: the command line gives numbers of types of its own
+        self.local_epochs = int(self.local_epochs)
+        self.seed = None if seed is None else int(seed)
         self._given_engine = engine or Local()
         self.engine = copy.deepcopy(self._given_engine)
         self._directions = higher_is_better or {}

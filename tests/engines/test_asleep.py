@@ -348,7 +348,7 @@ def test_a_disk_that_fills_up_with_states_ends_the_run_and_it_is_gone_on_with(tm
 
 @pytest.mark.parametrize("awake", [2.5, "2", 0, -1])
 def test_a_number_of_clients_that_is_none_is_refused(awake):
-    with pytest.raises(ConfigError, match=rf"^federation\.engine\.awake={awake}: give 1 or more"):
+    with pytest.raises(ConfigError, match=rf"^federation\.engine\.awake={awake!r}: give a whole number above 0\.$"):
         Local(awake=awake)
 
 

@@ -116,7 +116,7 @@ def test_what_comes_out_of_a_parcel(copy):
 
 @pytest.mark.parametrize(("options", "name"), [({"workers": 0}, "workers"), ({"awake": 0}, "awake")])
 def test_what_cannot_be_is_refused(options, name):
-    with pytest.raises(ConfigError, match=rf"^federation\.engine\.{name}=0: give 1 or more\.$"):
+    with pytest.raises(ConfigError, match=rf"^federation\.engine\.{name}=0: give a whole number above 0\.$"):
         Ray(**options)
 
 
