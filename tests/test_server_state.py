@@ -1,10 +1,16 @@
-"""What a checkpoint holds of a server: names and contents are those of earlier versions."""
+"""What a checkpoint holds of a server."""
+
+from collections import deque
+from io import BytesIO
+from typing import Any
 
 import pytest
 import torch
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from lit_pfl import Client, MixingServer, Payload, Server
 from lit_pfl.core import ClientInfo
+from lit_pfl.errors import ConfigError
 from lit_pfl.methods import (
     APPLE,
     AgnosticFL,
@@ -26,7 +32,7 @@ from lit_pfl.ops.low_rank import LowRank
 from lit_pfl.testing.method_tester import PlainNet
 from tiny import assert_equal, client, spec
 
-ALL = {"model", "sparse", "seed"}
+ALL = {"model", "seed"}
 MIXED = {"latest", "weights"}
 #: by method, what its server keeps beside the model
 KEPT = {
@@ -49,7 +55,7 @@ def started(method: type[Client]) -> Server:
 
 
 @pytest.mark.parametrize("method", KEPT, ids=lambda method: method.__name__)
-def test_names_are_what_they_were_and_values_are_plain(method):
+def test_values_are_plain(method):
     server = started(method)
     state = server.state_dict()
     assert state.keys() == ALL | KEPT[method]
@@ -64,13 +70,20 @@ def test_names_are_what_they_were_and_values_are_plain(method):
     assert all(isinstance(one, Payload) for one in (server.model, other.model))
 
 
-def test_of_a_mixing_server_before_its_first_round_earlier_versions_kept_nothing():
-    server = MixingServer()
-    server.start({0: ClientInfo(3, Payload({"w": torch.ones(2)}))})
-    server.load_state_dict({"model": {"w": torch.zeros(2)}, "sparse": [], "seed": 4})
-    assert server.latest == {}
-    assert server.mixing() is None
-    assert torch.equal(server.reply(0)["w"], torch.zeros(2))
+def two(server: Server) -> Server:
+    """Return a server of two clients that share one tensor."""
+    server.start({k: ClientInfo(3, Payload({"w": torch.ones(200)})) for k in range(2)})
+    return server
+
+
+def resumed(server: Server) -> Server:
+    """Return a server of the same kind that has taken over the state, read as a checkpoint is."""
+    file = BytesIO()
+    torch.save(server.state_dict(), file)
+    file.seek(0)
+    other = two(type(server)())
+    other.load_state_dict(torch.load(file, weights_only=True))
+    return other
 
 
 class Alone(MixingServer):
@@ -80,27 +93,57 @@ class Alone(MixingServer):
 
 def test_a_tensor_that_nobody_in_a_mixture_has_is_left_out():
     """As one that another client has just unfrozen."""
-    server = Alone()
-    server.start({k: ClientInfo(3, Payload({"w": torch.ones(2)})) for k in range(2)})
-    server.aggregate(1, {0: Payload({"w": torch.ones(2)}), 1: Payload({"w": torch.ones(2), "new": torch.ones(1)})})
+    server = two(Alone())
+    upload = Payload({"w": torch.ones(200)})
+    server.aggregate(1, {0: upload, 1: upload.with_({"new": torch.ones(1)})})
     assert [list(server.reply(k)) for k in range(2)] == [["w"], ["w", "new"]]
 
 
-def test_uploads_that_are_kept_are_payloads_again():
-    server = started(SimFed)
-    name = next(iter(server.model.sparse))
-    state = server.state_dict()
-    state["latest"] = {1: {name: torch.eye(3)}}
-    server.load_state_dict(state)
-    assert isinstance(server.latest[1], Payload)
-    assert name in server.latest[1].sparse
+class More(Alone):
+    """Keeps something beside what its base classes keep."""
+
+    kept = ("more",)
+    more: Any = None
 
 
-@pytest.mark.parametrize("factors", [{"factors": {}}, {}], ids=["as earlier versions wrote it", "as it is written"])
-def test_a_model_without_factors(factors):
-    server = started(FedSLR)
-    server.load_state_dict({**server.state_dict(), **factors})
-    assert server.model.low_rank == {}
+def test_what_base_classes_keep_is_kept_too():
+    server = two(More())
+    server.aggregate(1, {0: Payload({"w": torch.zeros(200)}), 1: Payload({"w": torch.ones(200)})})
+    server.more = 3
+    other = resumed(server)
+    assert other.more == 3
+    assert [other.reply(k)["w"].sum() for k in range(2)] == [0, 200]
+
+
+def test_payloads_that_are_kept_are_payloads_again_wherever_they_are():
+    """With what of them is sent as sparse, and in factors: it decides how many bytes a reply has."""
+    sparse = Payload({"w": torch.eye(20)}, sparse=["w"])
+    factors = Payload({}, low_rank={"w": LowRank(torch.ones(20, 1), torch.ones(1, 20), (20, 20))})
+    server = two(More())
+    server.more = {"history": [sparse, factors], 7: sparse, "pair": (factors, {"step": 4})}
+    more = resumed(server).more
+    found = [*more["history"], more[7], more["pair"][0]]
+    for payload, original in zip(found, [sparse, factors, sparse, factors], strict=True):
+        assert isinstance(payload, Payload)
+        assert torch.equal(payload["w"], original["w"])
+        assert payload.nbytes == original.nbytes
+    assert more["pair"][1] == {"step": 4}
+
+
+@pytest.mark.parametrize(("value", "kind"), [(deque([1]), "deque"), ({"a": [object()]}, "object")])
+def test_what_could_not_be_read_again_is_not_written(value, kind):
+    server = two(More())
+    server.more = value
+    with pytest.raises(ConfigError, match=rf"^More\.more holds a {kind}, which no checkpoint can; keep tensors, "):
+        server.state_dict()
+
+
+def test_numbers_of_the_command_line_are_plain_in_a_checkpoint():
+    server = two(More())
+    server.more = [PositiveInt(3), PositiveFloat(0.5), True]
+    more = resumed(server).more
+    assert more == [3, 0.5, True]
+    assert [type(one) for one in more] == [int, float, bool]
 
 
 def test_a_model_in_factors():
@@ -108,8 +151,7 @@ def test_a_model_in_factors():
     low_rank = LowRank(torch.ones(12, 1), torch.ones(1, 3), (4, 1, 3, 3))
     server.model = Payload({"b": torch.ones(1)}, low_rank={"w": low_rank})
     state = server.state_dict()
-    assert list(state["model"]) == ["b"]
-    assert state["factors"] == {"w": (low_rank.left, low_rank.right, low_rank.shape)}
+    assert list(state["model"]["tensors"]) == ["b"]
     other = started(FedSLR)
     other.load_state_dict(state)
     assert torch.equal(other.model["w"], low_rank.dense())

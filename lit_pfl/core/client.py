@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lit_pfl.core.learner_module import LearnerModule
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.robust import RobustMean
-from lit_pfl.core.server import Server, Weighting, averaging
+from lit_pfl.core.server import Server, Weighting
 from lit_pfl.core.server_optimizer import ServerOptimizer
-from lit_pfl.core.shared_tensors import SharedTensors, extra_tensors, load_shared
+from lit_pfl.core.shared_tensors import EXTRA, SharedTensors, extra_tensors, load_shared
 from lit_pfl.core.sharing import Role, check_sharing, encoder_of, names_of_head, roles_of
 from lit_pfl.core.spec import ClientSpec
 from lit_pfl.errors import ConfigError, check_options_of
@@ -50,6 +50,8 @@ def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Serv
     def configure_server(self: "Client") -> Server:
         self.configure_model()  # also before any Trainer has seen it
         server = make(self)
+        if self.weighting == "uniform":
+            server.weighting = "uniform"
         if self.server_optimizer is not None:
             weights = [name for name, _ in self.learner.named_parameters(remove_duplicate=False)]
             server.step_by(copy.deepcopy(self.server_optimizer), weights)
@@ -193,7 +195,7 @@ class Client(LearnerModule):
     @_made_ready
     def configure_server(self) -> Server:
         """Return the server that goes with this kind of client; by default it averages as :attr:`weighting` says."""
-        return averaging(self.weighting)
+        return Server()
 
     def initial(self) -> Payload:
         """Return what is sent once, on joining: by default what an upload would hold."""
@@ -228,7 +230,9 @@ class Client(LearnerModule):
         """Return what is sent at the end of a round: the client's own memory, which changes when it trains on."""
         shared, f = self.shared_parameters(), self.factorization
         sent = Payload(shared) if f is None else Payload(f.sent(self.learner, shared), f.masks(self.learner, shared))
-        return sent.with_(extra_tensors(self.extra, self.shared_extras)) if self.shared_extras else sent
+        if self.shared_extras:
+            sent = sent.with_(extra_tensors(self.extra, self.shared_extras, self.norm_stats == "averaged"))
+        return sent
 
     def release_round_state(self) -> tuple[float, int]:
         """Drop what the next round does not need; the upload is handed over.
@@ -259,8 +263,9 @@ class Client(LearnerModule):
         return factorized_parts(self.learner) or dense_parts(self.learner)
 
     def load_global(self, model: Mapping[str, Tensor]) -> None:
-        """Become the global model, see :meth:`~lit_pfl.Server.global_model`."""
-        self._load(model)
+        """Become the global model, see :meth:`~lit_pfl.Server.global_model`; what else is in it is left out."""
+        own = self.roles()
+        self._load({name: tensor for name, tensor in model.items() if name in own or name.startswith(EXTRA)})
 
     # ------------------------------------------------------------------------------------------------ making a client
 
@@ -294,6 +299,12 @@ class Client(LearnerModule):
             raise ConfigError(
                 "model.server_optimizer needs dense weights, whose zeros are sent too; leave out model.factorization."
             )
+        for step in ("validation_step", "test_step", "predict_step"):
+            if getattr(type(self), step) is not getattr(L.LightningModule, step):
+                raise ConfigError(
+                    f"{type(self).__name__}.{step} would never be called, as learners are scored by their own; change "
+                    "what is scored in personalized()."
+                )
         check_sharing(self.shares, self.share_head, spec.labels_agree, type(self).__name__, self.needs_common_labels)
         self.spec, self.alone = spec, alone
         self._make_learner()

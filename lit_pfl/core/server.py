@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload, as_payload
-from lit_pfl.core.payload_state import FACTORS, factors_of, low_rank_of, payloads_from, plain
+from lit_pfl.core.payload_state import restored, saved
 from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.errors import ConfigError
@@ -44,10 +45,11 @@ class Server:
 
     #: averages payloads in :meth:`aggregate`; a method may have a mean of its own here
     mean: Callable[..., Payload] = staticmethod(weighted_mean)
-    #: attributes that a checkpoint holds beside the model and the seed: tensors, plain values, and dicts of them
+    #: attributes that a checkpoint holds beside the model, the seed and what base classes keep: tensors, plain values,
+    #: payloads, and dicts and lists of them
     kept: ClassVar[tuple[str, ...]] = ()
-    #: further ones that are payloads, in factors too, or dicts of payloads, in none; sparse is what is in the model
-    kept_payloads: ClassVar[tuple[str, ...]] = ()
+    #: how much an upload counts, see :meth:`averaging_weights`; ``uniform`` where the method's ``weighting`` is
+    weighting: Weighting = "samples"
     #: takes the step from the model to the mean of a round; without one, the mean is the new model
     server_optimizer: ServerOptimizer | None = None
     optimized: frozenset[str] = frozenset()
@@ -55,7 +57,8 @@ class Server:
     robust: RobustMean | None = None
     #: whether models are made by :meth:`average`; a class with its own ``aggregate`` or ``averaged`` says so again
     averages: bool = True
-    #: whether uploads are used in that average and nowhere else; said again likewise
+    #: whether uploads are used in that average and nowhere else, not for its weights either; said again likewise, and
+    #: by a class with its own ``averaging_weights``
     means_only: bool = True
     #: names of tensors of an upload that count samples or steps: a negative count, or an absurd one, is refused
     count_tensors: ClassVar[tuple[str, ...]] = ()
@@ -87,6 +90,8 @@ class Server:
 
     def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:
         """Return each upload's weight in the mean; they sum to 1."""
+        if self.weighting == "uniform":
+            return [1 / len(uploads)] * len(uploads)
         sizes = torch.tensor([self.num_samples[client] for client in uploads], dtype=torch.float64)
         return (sizes / sizes.sum()).tolist()
 
@@ -187,8 +192,10 @@ class Server:
     def declares(self, what: Literal["averages", "means_only"]) -> bool:
         """Say whether this server declares one of these.
 
-        A class with an ``aggregate`` or ``averaged`` of its own has to do so again, and so has a server's optimizer.
+        A class with an ``aggregate`` or ``averaged`` of its own has to do so again, and so has a server's optimizer; a
+        class with its own ``averaging_weights`` has to say again that uploads are used in the average alone.
         """
+        own = {"aggregate", "averaged"} | ({"averaging_weights"} if what == "means_only" else set())
         if what == "means_only" and self.server_optimizer is not None and not self.server_optimizer.means_only:
             return False
         if what in vars(self):
@@ -196,7 +203,7 @@ class Server:
         for cls in type(self).__mro__:
             if what in vars(cls):
                 return bool(vars(cls)[what])
-            if {"aggregate", "averaged"} & vars(cls).keys():
+            if own & vars(cls).keys():
                 break
         return False
 
@@ -228,43 +235,28 @@ class Server:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed server needs, as tensors and plain values."""
-        state = {"model": plain(self.model), "sparse": sorted(self.model.sparse), "seed": self.seed}
-        if self.server_optimizer is not None:
-            state["server_optimizer"] = self.server_optimizer.state_dict()
-        state |= {name: plain(getattr(self, name)) for name in (*self.kept, *self.kept_payloads)}
-        in_factors = {FACTORS: self.model, **{f"{name}.{FACTORS}": getattr(self, name) for name in self.kept_payloads}}
-        return state | {key: found for key, payload in in_factors.items() if (found := factors_of(payload))}
+        optimizer = {} if self.server_optimizer is None else {"server_optimizer": self.server_optimizer.state_dict()}
+        kept = {name: saved(getattr(self, name), f"{type(self).__name__}.{name}") for name in self._all_kept()}
+        return {"seed": self.seed, **optimizer, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
-        self.model, self.seed = (
-            Payload(state["model"], state["sparse"], low_rank_of(state.get(FACTORS, {}))),
-            state["seed"],
-        )
+        self.seed = state["seed"]
         if self.server_optimizer is not None:
             self.server_optimizer.load_state_dict(state["server_optimizer"])
-        for name in state.keys() & self.kept:
-            setattr(self, name, plain(state[name]))
-        for name in state.keys() & self.kept_payloads:
-            factors = low_rank_of(state.get(f"{name}.{FACTORS}", {}))
-            setattr(self, name, payloads_from(state[name], state["sparse"], factors, like=getattr(self, name)))
+        for name in self._all_kept():
+            setattr(self, name, restored(state[name]))
+
+    def _all_kept(self) -> list[str]:
+        """Return the names of what is kept, by this class and its base classes."""
+        own = (vars(cls).get("kept", ()) for cls in reversed(type(self).__mro__))
+        return list(dict.fromkeys(["model", *chain.from_iterable(own)]))
 
 
 class UniformServer(Server):
     """Plain averaging in which every upload counts the same."""
 
-    def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
-        return [1 / len(uploads)] * len(uploads)
-
-
-def averaging(weighting: Weighting) -> Server:
-    """Return a server that averages.
-
-    Args:
-        weighting: ``uniform``, every client counting the same, or ``samples``, by numbers of training samples.
-    """
-    servers: dict[Weighting, type[Server]] = {"uniform": UniformServer, "samples": Server}
-    return servers[weighting]()
+    weighting = "uniform"
 
 
 class MixingServer(Server):
@@ -274,8 +266,7 @@ class MixingServer(Server):
     takes no part in anybody's mixture, and gets the initial tensors.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("weights",)
-    kept_payloads: ClassVar[tuple[str, ...]] = ("latest",)
+    kept: ClassVar[tuple[str, ...]] = ("weights", "latest")
 
     latest: dict[int, Payload]
     weights: Tensor

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import lightning as L
 from torch import Tensor, nn
 
-from lit_pfl.core.sharing import Role, names_found
+from lit_pfl.core.sharing import NORM_STATISTICS, Role, names_found
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.frozen import frozen_weights, hold_apart
 from lit_pfl_callbacks.tensors import load_tensors
@@ -75,7 +75,17 @@ class SharedTensors:
         return name, owner, leaf
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is sent by name: the learner's own memory, without gradients."""
+        """Return what is sent by name: the learner's own memory, without gradients.
+
+        Raises:
+            ConfigError: when one of them is no parameter or buffer any more, so that nothing could be loaded into it.
+        """
+        for name, owner, leaf in self._owners:
+            if leaf not in owner._parameters and leaf not in owner._buffers:
+                raise ConfigError(
+                    f"model.learner: {name!r} is made of other tensors since training began, as by pruning or weight "
+                    "normalization; let __init__ or configure_model do that, so that those are sent."
+                )
         return {name: getattr(owner, leaf).detach() for name, owner, leaf in self._owners}
 
     def weights(self) -> dict[str, nn.Parameter]:
@@ -120,12 +130,20 @@ class SharedTensors:
         self._known = None
 
 
-def extra_tensors(extra: nn.ModuleDict, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the tensors of some of a client's further modules, by name in the client: their own memory."""
+def extra_tensors(extra: nn.ModuleDict, names: Iterable[str], statistics: bool) -> dict[str, Tensor]:
+    """Return what is sent of some of a client's further modules, by name in the client: their own memory.
+
+    Args:
+        extra: the further modules.
+        names: which of them.
+        statistics: whether running statistics are sent. Weights that never train are not.
+    """
     return {
         f"{EXTRA}{name}.{leaf}": tensor.detach()
         for name in sorted(names)
-        for leaf, tensor in extra[name].state_dict().items()
+        for leaf, tensor in extra[name].state_dict(keep_vars=True).items()
+        if (statistics or leaf.rpartition(".")[2] not in NORM_STATISTICS)
+        and (tensor.requires_grad or not isinstance(tensor, nn.Parameter))
     }
 
 

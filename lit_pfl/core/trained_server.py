@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
+from lit_pfl.core.payload_state import saved
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl_callbacks.random_state import torch_state_kept
 
@@ -51,17 +52,10 @@ class TrainedServer(Server):
             yield
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        optimizer = self.optimizer.state_dict()
-        groups = [{name: _plain(value) for name, value in group.items()} for group in optimizer["param_groups"]]
-        own = {"module": dict(self.module.state_dict()), "optimizer": {**optimizer, "param_groups": groups}}
-        return {**super().state_dict(), **own}
+        own = {"module": dict(self.module.state_dict()), "optimizer": self.optimizer.state_dict()}
+        return {**super().state_dict(), **saved(own, type(self).__name__)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         super().load_state_dict(state)
         self.module.load_state_dict(move_data_to_device(state["module"], CPU))
         self.optimizer.load_state_dict(move_data_to_device(state["optimizer"], CPU))
-
-
-def _plain(value: Any) -> Any:
-    """Return a number as one of Python's own: options from the command line are of classes that no checkpoint holds."""
-    return next((kind(value) for kind in (bool, int, float) if isinstance(value, kind)), value)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -26,10 +25,11 @@ from lit_pfl.engines.unfreezing import Unfreezing
 from lit_pfl.engines.validation import check_monitored, warn_of_unused
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError, check_options_of
+from lit_pfl.learners.unchanged import put_back, unchanged
 from lit_pfl.lightning_internals import ASLEEP, Elsewhere, MemoryCheckpointIO, limit_batches, make_lean, undisturbed
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks.federated_loop import next_epoch
-from lit_pfl_callbacks.tensors import copied, load_tensors
+from lit_pfl_callbacks.tensors import copied
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
@@ -238,25 +238,17 @@ class Local(Engine):
         """Let a client hold a reply, if there is one; put it back afterwards."""
         module = self.clients[client]
         with self.work.visitors.lent(module, self._restored.get(client, {})):
-            replaced, fixed = {} if reply is None else overwritten(module, reply), constant(module)
+            replaced = {} if reply is None else overwritten(module, reply)
             self.replaced.loads(client, replaced)
             if reply is None:
                 yield module
                 return
-            # a whole state_dict() takes as long as all else here
-            own = {name: attrgetter(name)(module).detach() for name in replaced} if replaced else module.state_dict()
-            # a reply may hold what is frozen here, and has been unfrozen elsewhere
-            before = copied({name: value for name, value in own.items() if name in replaced or name not in fixed})
             has_trained = client in self.hub or client in self._restored
-            with next_epoch(module.trainer) if has_trained else nullcontext():
-                module.download(reply)
-            try:
+            # a download of a method's own may change anything; to put all of it back takes as long as all else here
+            with put_back(module, replaced) if replaced else _all_put_back(module):
+                with next_epoch(module.trainer) if has_trained else nullcontext():
+                    module.download(reply)
                 yield module
-            finally:
-                if replaced:
-                    load_tensors(module, before)
-                else:
-                    module.load_state_dict(before, strict=False)
 
     # ----------------------------------------------------------------------------------------------------------- state
 
@@ -333,5 +325,17 @@ class Local(Engine):
 
 
 @torch.no_grad()
+@contextmanager
+def _all_put_back(module: Client) -> Iterator[None]:
+    """Put a client back: its tensors, but for frozen ones, and its own attributes."""
+    fixed = constant(module)
+    before = copied({name: value for name, value in module.state_dict().items() if name not in fixed})
+    try:
+        with unchanged(module, parts=False):
+            yield
+    finally:
+        module.load_state_dict(before, strict=False)
+
+
 def _copied(answer: T) -> T:
     return apply_to_collection(answer, Tensor, torch.clone, allow_frozen=True)

@@ -22,7 +22,7 @@ from lit_pfl.core.scores import Row, mean_over_samples
 from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
 from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted, standalone
-from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
+from lit_pfl.engines.threads import alone, choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.engines.validation import monitors
 from lit_pfl.errors import ConfigError, check_options_of
@@ -41,7 +41,7 @@ from lit_pfl.federation.monitors import refuse_misspelt
 from lit_pfl.federation.options import check_options, check_together
 from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import Scores
-from lit_pfl.federation.server_step import ServerStep, scale_nothing
+from lit_pfl.federation.server_step import ServerStep, leave_to_clients
 from lit_pfl.federation.summary import described, summarize
 from lit_pfl.federation.timetable import Timetable
 from lit_pfl.lightning_internals import QuickModule
@@ -214,7 +214,7 @@ class Federation(QuickModule):
         data.as_many_each_round = not isinstance(self.participation, Participation)
         data.all_at_once = self.engine.all_at_once
         data.move_to(self.trainer.strategy.root_device)
-        scale_nothing(self.trainer)
+        leave_to_clients(self.trainer)
         if self._work is None:
             try:
                 self._begin(data)
@@ -337,12 +337,14 @@ class Federation(QuickModule):
     def training_step(self, batch: list[int], batch_idx: int) -> None:
         """Train a set of clients; after the last one of the round, let the server do its step."""
         # Clients choose their own precision. The cache would survive their optimizer steps, so it is off.
-        with computing(self.threads), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
+        with alone(), computing(self.threads), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
             self._train([client for client in batch if client not in self.engine.left])
             if self.trainer.is_last_batch:
                 optimizer = self.optimizers()
                 assert not isinstance(optimizer, list)
                 optimizer.step(closure=self.coordinator.end_round)
+                # here for callbacks whose on_train_epoch_end is before this module's
+                self._log(self._trained())
 
     def _train(self, clients: Sequence[int]) -> None:
         replies = {client: self.coordinator.reply(client) for client in clients}
@@ -366,9 +368,12 @@ class Federation(QuickModule):
         more = end_of_privacy(self.trainer, self.coordinator)
         if self.deadline is not None or self.asynchronous is not None:
             more["simulated_seconds"] = self.coordinator.clock
-        metrics = {"train/loss": mean_over_samples(self._losses), **self._validated, **self.traffic.of_round(), **more}
+        metrics = {**self._trained(), **self._validated, **more}
         self._log(metrics)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
+
+    def _trained(self) -> dict[str, float]:
+        return {"train/loss": mean_over_samples(self._losses), **self.traffic.of_round()}
 
     def _end_without_clients(self) -> None:
         if set(self.client_ids) == self.engine.left:
@@ -477,7 +482,7 @@ class Federation(QuickModule):
         metrics = {"round": self.coordinator.round, **metrics}
         # as tensors, since byte counts do not fit the 32 bits that Lightning gives to plain numbers
         values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-        self.log_dict(values, logger=None if write else False, batch_size=1)
+        self.log_dict(values, logger=None if write else False, batch_size=1, on_step=False, on_epoch=True)
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 

@@ -18,7 +18,13 @@ class ServerStep(torch.optim.Optimizer):
         closure()
 
 
-def scale_nothing(trainer: L.Trainer) -> None:
-    """Let a Trainer in ``16-mixed`` scale no losses: a server's step has none, and clients scale their own."""
+def leave_to_clients(trainer: L.Trainer) -> None:
+    """Take from a Trainer what clients do themselves.
+
+    Scaling losses in ``16-mixed``: a server's step has none. And inference mode: what is scored may need gradients, as
+    a method that adapts to test data does.
+    """
     if isinstance(trainer.precision_plugin, MixedPrecision):
         trainer.precision_plugin.scaler = None
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False

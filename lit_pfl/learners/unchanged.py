@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 
 import lightning as L
 import torch
@@ -11,14 +12,21 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lit_pfl.learners.logs import recorded
-from lit_pfl_callbacks.tensors import evaluating, load_tensors
+from lit_pfl_callbacks.tensors import copied, evaluating, load_tensors
 
 
 @contextmanager
 def holding(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Give parameters of a module other values, by name, and their own back afterwards."""
-    own = {name: module.get_parameter(name).detach().clone() for name in parameters}
-    load_tensors(module, parameters)
+    with put_back(module, parameters):
+        load_tensors(module, parameters)
+        yield
+
+
+@contextmanager
+def put_back(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Give some parameters and buffers of a module their values back afterwards."""
+    own = copied({name: attrgetter(name)(module).detach() for name in names})
     try:
         yield
     finally:
@@ -26,13 +34,17 @@ def holding(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[Non
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module: nn.Module, parts: bool = True) -> Iterator[None]:
     """Put a module and its parts back afterwards: their tensors, hidden states, caches, counters, metrics.
 
     What changes inside is undone too: of tensors, also those in dicts, as parameters and buffers are; of lists and
     dicts. Plain attributes are in no checkpoint, so a resumed run would not have what an evaluation leaves behind.
+
+    Args:
+        module: the module.
+        parts: whether the modules in it are put back too.
     """
-    with _as_they_were([*module.modules()]):
+    with _as_they_were([*module.modules()] if parts else [module]):
         yield
 
 

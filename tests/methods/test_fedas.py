@@ -8,7 +8,7 @@ from torch import nn
 from two_layers import ALL, BODY, Arrays, TwoLayers, arrays, gradient
 
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import UniformServer
+from lit_pfl.core.server import Server, UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAS, FedPer
 from lit_pfl.methods.partial.fedas import FISHER, FedASServer, distance_to_means
@@ -101,7 +101,8 @@ def test_a_distance_of_a_single_class_is_the_mean_squared_error():
 
 
 def test_without_alignment_and_with_equal_weights_it_is_fedper(monkeypatch):
-    monkeypatch.setattr(FedASServer, "averaging_weights", UniformServer.averaging_weights)
+    monkeypatch.setattr(FedASServer, "averaging_weights", Server.averaging_weights)
+    monkeypatch.setattr(FedASServer, "weighting", "uniform")
     monkeypatch.setattr(FedPer, "configure_server", lambda self: UniformServer())
     ours, theirs = (run(client(kind, **more), skewed(), rounds=3, local_epochs=2) for kind, more in
                     ((FedAS, {"align_lr": 0.0}), (FedPer, {})))  # fmt: skip

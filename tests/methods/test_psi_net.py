@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lit_pfl import Federation
 from lit_pfl.core.averaging import mean_of_rows, weighted_mean
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import ClientInfo, UniformServer, Weighting
+from lit_pfl.core.server import ClientInfo, Server, Weighting
 from lit_pfl.data import IID, ClassShards
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
@@ -223,7 +223,7 @@ def test_a_group_is_averaged_over_its_owners_and_keeps_its_value_without_any(tri
 
 def test_the_papers_plain_mean_is_the_default():
     """Eq. 7 and 8 have no numbers of samples; of a network that is not divided either."""
-    for options, kind in (({}, PsiNetServer), ({"structure": "dense"}, UniformServer)):
+    for options, kind in (({}, PsiNetServer), ({"structure": "dense"}, Server)):
         federation = run(method(**options), few_classes(), rounds=1)
         server = federation.coordinator.server
         assert isinstance(server, kind)

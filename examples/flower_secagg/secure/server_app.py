@@ -96,7 +96,7 @@ class MaskedMean(FedAvg):
         with Draws(plan.seed).default_generators("server"):
             server = client.configure_server()
         refuse_unless_plain(type(prototype).__name__, server)
-        self.uniform = isinstance(server, UniformServer)
+        self.uniform = server.weighting == "uniform"
         server.start({0: ClientInfo(1, client.initial())})
         self.model = dict(server.model)
         for name, tensor in self.model.items():

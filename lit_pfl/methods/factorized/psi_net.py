@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lit_pfl.core import Client
 from lit_pfl.core.averaging import mean_of_rows
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import ClientInfo, Server, Weighting, averaging
+from lit_pfl.core.server import ClientInfo, Server, Weighting
 from lit_pfl.data.loaders import labels_of, needed
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import BackboneCallable, OptimizerCallable
@@ -117,11 +117,11 @@ class PsiNet(Client):
     def load_global(self, model: Mapping[str, Tensor]) -> None:  # noqa: D102
         if OWN in model:
             trim(self.learner, model[OWN].tolist())
-        super().load_global({name: tensor for name, tensor in model.items() if name != OWN})
+        super().load_global(model)
 
     def configure_server(self) -> "PsiNetServer | Server":  # noqa: D102
         if not self.row_groups:
-            return averaging(self.weighting)
+            return Server()
         return PsiNetServer(self.row_groups, self.trim, self.weighting)
 
 

@@ -105,7 +105,7 @@ class CCVRServer(TrainedServer):
     """
 
     count_tensors = (COUNTS,)
-    kept_payloads = ("calibrated", "statistics")
+    kept = ("calibrated", "statistics")
 
     calibrated: Payload
     statistics: dict[int, Payload]

@@ -258,8 +258,7 @@ class FedMAServer(Server):
 
     count_tensors = ("class_counts",)
 
-    kept = ("step", "seen", "assignments")
-    kept_payloads = ("finished",)
+    kept = ("step", "seen", "assignments", "finished")
 
     def __init__(self, layers: Mapping[str, Layout], shares_last: bool, matching: Matching, seed: int = 0) -> None:
         self.layers, self.names, self.shares_last = layers, list(layers), shares_last

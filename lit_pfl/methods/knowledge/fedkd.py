@@ -151,8 +151,7 @@ class FedKDServer(UniformServer):
     """
 
     averages = means_only = True
-    kept = ("participants", "completed")
-    kept_payloads = ("change",)
+    kept = ("participants", "completed", "change")
 
     def __init__(self, method: FedKD) -> None:
         self.energy = method.energy

@@ -163,7 +163,7 @@ class FedPACServer(Server):
 
     count_tensors = (COUNTS,)
 
-    kept_payloads = ("heads",)
+    kept = ("heads",)
 
     heads: dict[int, Payload]
 

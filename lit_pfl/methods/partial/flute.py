@@ -86,7 +86,7 @@ class FLUTE(Classifying):
 
     def configure_server(self) -> "FLUTEServer":  # noqa: D102
         head = frozenset(self.shared_parameters()) & self.head_names
-        return FLUTEServer(head, self.weight_name, self.server_lr, self.weighting)
+        return FLUTEServer(head, self.weight_name, self.server_lr)
 
     @property
     def present(self) -> Tensor:
@@ -125,18 +125,17 @@ class FLUTEServer(Server):
         head: names of the head's tensors in an upload; none where heads are kept local.
         weight: the name of its last weight.
         lr: learning rate.
-        weighting: the mean of the bodies.
 
     Attributes:
         heads: the head of every client that has taken part, by id.
     """
 
-    kept_payloads = ("heads",)
+    kept = ("heads",)
 
     heads: dict[int, Payload]
 
-    def __init__(self, head: frozenset[str], weight: str, lr: float, weighting: Weighting) -> None:
-        self.head, self.weight, self.lr, self.weighting = head, weight, lr, weighting
+    def __init__(self, head: frozenset[str], weight: str, lr: float) -> None:
+        self.head, self.weight, self.lr = head, weight, lr
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
@@ -146,11 +145,6 @@ class FLUTEServer(Server):
 
     def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name not in self.head and name != PRESENT
-
-    def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
-        if self.weighting == "uniform":
-            return [1 / len(uploads)] * len(uploads)
-        return super().averaging_weights(round, uploads)
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         names = [name for name in self.model if self.is_averaged(name)]

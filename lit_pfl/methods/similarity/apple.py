@@ -180,8 +180,7 @@ class APPLEServer(Server):
         relations: p_i by client: its own share first, then those of the others in the order of their ids.
     """
 
-    kept = ("relations", "round")
-    kept_payloads = ("cores",)
+    kept = ("relations", "round", "cores")
 
     cores: dict[int, Payload]
     relations: dict[int, Tensor]

@@ -119,8 +119,7 @@ class ClusteredFLServer(Server):
         place: every client's cluster.
     """
 
-    kept = ("place", "scale")
-    kept_payloads = ("models",)
+    kept = ("place", "scale", "models")
     averages = True
 
     models: dict[int, Payload]

@@ -176,8 +176,7 @@ class FedFOMOServer(Server):
         latest: the latest model of each of the clients seen so far, by id, in increasing order.
     """
 
-    kept = (AFFINITY, "round")
-    kept_payloads = ("latest",)
+    kept = (AFFINITY, "round", "latest")
 
     affinity: Tensor
     latest: dict[int, Payload]

@@ -100,8 +100,7 @@ class IFCAServer(UniformServer):
     """
 
     averages = True
-    kept = ("chosen",)
-    kept_payloads = ("models",)
+    kept = ("chosen", "models")
 
     models: dict[int, Payload]
     chosen: dict[int, int]

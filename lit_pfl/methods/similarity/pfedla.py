@@ -73,7 +73,7 @@ class PFedLAServer(TrainedServer):
         latest: the latest upload of each client that has sent one, by id.
     """
 
-    kept_payloads = ("latest",)
+    kept = ("latest",)
 
     latest: dict[int, Payload]
 

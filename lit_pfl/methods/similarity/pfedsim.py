@@ -77,7 +77,7 @@ class PFedSimServer(MixingServer):
         similarity: (K, K) of every two clients when they last took part together; 0 before.
     """
 
-    kept = (*MixingServer.kept, "similarity")
+    kept = ("similarity",)
 
     similarity: Tensor
 

@@ -1,0 +1,206 @@
+"""Methods as others write them: what they may rely on, and what is refused in a line."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from lit_pfl import Client, Federation, Payload, Server
+from lit_pfl.core.classifying import Classifying
+from lit_pfl.core.privacy import ClientPrivacy
+from lit_pfl.core.sharing import EVERYTHING
+from lit_pfl.errors import ConfigError
+from lit_pfl.methods import FedAvg
+from lit_pfl.testing.method_tester import MethodTester, PlainNet
+from lit_pfl.testing.methods import a_bad_upload_is_refused_and_the_round_goes_on
+from tiny import client, digits, run, spec, trainer
+
+
+class Weighted(Server):
+    """Weighs uploads by what is in them."""
+
+    def averaging_weights(self, round, uploads):
+        norms = torch.stack([upload["backbone.head.bias"].double().norm() for upload in uploads.values()])
+        return (norms / norms.sum()).tolist()
+
+
+class Declared(Weighted):
+    means_only = True
+
+
+class Own(FedAvg):
+    server: type[Server] = Server
+
+    def configure_server(self):
+        return self.server()
+
+
+class Uniform(Own):
+    weighting = "uniform"
+
+
+def test_weights_that_are_made_of_uploads_are_not_private():
+    """The noise is for a mean whose weights tell nothing."""
+    method = client(Own)
+    method.server = Weighted
+    data = digits(permute_labels=False)
+    with pytest.raises(ConfigError, match=r"federation.privacy.where=central: Weighted uses single uploads"):
+        run(method, data, privacy=ClientPrivacy(noise_multiplier=0.0))
+    method.server = Declared
+    run(method, data, privacy=ClientPrivacy(noise_multiplier=0.0))
+
+
+def test_a_server_of_ones_own_weighs_as_its_method_says():
+    data = digits(permute_labels=False)
+    uploads = {0: Payload({"w": torch.ones(1)}), 1: Payload({"w": torch.ones(1)})}
+    for method, equal in ((Uniform, True), (Own, False)):
+        server = run(client(method), data, rounds=1).coordinator.server
+        server.num_samples = {0: 1, 1: 3}
+        assert (server.averaging_weights(1, uploads) == [0.5, 0.5]) == equal
+
+
+class Mixture(nn.Module):
+    """Adds the logits of a received head."""
+
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def forward(self, features, logits):
+        return logits + 4 * nn.functional.linear(features, self.weight, self.bias)
+
+
+class Remembering(Classifying):
+    """Is scored with a head that it keeps from its latest download."""
+
+    shares = EVERYTHING
+    needs_labels = ""
+    kind = "attribute"
+
+    def configure_state(self):
+        if self.kind != "attribute":
+            head = self.head_module
+            for name in ("weight", "bias"):
+                buffer = torch.zeros_like(getattr(head, name))
+                self.register_buffer(f"kept_{name}", buffer, persistent=self.kind == "persistent")
+
+    def download(self, reply):
+        super().download(reply)
+        for name in ("weight", "bias"):
+            received = reply[f"backbone.head.{name}"].clone()
+            if self.kind == "assigned":
+                setattr(self, f"kept_{name}", received)
+            elif self.kind == "attribute":
+                self.__dict__[f"kept_{name}"] = received
+            else:
+                getattr(self, f"kept_{name}").copy_(received)
+
+    @contextmanager
+    def personalized(self):
+        if not hasattr(self, "kept_weight"):
+            yield self.scored
+            return
+        with self.at_head(logits=Mixture(self.kept_weight, self.kept_bias)):
+            yield self.scored
+
+
+def test_what_a_download_sets_is_put_back_after_scoring_as_aggregated():
+    scores = {}
+    for kind in ("persistent", "not persistent", "attribute", "assigned"):
+        method = client(Remembering)
+        method.kind = kind
+        federation = run(method, digits(permute_labels=False), rounds=3)
+        scores[kind] = [row.scores for row in (*federation.rows, *federation.other_rows)]
+    assert len(scores["persistent"]) > 4
+    assert all(one == scores["persistent"] for one in scores.values())
+
+
+class Gated(FedAvg):
+    """Sends a module with running statistics and a weight that never trains."""
+
+    shared_extras = frozenset({"gate"})
+
+    def configure_state(self):
+        gate = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        gate[0].bias.requires_grad_(False)
+        self.extra = nn.ModuleDict({"gate": gate})
+
+
+@pytest.mark.parametrize("norm_stats", ["local", "averaged"])
+def test_of_further_modules_what_trains_is_sent_and_statistics_as_the_option_says(norm_stats):
+    member = client(Gated, norm_stats=norm_stats).build(spec())
+    sent = {name.removeprefix("extra.gate.") for name in member.upload() if name.startswith("extra.")}
+    statistics = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert sent == {"0.weight", "1.weight", "1.bias"} | (statistics if norm_stats == "averaged" else set())
+
+
+class Drifting(FedAvg):
+    """Sends a tensor of its own next to the weights, which comes back averaged."""
+
+    def configure_state(self):
+        self.register_buffer("drift", torch.zeros(3))
+
+    def upload(self):
+        return super().upload().with_({"drift": self.drift + 1})
+
+    def download(self, reply):
+        self.drift.copy_(reply["drift"])
+        super().download({name: tensor for name, tensor in reply.items() if name != "drift"})
+
+
+def test_a_global_model_is_scored_without_what_else_is_sent():
+    federation = run(client(Drifting, backbone=PlainNet), digits(permute_labels=False))
+    assert "global" in {row.model for row in federation.other_rows}
+
+
+class Adapting(Classifying):
+    """Takes a step of entropy minimization on every batch that it is scored on."""
+
+    shares = EVERYTHING
+    needs_labels = ""
+
+    @contextmanager
+    def personalized(self):
+        def adapted(features, logits):
+            with torch.enable_grad():
+                shift = torch.zeros(logits.shape[1], requires_grad=True)
+                shares = (logits + shift).softmax(1)
+                (-(shares * shares.log()).sum(1).mean()).backward()
+            return logits - shift.grad
+
+        with self.at_head(logits=adapted):
+            yield self.scored
+
+
+def test_what_is_scored_may_need_gradients_in_every_command():
+    data = digits(permute_labels=False)
+    federation, fitting = Federation(client(Adapting), seed=3, threads=1), trainer(2)
+    fitting.fit(federation, datamodule=data)
+    ended = float(fitting.callback_metrics["test/acc"])
+    fitting.test(federation, datamodule=data)
+    assert float(fitting.callback_metrics["test/acc"]) == pytest.approx(ended)
+    fitting.validate(federation, datamodule=data)
+    assert fitting.predict(federation, datamodule=data)
+
+
+@pytest.mark.parametrize("step", ["validation_step", "test_step", "predict_step"])
+def test_steps_that_nobody_would_call_are_refused(step):
+    method: type[Client] = type("Mine", (FedAvg,), {step: lambda self, batch, batch_idx: None})
+    with pytest.raises(ConfigError, match=rf"^Mine\.{step} would never be called, .* in personalized\(\)\.$"):
+        run(client(method))
+
+
+class Signs(FedAvg):
+    """Sends signs only."""
+
+    def upload(self):
+        return Payload({name: tensor.sign().to(torch.int8) for name, tensor in super().upload().items()})
+
+    def download(self, reply):
+        pass
+
+
+def test_uploads_of_whole_numbers_pass_the_check_of_bad_uploads():
+    a_bad_upload_is_refused_and_the_round_goes_on(MethodTester(Signs))
