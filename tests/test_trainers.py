@@ -1,14 +1,22 @@
 """What may be asked of a federation's Trainer and of its clients', and the short way through a batch."""
 
+import csv
 import sys
+import threading
+from collections import UserList
+from datetime import timedelta
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     BatchSizeFinder,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -18,11 +26,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
+from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.trainers import OWNED
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import batch_loop, make_endless, make_lean
 from lit_pfl.lightning_internals.lean_loop import LeanEpochLoop
 from lit_pfl.methods import APFL, FedAvg, PerFedAvg
+from lit_pfl_callbacks import FederatedLoop, RunLogger
 from tiny import assert_equal, client, digits, run, spec, trainer, weights
 
 
@@ -255,6 +265,95 @@ def test_callbacks_that_change_which_weights_are_in_place_are_refused(kind, mess
         trainer(1, callbacks=[kind()]).fit(Federation(client(FedAvg)), datamodule=digits(2))
     with pytest.raises(ConfigError, match=rf"^model\.learner: Brings\.configure_callbacks: {message}"):
         run(FedAvg(learner=Brings()))
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (BackboneFinetuning(), "BackboneFinetuning is about gradients, which clients have; give it to them, in "),
+        (GradientAccumulationScheduler({1: 2}), "GradientAccumulationScheduler is about gradients, which clients have"),
+        (ModelCheckpoint(every_n_train_steps=2), r"ModelCheckpoint\(every_n_train_steps=2\) would save in the middle"),
+        (
+            ModelCheckpoint(train_time_interval=timedelta(minutes=1)),
+            r"ModelCheckpoint\(train_time_interval=0:01:00\) would save in the middle of a round; give every_n_epochs",
+        ),
+    ],
+)
+def test_callbacks_that_a_federation_s_own_trainer_cannot_have(callback, message):
+    fitting = trainer(1, callbacks=[callback], enable_checkpointing=True)
+    with pytest.raises(ConfigError, match=rf"^trainer\.callbacks: {message}"):
+        fitting.fit(Federation(client(FedAvg)), datamodule=digits(2))
+
+
+def test_callbacks_in_a_sequence_of_another_kind():
+    """As Hydra's lists are."""
+    heard: list[int] = []
+    callback = L.pytorch.callbacks.LambdaCallback(on_train_epoch_end=lambda *_: heard.append(1))
+    run(client(FedAvg), digits(2), rounds=1, client_trainer={"callbacks": UserList([callback])})
+    assert len(heard) == 2
+
+
+class Looks(L.Callback):
+    """Looks at a round when it is over, as callbacks that report to a search do."""
+
+    def __init__(self):
+        self.seen: list[tuple[float, ...]] = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        names = ("round", "train/loss", "comm/total_bytes", "val/acc")
+        self.seen.append(tuple(float(trainer.callback_metrics[name]) for name in names))
+
+
+def test_a_callback_finds_all_of_the_round_that_is_over(tmp_path):
+    looks, logger = Looks(), RunLogger(str(tmp_path), "run")
+    fitting = trainer(3, callbacks=[looks], logger=logger)
+    fitting.fit(Federation(client(FedAvg), seed=1), datamodule=digits(2))
+    lines = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    names = ("round", "train/loss", "comm/total_bytes", "val/acc")
+    assert looks.seen == [pytest.approx(tuple(float(line[name]) for name in names)) for line in lines]
+    assert [seen[0] for seen in looks.seen] == [1, 2, 3]
+
+
+def test_a_federation_in_another_thread_is_refused():
+    """Both would draw from the same generators, and their numbers would depend on which is quicker."""
+    went_on, errors = threading.Event(), []
+
+    def other():
+        try:
+            run(client(FedAvg), digits(2), rounds=1)
+        except ConfigError as error:
+            errors.append(str(error))
+
+    class Second(Flat):
+        def on_train_epoch_end(self):
+            if not went_on.is_set():
+                went_on.set()
+                thread = threading.Thread(target=other)
+                thread.start()
+                thread.join()
+
+    assert len(run(FedAvg(learner=Second()), digits(2)).rows) == 2
+    assert errors == [
+        "Another federation trains in another thread of this process, and both would draw from the same random "
+        "numbers; run them one after another, or in processes of their own."
+    ]
+    other()
+    assert len(errors) == 1
+
+
+def test_weights_that_are_pruned_at_a_site_are_told():
+    """What is sent would be made anew from the unpruned weights before the next step, whatever has been received."""
+    hub = LocalHub(seed=1)
+
+    def site():
+        loop = FederatedLoop(hub.link, every_n_epochs=1)
+        batches = DataLoader(TensorDataset(torch.randn(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=8)
+        pruning = ModelPruning("l1_unstructured", amount=0.3)
+        trainer(2, callbacks=[pruning, loop], num_sanity_val_steps=0).fit(FedAvg(learner=Flat()), batches)
+
+    hub.add(0, site)
+    with pytest.raises(ConfigError, match=r"^model\.learner: '.*weight' is made of other tensors since training began"):
+        hub.run(FedAvg(learner=Flat()).configure_server())
 
 
 class Scores(L.Callback):

@@ -111,7 +111,9 @@ class CommunicationLedger(Listening):
         name = self._monitored(trainer) if self._scored else None
         if name is not None:
             self._shown = name
-            self.curve.append((self.total, float(trainer.callback_metrics[name])))
+            value = float(trainer.callback_metrics[name])
+            self.curve.append((self.total, value))
+            self._dashboard.point(trainer, f"{name} over bytes", self.total, value)
         self._scored = False
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -65,6 +65,11 @@ class Dashboard:
         for board in self.boards(trainer) if points else ():
             board.curve(name, points)
 
+    def point(self, trainer: L.Trainer, name: str, step: int, value: float) -> None:
+        """Show one more point of such a curve, where curves grow by points."""
+        for board in self.boards(trainer):
+            board.point(name, step, value)
+
     def map(self, trainer: L.Trainer, round: int, name: str, points: Rows) -> None:
         """Show points: rows of a client, x and y."""
         for board in self.boards(trainer) if points else ():
@@ -116,7 +121,10 @@ class Board:
         """Show rows."""
 
     def curve(self, name: str, points: Rows) -> None:
-        """Show a curve."""
+        """Show a curve, in the place of what has been shown of it."""
+
+    def point(self, name: str, step: int, value: float) -> None:
+        """Add a point to a curve."""
 
     def map(self, round: int, name: str, points: Rows) -> None:
         """Show points."""
@@ -200,10 +208,8 @@ class TensorBoard(Board):
         text = "\n".join("| " + " | ".join(str(cell) for cell in line.values()) + " |" for line in lines)
         self.logger.experiment.add_text(name, text, round)
 
-    def curve(self, name: str, points: Rows) -> None:  # noqa: D102
-        for point in points:
-            step, value = point.values()
-            self.logger.experiment.add_scalar(name, value, step)
+    def point(self, name: str, step: int, value: float) -> None:  # noqa: D102
+        self.logger.experiment.add_scalar(name, value, step)
 
     def map(self, round: int, name: str, points: Rows) -> None:  # noqa: D102
         places = torch.tensor([[point["x"], point["y"]] for point in points])

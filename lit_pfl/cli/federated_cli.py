@@ -123,6 +123,8 @@ class FederatedCLI(LightningCLI):
             refuse_abstract("model.backbone", backbone["class_path"])
         check_rounds(self.own.trainer.max_epochs)
         refuse_null(self.given)
+        if self.own.ckpt_path == "last":
+            self._find_last()
         if self.own.ckpt_path is not None:
             self._compare_with_checkpoint()
         elif self.subcommand == "predict":
@@ -131,6 +133,13 @@ class FederatedCLI(LightningCLI):
             say("No --ckpt_path is given: the weights are untrained, and nothing is written.")
         self._refuse_folder()
         self._set_up_loggers()
+
+    def _find_last(self) -> None:
+        """Take the last checkpoint of the folder that is named; a fit without one begins there."""
+        if self.own.folder is None:
+            raise ConfigError("ckpt_path=last: give --folder RUN with it, or --ckpt_path RUN/checkpoints/last.ckpt.")
+        last = Path(self.own.folder, "checkpoints", "last.ckpt")
+        self.own.ckpt_path = str(last) if self.scoring or last.exists() else None
 
     def _compare_with_checkpoint(self) -> None:
         path = str(self.own.ckpt_path)
@@ -165,13 +174,17 @@ class FederatedCLI(LightningCLI):
         trainer = self.own.trainer
         listed = isinstance(trainer.logger, list)
         loggers = [one for one in (trainer.logger if listed else [trainer.logger]) if one]
+        loggers.sort(key=lambda one: not is_run_logger(one))  # the folder of the first one is the run's
         refuse_missing(loggers)
         if self.scoring and self.own.ckpt_path is None:
             loggers = []
         if not self.scoring:
             go_on(loggers, self.loggers)
-            if loggers and self.folder is not None and begins_anew(loggers[0]):
-                say(f"{name_of(loggers[0])} cannot continue a run: this one gets another folder than {self.folder}.")
+            for one in loggers if self.folder is not None else ():
+                if begins_anew(one):
+                    first = one is loggers[0]
+                    what = f"this one gets another folder than {self.folder}" if first else "it begins another one"
+                    say(f"{name_of(one)} cannot continue a run: {what}.")
         folder = self.folder or (self.own.folder and Path(self.own.folder))
         if folder and loggers:
             place(loggers, folder)

@@ -54,8 +54,7 @@ def taken_folder(trainer: L.Trainer, known: bool, option: str) -> Iterator[None]
         ConfigError: when there is a run in it, when it cannot be written, or when another process has it.
     """
     folder, logger = run_folder(trainer), trainer.loggers[0]
-    new = not known and isinstance(logger, RunLogger)
-    made = new and not folder.exists()
+    made = not known and isinstance(logger, RunLogger) and not folder.exists()
     try:
         if made and isinstance(logger, RunLogger):
             try:
@@ -67,7 +66,7 @@ def taken_folder(trainer: L.Trainer, known: bool, option: str) -> Iterator[None]
         how = "Make it writable, or copy it" if known else "Choose another with --folder FOLDER"
         raise ConfigError(f"The run folder cannot be written: {error}. {how}.") from None
     with alone_in(folder, made):
-        if new:
+        if not known:
             _refuse_a_run_in(folder, option)
         yield
 

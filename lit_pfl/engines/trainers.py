@@ -6,7 +6,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Checkpoint,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    SpikeDetection,
+)
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -51,6 +57,11 @@ class AlreadyJoined(FederatedLoop):
         """Keep nothing: such a client is saved while it waits for a reply."""
 
 
+_GRADIENTS = "is about gradients, which clients have; give it to them, in federation.client_trainer.callbacks"
+#: Lightning's callbacks that clients can have, and a federation's own Trainer cannot
+OF_CLIENTS = dict.fromkeys((BaseFinetuning, GradientAccumulationScheduler, SpikeDetection), _GRADIENTS)
+
+
 def check_client_options(options: Mapping[str, Any]) -> None:
     """See that ``federation.client_trainer`` holds nothing that is the federation's to decide.
 
@@ -79,7 +90,16 @@ def check_outer(trainer: L.Trainer) -> None:
         ConfigError: when it has.
     """
     check_precision("trainer.precision", trainer)
-    check_callbacks(trainer.callbacks, "trainer.callbacks")  # type: ignore[attr-defined]
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    check_callbacks(callbacks, "trainer.callbacks")
+    check_callbacks(callbacks, "trainer.callbacks", OF_CLIENTS)
+    for callback in callbacks:
+        for name in ("every_n_train_steps", "train_time_interval"):
+            if isinstance(callback, ModelCheckpoint) and (value := getattr(callback, f"_{name}")):
+                raise ConfigError(
+                    f"trainer.callbacks: ModelCheckpoint({name}={value}) would save in the middle of a round; give "
+                    "every_n_epochs, the rounds from one checkpoint to the next."
+                )
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # limits batches, for a first try of everything
         return
     for name, allowed in (("overfit_batches", 0.0), ("limit_train_batches", 1.0)):
@@ -228,4 +248,4 @@ def _own(callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback
 
 def several(callbacks: Any) -> list[Any]:
     """Return what a Trainer takes as callbacks, one or some or None, as a list."""
-    return list(callbacks) if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]
+    return list(callbacks) if isinstance(callbacks, Sequence) else [] if callbacks is None else [callbacks]

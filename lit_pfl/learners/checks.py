@@ -1,6 +1,6 @@
 """Which LightningModules can be learners."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -104,18 +104,19 @@ def check_copies(learner: nn.Module) -> None:
             )
 
 
-def check_callbacks(callbacks: Iterable[L.Callback], option: str) -> None:
+def check_callbacks(callbacks: Iterable[L.Callback], option: str, refused: Mapping[type, str] = REFUSED) -> None:
     """See that clients, or a federation, can have some callbacks.
 
     Args:
         callbacks: the callbacks.
         option: where they come from, for the error.
+        refused: which they cannot have, and why.
 
     Raises:
         ConfigError: when they cannot.
     """
     for callback in callbacks:
-        if why := next((why for kind, why in REFUSED.items() if isinstance(callback, kind)), None):
+        if why := next((why for kind, why in refused.items() if isinstance(callback, kind)), None):
             raise ConfigError(f"{option}: {type(callback).__name__} {why}.")
 
 

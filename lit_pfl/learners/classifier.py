@@ -57,6 +57,11 @@ class ImageClassifier(QuickModule):
         Raises:
             ConfigError: when batches are not of images with classes.
         """
+        if isinstance(make_backbone, nn.Module):
+            raise ConfigError(
+                "model.backbone: give what makes a network from the numbers of channels and of classes, such as the "
+                f"class {type(make_backbone).__name__}, not a network."
+            )
         images = example[0] if isinstance(example, tuple | list) and example else None
         if not isinstance(images, Tensor) or images.dim() != 4 or num_classes is None:
             raise ConfigError(

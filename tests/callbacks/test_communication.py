@@ -5,11 +5,13 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.plain import Echo, Group, Line, batches, rows
 from callbacks.plain import trainer as plain_trainer
 from lit_pfl import Federation, Payload
+from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedAvg, FedFOMO, Scaffold, SimFed
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops.low_rank import LowRank
@@ -117,6 +119,23 @@ def test_a_site_resumed_has_every_line_once(tmp_path):
     lines = [line["round"] + line["direction"] for line in rows(tmp_path / "run" / "communication.csv")]
     assert lines == ["1up", "2down", "2up", "3down"]
     assert resumed[0].total == 4 * 32
+
+
+def test_in_tensorboard_every_point_of_the_curve_is_once_also_after_a_resume(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for rounds in (2, 3):
+        ledger = CommunicationLedger()
+        logger = TensorBoardLogger(str(tmp_path), "", "run")
+        fitting = trainer(
+            rounds, callbacks=[ledger, LastCheckpoint(tmp_path)], enable_checkpointing=True, logger=logger
+        )
+        path = tmp_path / "last.ckpt" if rounds == 3 else None
+        fitting.fit(Federation(client(FedAvg), seed=3, threads=1), datamodule=digits(2), ckpt_path=path)
+        logger.finalize("success")
+    shown = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("val/acc over bytes")
+    assert [(point.step, pytest.approx(point.value)) for point in shown] == ledger.curve
 
 
 def test_a_module_of_some_clients_and_one_that_sends_nothing(tmp_path):

@@ -188,6 +188,37 @@ def test_the_run_folder_is_the_one_that_is_asked_for(capsys):
     finish()
 
 
+TENSORBOARD = """
+trainer:
+  logger:
+  - class_path: TensorBoardLogger
+    init_args: {save_dir: board, name: "", version: same}
+"""
+
+
+def test_the_run_folder_is_the_run_loggers_wherever_it_is_in_the_list(capsys):
+    pytest.importorskip("tensorboard")
+    Path("both.yaml").write_text(f"{TENSORBOARD}  - class_path: RunLogger\n")
+    words = ["fit", *TINY, "--config", "both.yaml", "--folder", "mine"]
+    assert typed(capsys, *words, "--trainer.max_epochs", "1").code == 0
+    assert typed(capsys, *words, "--ckpt_path", "last").code == 0
+    assert [row["round"] for row in rows(Path("mine/metrics.csv"))] == ["1", "2"]
+    assert not {"metrics.csv", "config.yaml", "checkpoints"} & {path.name for path in Path("board/same").iterdir()}
+
+
+def test_a_run_in_the_folder_of_another_logger_is_refused_too(capsys):
+    pytest.importorskip("tensorboard")
+    Path("board.yaml").write_text(TENSORBOARD)
+    words = ["fit", *TINY, "--config", "board.yaml", "--trainer.max_epochs", "1"]
+    assert typed(capsys, *words).code == 0
+    before = Path("board/same/config.yaml").read_text()
+    [error] = typed(capsys, *words, "--model.optimizer.lr", "0.3").errors
+    assert "there is a run in board/same. Continue it by --ckpt_path board/same/checkpoints/last.ckpt" in error
+    assert Path("board/same/config.yaml").read_text() == before
+    again = ["--ckpt_path", "board/same/checkpoints/last.ckpt", "--trainer.max_epochs", "2"]
+    assert typed(capsys, *words, *again).code == 0
+
+
 def test_wandb_without_an_account_is_told_before_anything_is_computed(capsys, monkeypatch):
     import wandb
 

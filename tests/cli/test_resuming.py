@@ -307,6 +307,19 @@ def test_a_run_is_resumed_again_and_again(run, capsys):
     assert "config.resumed_2.yaml" in came.out, "the next command builds on the latest options"
 
 
+def test_one_command_begins_a_run_and_goes_on_with_it(capsys):
+    """As a job is that a cluster starts again."""
+    words = ["fit", *TINY, "--folder", "mine", "--ckpt_path", "last", "--trainer.max_epochs"]
+    for rounds in ("1", "2"):
+        assert typed(capsys, *words, rounds).code == 0
+        assert [row["round"] for row in rows(Path("mine/metrics.csv"))] == ["1", "2"][: int(rounds)]
+    assert typed(capsys, "test", *TINY, "--folder", "mine", "--ckpt_path", "last").code == 0
+    [error] = typed(capsys, "fit", *TINY, "--ckpt_path", "last").errors
+    assert error == (
+        "lit-pfl: error: ckpt_path=last: give --folder RUN with it, or --ckpt_path RUN/checkpoints/last.ckpt."
+    )
+
+
 def test_a_folder_of_a_run_is_not_begun_anew(run, capsys):
     words = ["fit", *TINY, "--trainer.logger.save_dir", str(run.parent), "--trainer.logger.version", run.name]
     refused(capsys, run, [*words, "--trainer.logger.name", ""], "trainer.logger.version: there is a run in ")
@@ -426,6 +439,10 @@ def test_a_logger_that_cannot_go_on_is_told_of(capsys):
     [last] = Path("runs").rglob("last.ckpt")
     came = typed(capsys, "fit", *words, "2", "--ckpt_path", str(last))
     assert f"CSVLogger cannot continue a run: this one gets another folder than {last.parent.parent}." in came.out
+    Path("both.yaml").write_text("trainer: {logger: [RunLogger, {class_path: CSVLogger, init_args: {save_dir: csv}}]}")
+    words = [*TINY, "--config", "both.yaml", "--folder", "mine", "--ckpt_path", "last", "--trainer.max_epochs"]
+    assert "CSVLogger" not in typed(capsys, "fit", *words, "1").out
+    assert "CSVLogger cannot continue a run: it begins another one." in typed(capsys, "fit", *words, "2").out
 
 
 @pytest.mark.few(3)
