@@ -118,22 +118,26 @@ def test_what_a_download_sets_is_put_back_after_scoring_as_aggregated():
 
 
 class Gated(FedAvg):
-    """Sends a module with running statistics and a weight that never trains."""
+    """Sends a module with running statistics."""
 
     shared_extras = frozenset({"gate"})
 
     def configure_state(self):
-        gate = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        gate[0].bias.requires_grad_(False)
-        self.extra = nn.ModuleDict({"gate": gate})
+        self.extra = nn.ModuleDict({"gate": nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))})
 
 
 @pytest.mark.parametrize("norm_stats", ["local", "averaged"])
-def test_of_further_modules_what_trains_is_sent_and_statistics_as_the_option_says(norm_stats):
+def test_of_further_modules_statistics_are_sent_as_the_option_says(norm_stats):
     member = client(Gated, norm_stats=norm_stats).build(spec())
     sent = {name.removeprefix("extra.gate.") for name in member.upload() if name.startswith("extra.")}
     statistics = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    assert sent == {"0.weight", "1.weight", "1.bias"} | (statistics if norm_stats == "averaged" else set())
+    assert sent == {"0.weight", "0.bias", "1.weight", "1.bias"} | (statistics if norm_stats == "averaged" else set())
+
+
+def test_a_global_model_without_statistics_of_further_modules_is_refused():
+    method = client(Gated, backbone=PlainNet)
+    with pytest.raises(ConfigError, match=r"'extra\.gate\.1\.running_mean' of its own; set model.norm_stats=averaged"):
+        run(method, digits(permute_labels=False), evaluate="global")
 
 
 class Drifting(FedAvg):
@@ -204,3 +208,14 @@ class Signs(FedAvg):
 
 def test_uploads_of_whole_numbers_pass_the_check_of_bad_uploads():
     a_bad_upload_is_refused_and_the_round_goes_on(MethodTester(Signs))
+
+
+def own_weights(member):
+    return dict(member.learner.named_parameters())
+
+
+def test_what_clients_answer_as_they_are_scored_can_be_copied_and_shown():
+    federation = run(client(FedAvg), evaluate="after")
+    for answer in federation.ask(own_weights, as_scored=True).values():
+        assert answer
+        assert not any(tensor.requires_grad for tensor in answer.values())

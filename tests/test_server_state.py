@@ -4,6 +4,7 @@ from collections import deque
 from io import BytesIO
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jsonargparse.typing import PositiveFloat, PositiveInt
@@ -130,6 +131,20 @@ def test_payloads_that_are_kept_are_payloads_again_wherever_they_are():
     assert more["pair"][1] == {"step": 4}
 
 
+def test_what_a_server_keeps_may_be_said_of_one_server():
+    server, other = two(Alone()), two(Alone())
+    for one in (server, other):
+        one.kept = ("more",)
+    server.more = 4
+    other.load_state_dict(server.state_dict())
+    assert (other.more, list(other.latest)) == (4, [])
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused():
+    with pytest.raises(ConfigError, match=r"^The checkpoint is of an earlier version of lit-pfl; continue it with"):
+        two(Alone()).load_state_dict({"model": {"w": torch.zeros(200)}, "sparse": [], "seed": 4})
+
+
 @pytest.mark.parametrize(("value", "kind"), [(deque([1]), "deque"), ({"a": [object()]}, "object")])
 def test_what_could_not_be_read_again_is_not_written(value, kind):
     server = two(More())
@@ -140,10 +155,10 @@ def test_what_could_not_be_read_again_is_not_written(value, kind):
 
 def test_numbers_of_the_command_line_are_plain_in_a_checkpoint():
     server = two(More())
-    server.more = [PositiveInt(3), PositiveFloat(0.5), True]
+    server.more = [PositiveInt(3), PositiveFloat(0.5), True, np.int64(4), np.str_("word")]
     more = resumed(server).more
-    assert more == [3, 0.5, True]
-    assert [type(one) for one in more] == [int, float, bool]
+    assert more == [3, 0.5, True, 4, "word"]
+    assert [type(one) for one in more] == [int, float, bool, int, str]
 
 
 def test_a_model_in_factors():

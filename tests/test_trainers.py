@@ -332,7 +332,7 @@ def test_a_federation_in_another_thread_is_refused():
                 thread.start()
                 thread.join()
 
-    assert len(run(FedAvg(learner=Second()), digits(2)).rows) == 2
+    assert len(run(FedAvg(learner=Second()), digits(2)).rows) == 2, "the first one goes on"
     assert errors == [
         "Another federation trains in another thread of this process, and both would draw from the same random "
         "numbers; run them one after another, or in processes of their own."

@@ -206,11 +206,12 @@ class FederatedCLI(LightningCLI):
         refuse_processes(self.trainer)
         self.model, trainer = Federation(self.model, **self._get(self.config_init, "federation")), self.trainer
         try_optimizer(self.model, trainer, self.given["model"].get("init_args") or {})
+        begins = not self.scoring and self.own.ckpt_path is None
         if trainer.loggers and not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
             option = "trainer.logger.version" if self.own.folder is None else "folder"
-            self.held.enter_context(taken_folder(trainer, self.folder is not None, option))
+            self.held.enter_context(taken_folder(trainer, self.folder is not None, begins, option))
             open_wandb(trainer.loggers)
-        elif not trainer.loggers and not self.scoring and self.own.ckpt_path is None:
+        elif not trainer.loggers and begins:
             check_root(trainer)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:

@@ -42,12 +42,13 @@ def folder_of(checkpoint: Path) -> Path | None:
 
 
 @contextmanager
-def taken_folder(trainer: L.Trainer, known: bool, option: str) -> Iterator[None]:
+def taken_folder(trainer: L.Trainer, known: bool, begins: bool, option: str) -> Iterator[None]:
     """Take the folder of a Trainer's run, and keep it to this process.
 
     Args:
         trainer: the Trainer.
         known: whether it is the folder of a checkpoint that was given, so that there is to be a run in it.
+        begins: whether a run begins, and does not continue from a checkpoint that lies elsewhere.
         option: what it was chosen by.
 
     Raises:
@@ -66,7 +67,7 @@ def taken_folder(trainer: L.Trainer, known: bool, option: str) -> Iterator[None]
         how = "Make it writable, or copy it" if known else "Choose another with --folder FOLDER"
         raise ConfigError(f"The run folder cannot be written: {error}. {how}.") from None
     with alone_in(folder, made):
-        if not known:
+        if not known and (begins or isinstance(logger, RunLogger)):
             _refuse_a_run_in(folder, option)
         yield
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from lit_pfl.ops.low_rank import LowRank
 #: the entries of a payload's state, by which it is known among the dicts of a checkpoint
 _PARTS = {"tensors", "sparse", "factors"}
 #: what a checkpoint holds as it is
-_PLAIN = (Tensor, str, bytes, set, torch.dtype, torch.device, type(None))
+_PLAIN = (Tensor, str, bytes, set, torch.Size, torch.dtype, torch.device, type(None))
 #: what other numbers become: those of the command line are of classes of its own
 _NUMBERS: tuple[Any, ...] = (bool, int, float, complex)
 
@@ -47,6 +48,8 @@ def saved(value: Any, name: str) -> Any:
         return {key: saved(one, name) for key, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(saved(one, name) for one in value)
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, _PLAIN):
         return value
     for kind in _NUMBERS:

@@ -241,6 +241,8 @@ class Server:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
+        if not isinstance(restored(state["model"]), Payload):
+            raise ConfigError("The checkpoint is of an earlier version of lit-pfl; continue it with that version.")
         self.seed = state["seed"]
         if self.server_optimizer is not None:
             self.server_optimizer.load_state_dict(state["server_optimizer"])
@@ -249,7 +251,7 @@ class Server:
 
     def _all_kept(self) -> list[str]:
         """Return the names of what is kept, by this class and its base classes."""
-        own = (vars(cls).get("kept", ()) for cls in reversed(type(self).__mro__))
+        own = (vars(one).get("kept", ()) for one in (*reversed(type(self).__mro__), self))
         return list(dict.fromkeys(["model", *chain.from_iterable(own)]))
 
 

@@ -136,14 +136,13 @@ def extra_tensors(extra: nn.ModuleDict, names: Iterable[str], statistics: bool) 
     Args:
         extra: the further modules.
         names: which of them.
-        statistics: whether running statistics are sent. Weights that never train are not.
+        statistics: whether running statistics are sent.
     """
     return {
         f"{EXTRA}{name}.{leaf}": tensor.detach()
         for name in sorted(names)
-        for leaf, tensor in extra[name].state_dict(keep_vars=True).items()
-        if (statistics or leaf.rpartition(".")[2] not in NORM_STATISTICS)
-        and (tensor.requires_grad or not isinstance(tensor, nn.Parameter))
+        for leaf, tensor in extra[name].state_dict().items()
+        if statistics or leaf.rpartition(".")[2] not in NORM_STATISTICS
     }
 
 

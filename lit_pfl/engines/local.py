@@ -324,7 +324,6 @@ class Local(Engine):
         return {**own, "state_dict": {**left_out, **own["state_dict"]}}
 
 
-@torch.no_grad()
 @contextmanager
 def _all_put_back(module: Client) -> Iterator[None]:
     """Put a client back: its tensors, but for frozen ones, and its own attributes."""
@@ -337,5 +336,6 @@ def _all_put_back(module: Client) -> Iterator[None]:
         module.load_state_dict(before, strict=False)
 
 
+@torch.no_grad()
 def _copied(answer: T) -> T:
     return apply_to_collection(answer, Tensor, torch.clone, allow_frozen=True)

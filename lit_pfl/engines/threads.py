@@ -1,6 +1,5 @@
 """How many CPU threads clients compute with."""
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +14,6 @@ from lit_pfl.learners import SkipBatch, recorded, size_of, training_loss, unchan
 from lit_pfl.learners.scoring import mean_loss, transferred
 from lit_pfl.nn import composed_layers
 from lit_pfl.randomness import fixed_draws
-
-#: held by the one thread of the process whose federation trains
-_TRAINING = threading.Lock()
 
 
 def choose_threads(
@@ -98,24 +94,6 @@ def computing(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Train in no other thread of this process: random numbers are drawn from the process's generators.
-
-    Raises:
-        ConfigError: when one does.
-    """
-    if not _TRAINING.acquire(blocking=False):
-        raise ConfigError(
-            "Another federation trains in another thread of this process, and both would draw from the same random "
-            "numbers; run them one after another, or in processes of their own."
-        )
-    try:
-        yield
-    finally:
-        _TRAINING.release()
 
 
 def keep_freed_memory() -> None:

@@ -22,7 +22,7 @@ from lit_pfl.core.scores import Row, mean_over_samples
 from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
 from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted, standalone
-from lit_pfl.engines.threads import alone, choose_threads, computing, keep_freed_memory
+from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
 from lit_pfl.engines.validation import monitors
 from lit_pfl.errors import ConfigError, check_options_of
@@ -337,7 +337,7 @@ class Federation(QuickModule):
     def training_step(self, batch: list[int], batch_idx: int) -> None:
         """Train a set of clients; after the last one of the round, let the server do its step."""
         # Clients choose their own precision. The cache would survive their optimizer steps, so it is off.
-        with alone(), computing(self.threads), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
+        with computing(self.threads), torch.autocast(self.device.type, enabled=False, cache_enabled=False):
             self._train([client for client in batch if client not in self.engine.left])
             if self.trainer.is_last_batch:
                 optimizer = self.optimizers()

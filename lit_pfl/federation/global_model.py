@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lit_pfl.core import Client
 from lit_pfl.core.coordinator import Coordinator
+from lit_pfl.core.shared_tensors import extra_tensors
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.scoring import Score, Split, score
 from lit_pfl.lightning_internals import lent_trainer
@@ -36,6 +37,8 @@ class GlobalModel:
         if model is None:
             raise ConfigError(f"federation.evaluate=global: {method} has no global model; use before or after.")
         expected = [name for name in self.client.roles() if name not in self.client.frozen]
+        if self.client.shared_extras:
+            expected += extra_tensors(self.client.extra, self.client.shared_extras, statistics=True)
         lacking = [name for name in expected if name not in model] if model else []
         if lacking:
             hint = "; set model.norm_stats=averaged" if "running" in lacking[0] else ""

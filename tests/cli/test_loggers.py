@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -215,8 +216,10 @@ def test_a_run_in_the_folder_of_another_logger_is_refused_too(capsys):
     [error] = typed(capsys, *words, "--model.optimizer.lr", "0.3").errors
     assert "there is a run in board/same. Continue it by --ckpt_path board/same/checkpoints/last.ckpt" in error
     assert Path("board/same/config.yaml").read_text() == before
-    again = ["--ckpt_path", "board/same/checkpoints/last.ckpt", "--trainer.max_epochs", "2"]
-    assert typed(capsys, *words, *again).code == 0
+    last = "board/same/checkpoints/last.ckpt"
+    assert typed(capsys, *words, "--ckpt_path", last, "--trainer.max_epochs", "2").code == 0
+    shutil.copy(last, "elsewhere.ckpt")  # it is scored into the folder that the logger names
+    assert typed(capsys, "test", *words[1:], "--ckpt_path", "elsewhere.ckpt").code == 0
 
 
 def test_wandb_without_an_account_is_told_before_anything_is_computed(capsys, monkeypatch):
