@@ -83,9 +83,9 @@ def check_options_of(thing: object, prefix: str) -> None:
         ConfigError: when one is something else.
     """
     for name, kinds in _annotated(type(thing)).items():  # type: ignore[arg-type]  # classes have hashes
-        value: Any = getattr(thing, name, ...)
+        value: Any = getattr(thing, name, None)
         # an attribute may also be what the constructor has made of the option
-        if not isinstance(value, str | Number | NoneType) or any(_is_of(value, kind) for kind in kinds):
+        if not isinstance(value, str | Number) or any(_is_of(value, kind) for kind in kinds):
             continue
         words = [str(word) for kind in kinds for word in get_args(kind)]
         raise ConfigError(
@@ -108,17 +108,15 @@ def _annotated(kind: type) -> dict[str, list[Any]]:
         with suppress(NameError, TypeError, AttributeError):  # of names that are imported for type checkers alone
             hints = get_type_hints(base.__init__) if "__init__" in base.__dict__ else {}  # type: ignore[misc]
         for name, hint in hints.items():
-            kinds = [hint] if get_origin(hint) is Literal else list(get_args(hint) or (hint,))
-            values = [one for one in kinds if one is not NoneType]
+            kinds = [one for one in get_args(hint) or (hint,) if one is not NoneType]
+            kinds = [hint] if get_origin(hint) is Literal else kinds
             found.pop(name, None)
-            if values and all(get_origin(one) is Literal or hasattr(one, "_restrictions") for one in values):
-                found[name] = sorted(kinds, key=lambda one: one is NoneType)
+            if kinds and all(get_origin(one) is Literal or hasattr(one, "_restrictions") for one in kinds):
+                found[name] = kinds
     return found
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    if value is None or kind is NoneType:
-        return value is None and (kind is NoneType or None in get_args(kind))
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     try:

@@ -62,7 +62,6 @@ def test_methods(method, message):
     [
         ({"local_epochs": 0}, "federation.local_epochs=0: give a whole number above 0."),
         ({"local_epochs": 2.5}, "federation.local_epochs=2.5: give a whole number above 0."),
-        ({"quorum": 0.5, "evaluate": None}, "federation.evaluate=None: choose before, after, global."),
         ({"seed": 1.5}, "federation.seed=1.5: give a whole number from 0."),
         ({"evaluate": "Before"}, "federation.evaluate='Before': choose before, after, global."),
     ],
