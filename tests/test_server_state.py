@@ -167,6 +167,7 @@ def test_a_model_in_factors():
     server.model = Payload({"b": torch.ones(1)}, low_rank={"w": low_rank})
     state = server.state_dict()
     assert list(state["model"]["tensors"]) == ["b"]
+    assert state["model"]["factors"] == {"w": (low_rank.left, low_rank.right, low_rank.shape)}
     other = started(FedSLR)
     other.load_state_dict(state)
     assert torch.equal(other.model["w"], low_rank.dense())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload, as_payload
-from lit_pfl.core.payload_state import restored, saved
+from lit_pfl.core.payload_state import payload_state, restored, saved
 from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.errors import ConfigError
@@ -237,13 +237,14 @@ class Server:
         """Return everything that a resumed server needs, as tensors and plain values."""
         optimizer = {} if self.server_optimizer is None else {"server_optimizer": self.server_optimizer.state_dict()}
         kept = {name: saved(getattr(self, name), f"{type(self).__name__}.{name}") for name in self._all_kept()}
-        return {"seed": self.seed, **optimizer, **kept}
+        return {"model": payload_state(self.model), "seed": self.seed, **optimizer, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
-        if not isinstance(restored(state["model"]), Payload):
+        model = restored(state["model"])
+        if not isinstance(model, Payload):
             raise ConfigError("The checkpoint is of an earlier version of lit-pfl; continue it with that version.")
-        self.seed = state["seed"]
+        self.model, self.seed = model, state["seed"]
         if self.server_optimizer is not None:
             self.server_optimizer.load_state_dict(state["server_optimizer"])
         for name in self._all_kept():
@@ -252,7 +253,7 @@ class Server:
     def _all_kept(self) -> list[str]:
         """Return the names of what is kept, by this class and its base classes."""
         own = (vars(one).get("kept", ()) for one in (*reversed(type(self).__mro__), self))
-        return list(dict.fromkeys(["model", *chain.from_iterable(own)]))
+        return list(dict.fromkeys(chain.from_iterable(own)))
 
 
 class UniformServer(Server):

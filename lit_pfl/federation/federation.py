@@ -38,6 +38,7 @@ from lit_pfl.federation.checkpoint import (
 )
 from lit_pfl.federation.ends_fits import EndsFits
 from lit_pfl.federation.monitors import refuse_misspelt
+from lit_pfl.federation.one_at_a_time import OneAtATime
 from lit_pfl.federation.options import check_options, check_together
 from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import Scores
@@ -192,7 +193,7 @@ class Federation(QuickModule):
         """See that the Trainer's options suit a federation; of all hooks the one before Lightning's own checks."""
         check_outer(self.trainer)
         refuse_processes(self.trainer)
-        return [EndsFits(self.engine)]
+        return [OneAtATime(), EndsFits(self.engine)]
 
     @property
     def data(self) -> FederatedDataModule:
@@ -368,8 +369,8 @@ class Federation(QuickModule):
         more = end_of_privacy(self.trainer, self.coordinator)
         if self.deadline is not None or self.asynchronous is not None:
             more["simulated_seconds"] = self.coordinator.clock
+        self._log({**self._validated, **more})
         metrics = {**self._trained(), **self._validated, **more}
-        self._log(metrics)
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
 
     def _trained(self) -> dict[str, float]:
