@@ -136,7 +136,7 @@ class FederatedCLI(LightningCLI):
 
     def _find_last(self) -> None:
         """Take the last checkpoint of the folder that is named; a fit without one begins there."""
-        if self.own.folder is None:
+        if not self.own.folder:
             raise ConfigError("ckpt_path=last: give --folder RUN with it, or --ckpt_path RUN/checkpoints/last.ckpt.")
         last = Path(self.own.folder, "checkpoints", "last.ckpt")
         self.own.ckpt_path = str(last) if self.scoring or last.exists() else None

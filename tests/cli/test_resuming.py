@@ -314,10 +314,11 @@ def test_one_command_begins_a_run_and_goes_on_with_it(capsys):
         assert typed(capsys, *words, rounds).code == 0
         assert [row["round"] for row in rows(Path("mine/metrics.csv"))] == ["1", "2"][: int(rounds)]
     assert typed(capsys, "test", *TINY, "--folder", "mine", "--ckpt_path", "last").code == 0
-    [error] = typed(capsys, "fit", *TINY, "--ckpt_path", "last").errors
-    assert error == (
-        "lit-pfl: error: ckpt_path=last: give --folder RUN with it, or --ckpt_path RUN/checkpoints/last.ckpt."
-    )
+    for folder in ([], ["--folder", ""]):
+        [error] = typed(capsys, "fit", *TINY, "--ckpt_path", "last", *folder).errors
+        assert error == (
+            "lit-pfl: error: ckpt_path=last: give --folder RUN with it, or --ckpt_path RUN/checkpoints/last.ckpt."
+        )
 
 
 def test_a_folder_of_a_run_is_not_begun_anew(run, capsys):
