@@ -306,7 +306,8 @@ def test_robust_means_by_name_on_the_command_line(capsys, tmp_path):
     assert came.code == 0, came.errors
     assert "Krum" in (tmp_path / "run" / "config.yaml").read_text()
     wrong = typed(capsys, *words, "--model.mean", "Median")
-    assert "model.mean: there is no 'Median'; choose one of CoordinateMedian, FLTrust, " in wrong.errors[0]
+    assert "model.mean: there is no 'Median'; choose one of " in wrong.errors[0]
+    assert {"CoordinateMedian,", "FLTrust,"} <= set(wrong.errors[0].split())
     assert (
         "'share' is not accepted. It has byzantine"
         in typed(capsys, *words, "--model.mean", "Krum", "--model.mean.share", "0.3").errors[0]

@@ -47,8 +47,9 @@ CLASSES: dict[str, type] = {
     "engine": Engine,
     "server_optimizer": ServerOptimizer,
 }
-#: classes that are no choice all the same: a federation's own and Lightning's; one that would have to be told a metric
-NO_CHOICE = {"ServerStep", "DummyLogger", "ReduceLROnPlateau"}
+#: classes that are no choice all the same: only to be built on; a federation's own and Lightning's; one that would have
+#: to be told a metric
+NO_CHOICE = {"Optimizer", "LRScheduler", "ServerStep", "DummyLogger", "ReduceLROnPlateau"}
 #: options of which no names are listed: most classes of their kinds are no choice there
 UNLISTED = ("learner", "callbacks")
 #: options that take something else than a class as well
@@ -129,7 +130,7 @@ def explained(message: str, known: list[str]) -> str:
     found, kind = GIVEN.search(reason), option.rpartition(".")[2]
     given = (found[1] or found[2]) if found else ""
     if kind in CLASSES and re.search("path string|instantiatable class", reason):
-        names = names_of_subclasses(CLASSES[kind]) or [CLASSES[kind].__name__]
+        names = names_to_choose(CLASSES[kind])
         options = not given or given.startswith(("{", "Namespace("))
         problem = "it has options, but no name" if options else f"there is no {given!r}"
         choice = ALSO.get(kind, "") + ("give" if kind in UNLISTED else f"choose one of {', '.join(names)}, or")
@@ -148,11 +149,11 @@ def explained(message: str, known: list[str]) -> str:
     return f"{option}={given}: expected {' or '.join(dict.fromkeys(kinds))}."
 
 
-def names_of_subclasses(cls: type) -> list[str]:
-    """Return the names of all classes to choose from: not those that are only there to be built on."""
+def names_to_choose(cls: type) -> list[str]:
+    """Return the names of a class and all that build on it, without those that are only there to be built on."""
     subclasses: list[type] = cls.__subclasses__()
-    names = {sub.__name__ for sub in subclasses if not sub.__name__.startswith("_") and not inspect.isabstract(sub)}
-    return sorted((names - NO_CHOICE).union(*map(names_of_subclasses, subclasses)))
+    own = set() if cls.__name__.startswith("_") or inspect.isabstract(cls) else {cls.__name__}
+    return sorted((own - NO_CHOICE).union(*map(names_to_choose, subclasses)))
 
 
 def refuse_abstract(option: str, class_path: str) -> None:
@@ -163,7 +164,7 @@ def refuse_abstract(option: str, class_path: str) -> None:
     """
     module, _, name = class_path.rpartition(".")
     if inspect.isabstract(getattr(import_module(module), name, None)):
-        names = ", ".join(names_of_subclasses(CLASSES[option.rpartition(".")[2]]))
+        names = ", ".join(names_to_choose(CLASSES[option.rpartition(".")[2]]))
         raise ConfigError(f"{option}={name}: it is only there to be built on; choose one of {names}.")
 
 

@@ -12,7 +12,7 @@ import pytest
 import lit_pfl
 import lit_pfl.methods
 from cli.typed import TINY, typed
-from lit_pfl.cli.messages import CLASSES, names_of_subclasses
+from lit_pfl.cli.messages import CLASSES, names_to_choose
 from lit_pfl.cli.overview import families, methods
 
 #: what is typed, behind a configuration where it begins with an option, and how the line begins that comes
@@ -45,7 +45,7 @@ REFUSED = [
     ("--data.permute_labels maybe", "data.permute_labels=maybe: expected true or false."),
     ("--data.partition Dirichlet --data.partition.alpha x", "data.partition.alpha=x: expected a number above 0."),
     ("--federation.evaluate never", "federation.evaluate=never: expected one of before, after, global."),
-    ("--federation.participation x", "federation.participation: there is no 'x'; give a number, choose one of B"),
+    ("--federation.participation x", "federation.participation: there is no 'x'; give a number, choose one of Share, "),
     ("--trainer.max_epochs x", "trainer.max_epochs=x: expected a whole number or null."),
     ("--model.optimizer.lr x", "model.optimizer.lr=x: expected a number."),
     ("--model.optimizer.lr -1", "model.optimizer=SGD(lr=-1.0, "),
@@ -160,19 +160,26 @@ def test_a_mistake_is_named_in_one_line(words, said, capsys):
     came = typed(capsys, *(["fit", *TINY] if words.startswith("-") else []), *words.split())
     assert came.code == 2
     [error] = came.errors
+    said, _, choices = said.partition("choose one of ")
     assert error.startswith(f"lit-pfl: error: {said}"), error
+    assert set(choices.split()) <= set(error.split()), error  # there are more when other tests have made classes
 
 
 def test_nothing_is_offered_that_cannot_be_chosen():
-    offered = {name for kind in ("optimizer", "scheduler") for name in names_of_subclasses(CLASSES[kind])}
+    offered = {name for kind in ("optimizer", "scheduler") for name in names_to_choose(CLASSES[kind])}
     assert offered > {"SGD", "StepLR"}
-    assert not {"ServerStep", "ReduceLROnPlateau"} & offered
+    assert not {"Optimizer", "ServerStep", "ReduceLROnPlateau"} & offered
+
+
+def test_a_class_of_one_s_own_is_offered_beside_the_one_it_builds_on():
+    own = type("Later", (CLASSES["deadline"],), {})
+    assert {"Deadline", own.__name__} <= set(names_to_choose(CLASSES["deadline"]))
 
 
 def test_names_to_choose_from_are_those_of_the_package():
-    own = {name for name in names_of_subclasses(CLASSES["model"]) if name in vars(lit_pfl.methods)}
+    own = {name for name in names_to_choose(CLASSES["model"]) if name in vars(lit_pfl.methods)}
     assert own == set(lit_pfl.methods.__all__)
-    assert not {"TwoModels", "Client"} & set(names_of_subclasses(CLASSES["model"]))
+    assert not {"TwoModels", "Client"} & set(names_to_choose(CLASSES["model"]))
 
 
 def test_the_overview_names_all_methods_without_importing_them(capsys):
