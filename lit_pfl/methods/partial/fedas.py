@@ -32,13 +32,14 @@ class FedAS(Classifying):
     Alignment and F_i are in evaluation mode, on the samples in their order and without augmentation. In a client's
     first round m_c is of the received body. F_i grows with the loss, so a client that fits its data badly in evaluation
     mode may have nearly all of the weight. The authors shuffle, send heads too, which nobody uses, and take F_i of
-    clients that do not take part. In PFLlib's code one client after another aligns one and the same body.
+    clients that do not take part. In the authors' code one client after another aligns one and the same body; here each
+    aligns a copy of its own.
 
     The alignment suits networks without norm layers. It sees the received body under the running statistics that the
-    client had before, as PFLlib's code does from round 2 on, and training then uses those of batches. With the default
-    ResNet-9, ``align_lr=0`` is better by far, and with group norm too. The weights are not the reason: with equal ones
-    it has 58.1 / 24.0, with an alignment in training mode 74.8 / 74.6. Accuracy as trained / as aggregated in the
-    setting of the expected result, seed 1:
+    client had before; in the authors' code all clients have those of the first participant there. Training then uses
+    those of batches. With the default ResNet-9, ``align_lr=0`` is better by far, and with group norm too. The weights
+    are not the reason: with equal ones it has 58.1 / 24.0, with an alignment in training mode 74.8 / 74.6. Accuracy as
+    trained / as aggregated in the setting of the expected result, seed 1:
 
     =====================================  ===========  ================
     network                                aligned      ``align_lr=0``

@@ -30,7 +30,8 @@ class FedCP(Classifying):
 
     B_g is in the mode of the network that trains, as in PFLlib's code: batch norm normalizes both by the batch's own
     statistics. In evaluation the gates are softmax without noise, unless ``noisy``. v comes from the personal head as
-    it is on receipt, in the first round too, where the authors' code draws it at random.
+    it is on receipt, in the first round too, where the authors' code draws it at random. A client that has rested has
+    the newest received head and policy; in the authors' code it has those of the last round that it took part in.
 
     Args:
         lam: strength of the MMD, which keeps features close to the received ones. The default is the authors' for

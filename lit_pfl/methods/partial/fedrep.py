@@ -13,7 +13,9 @@ class FedRep(Client):
     """The body is averaged as in FedAvg, the classifier is each client's own; a round trains one after the other.
 
     What does not train is frozen: it has no gradient, so neither momentum nor weight decay moves it. Running statistics
-    of normalization layers follow the batches in both phases, as in ordinary training.
+    of normalization layers follow the batches in both phases, as in ordinary training. The authors' script prints the
+    mean of its last ten rounds, and then trains every client's head for ten more epochs ("Final Round"); here the last
+    round's score is printed, and nothing trains after it.
 
     Args:
         mode: ``alternating``: a round's first local epochs train the head, its last ``body_epochs`` the body.

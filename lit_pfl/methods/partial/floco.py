@@ -31,12 +31,14 @@ class Floco(Classifying):
     takes what each client's last round has changed of the endpoints, and the first M principal components of that, one
     point a client. It projects the points onto simplices of sum s, divides by s, and takes of 1000 sums s in (0, 1] the
     one with the least energy ``sum_{i<j} 1 / |c_i - c_j|^2``. From then on client i draws ``a = c_i + r u`` with r from
-    [0, rho] and u from the unit sphere of the L1 norm, divided by its sum. What is evaluated is ``W(c_i)``, before that
-    the mean of the endpoints. Clients that have not taken part by round tau continue as before.
+    [0, rho] and u from the unit sphere of the L1 norm, divided by its sum; at an edge of the simplex some entries are
+    below 0. What is evaluated is ``W(c_i)``, before that the mean of the endpoints. Clients that have not taken part by
+    round tau continue as before.
 
     The first endpoint is the head's own first weight, the others are drawn by Xavier's normal rule, as in the authors'
-    code for all. That lets all clients train a further time in round tau. With ``endpoints=1`` this is FedAvg, bit for
-    bit. Floco+ is not here.
+    code for all. That lets all clients train a further time in round tau, and later versions of the authors' code do
+    not divide what is drawn by its sum, which is between 1 - rho and 1 + rho. With ``endpoints=1`` this is FedAvg, bit
+    for bit. Floco+ is not here.
 
     Args:
         endpoints: their number, M.

@@ -24,8 +24,9 @@ class GPFL(Classifying):
     ``lam * |g - E'_y|_F``, the norm over the whole batch, where E' is E as it was received. What is evaluated has the
     head see ``cov(h, personal)``.
 
-    As in the authors' code, conditions come from the client's own trained E, before the received one takes its place;
-    they are zero until a client has trained.
+    Conditions come from the client's own trained E, before the received one takes its place; they are zero until a
+    client has trained. Where all clients train in every round this is the authors' code. With clients that rest, the
+    authors' code makes everybody's conditions again in every round, from the E that a client received a round before.
 
     Args:
         lam: strength of the norm; 0.0001 for a ResNet-18 and fastText.
