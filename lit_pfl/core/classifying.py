@@ -32,6 +32,9 @@ from lit_pfl.learners.scoring import mean_loss, transferred
 from lit_pfl_callbacks.random_state import torch_state_kept
 from lit_pfl_callbacks.tensors import evaluating, tensors_of
 
+#: what means over the samples of a class may be of
+MeansOf = Literal["features", "logits", "probabilities"]
+
 
 class Classifying(Client):
     """A client whose learner has a head module, from features to logits, and whose data may have class labels.
@@ -181,21 +184,23 @@ class Classifying(Client):
             call_with({f"learner.{name}": x for name, x in network.items()}, Step(self.learner), batch, batch_idx)
         return seen
 
-    def class_means(self, of: Literal["features", "logits"] = "features") -> tuple[Tensor, Tensor]:
-        """Return the mean features, (C, d), or logits, (C, C), of every class over the training data, and class counts.
+    def class_means(self, of: MeansOf = "features") -> tuple[Tensor, Tensor]:
+        """Return (C, d) mean features, or (C, C) logits or probabilities, of every class over the training data, and
+        class counts.
 
         Classes without samples have a mean of zeros. The counts are (C,) int64.
         """
         means, _, counts = self.class_moments(of)
         return means.float(), counts
 
-    def class_moments(self, of: Literal["features", "logits"] = "features") -> tuple[Tensor, Tensor, Tensor]:
+    def class_moments(self, of: MeansOf = "features") -> tuple[Tensor, Tensor, Tensor]:
         """Return (C, d) means, (C,) mean squared norms, both in double precision, and (C,) counts; see above."""
         counts = torch.zeros(self.num_logits, dtype=torch.int64, device=self.device)
         width = self.num_features if of == "features" else self.num_logits
         sums = torch.zeros(self.num_logits, width + 1, dtype=torch.float64, device=self.device)
         for features, logits, labels in self.embedded():
             values = (features if of == "features" else logits).double()
+            values = values.softmax(1) if of == "probabilities" else values
             sums.index_add_(0, labels, torch.cat([values, values.square().sum(1, keepdim=True)], 1))
             counts += torch.bincount(labels, minlength=len(counts))
         means = sums / counts.clamp_min(1)[:, None]

@@ -1,6 +1,7 @@
 """FD and FedNTD against their formulas."""
 
 import numpy as np
+import pytest
 import torch
 from heads import learners, skewed, softmax, whole_data
 
@@ -16,13 +17,15 @@ def test_without_the_term_every_client_stands_alone_bit_for_bit():
     assert_equal(learners(a), weights(b))
 
 
-def test_mean_logits_equal_the_formula():
-    federation = run(client(FD), skewed(), rounds=2)
+@pytest.mark.parametrize("averages", ["probabilities", "logits"])
+def test_mean_predictions_equal_the_formula(averages):
+    federation = run(client(FD, averages=averages), skewed(), rounds=2)
     own, counts = np.zeros((3, 10, 10)), np.zeros((3, 10), int)
     for k, member in federation.clients.items():
         images, labels = whole_data(federation, k)
         with torch.no_grad():
             z = member.backbone.eval()(images).double().numpy()
+        z = softmax(z) if averages == "probabilities" else z
         for c in set(labels.tolist()):
             own[k, c], counts[k, c] = z[labels.numpy() == c].mean(0), (labels == c).sum()
         np.testing.assert_allclose(member.upload()[PROTOTYPES], own[k], atol=1e-5)
@@ -32,15 +35,17 @@ def test_mean_logits_equal_the_formula():
             np.testing.assert_allclose(model[PROTOTYPES][c], own[counts[:, c] > 0, c].mean(0), atol=1e-5)
 
 
-def test_the_term_is_the_cross_entropy_of_the_mean_logits():
-    member = run(client(FD, lam=2.0), skewed(), rounds=2).clients[0]
+@pytest.mark.parametrize("averages", ["probabilities", "logits"])
+def test_the_term_is_the_cross_entropy_of_the_mean_predictions(averages):
+    member = run(client(FD, lam=2.0, averages=averages), skewed(), rounds=2).clients[0]
     images, labels = next(iter(member.data.train))
     member.eval()
     member.common[COUNTS][labels[0]] = 0
     with torch.no_grad():
         z = member.backbone(images).double().numpy()
     y = labels.numpy()
-    g, known = softmax(member.common[PROTOTYPES].double().numpy()), member.common[COUNTS].numpy() > 0
+    g, known = member.common[PROTOTYPES].double().numpy(), member.common[COUNTS].numpy() > 0
+    g = softmax(g) if averages == "logits" else g
     log_p = np.log(softmax(z))
     expected = (-log_p[range(len(y)), y]).mean() + 2 * (-(g[y] * log_p).sum(1) * known[y]).mean()
     np.testing.assert_allclose(member.objective((images, labels), 0).detach(), expected, rtol=1e-4)

@@ -1,6 +1,6 @@
-"""FD: federated distillation by the mean logits of every class."""
+"""FD: federated distillation by the mean predictions of every class."""
 
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor, nn
@@ -11,16 +11,18 @@ from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES, ClassMeans, F
 class FD(ClassMeans):
     """Every client trains a network of its own, whose predictions stay near all clients' mean of the sample's class.
 
-    With logits z, a client minimizes its loss plus ``lam * CE(z, softmax(g_y))``, where g_y are the mean logits of all
-    clients that have the sample's class; classes without one have no such term. After training it sends the mean logits
-    of every class over its training data, (C, C), in evaluation mode; the server takes the plain mean over the clients
-    that have the class. Also known as FedDistill.
+    With logits z, a client minimizes its loss plus ``lam * CE(z, g_y)``, where g_y are the mean probabilities of all
+    clients that have the sample's class; classes without one have no such term. After training it sends the mean
+    softmax of its logits for every class over its training data, (C, C), in evaluation mode; the server takes the plain
+    mean over the clients that have the class. Also known as FedDistill.
 
-    Codes of others collect logits from the batches of training. The paper leaves a client's own logits out of the mean
-    that it gets back; here, as in PFLlib, the mean is the same for all.
+    In the paper predictions are collected from the batches of training, and a client's own are left out of the mean
+    that it gets back; here, as in PFLlib, the mean is the same for all. PFLlib averages logits, and takes the softmax
+    of their mean, which is sharper: ``averages="logits"``.
 
     Args:
         lam: strength of the term; 0 is Stand-Alone.
+        averages: what the means are of: ``probabilities``, as in the paper, or ``logits``, as in PFLlib.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
@@ -32,15 +34,19 @@ class FD(ClassMeans):
     """
 
     needs_automatic = "distils other clients' predictions"
-    needs_labels = "takes the mean logits of every class"
-    needs_common_labels = "averages logits of classes"
+    needs_labels = "takes the mean prediction of every class"
+    needs_common_labels = "averages predictions of classes"
 
-    means_of = "logits"
     shares = frozenset()
 
-    def __init__(self, lam: NonNegativeFloat = 1.0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        lam: NonNegativeFloat = 1.0,
+        averages: Literal["probabilities", "logits"] = "probabilities",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
-        self.lam = lam
+        self.lam, self.averages, self.means_of = lam, averages, averages
 
     def configure_server(self) -> FedProtoServer:  # noqa: D102
         return FedProtoServer()
@@ -51,6 +57,7 @@ class FD(ClassMeans):
         if not self.lam or not self.common[COUNTS].any():
             return loss
         labels = self.targets(batch)
-        teacher = self.common[PROTOTYPES][labels].to(seen.logits).softmax(1)
+        teacher = self.common[PROTOTYPES][labels].to(seen.logits)
+        teacher = teacher.softmax(1) if self.averages == "logits" else teacher
         by_sample = nn.functional.cross_entropy(seen.logits, teacher, reduction="none")
         return loss + self.lam * (by_sample * (self.common[COUNTS][labels] > 0)).mean()

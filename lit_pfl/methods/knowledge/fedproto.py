@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor, nn
 
-from lit_pfl.core.classifying import Classifying
+from lit_pfl.core.classifying import Classifying, MeansOf
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, Server, Weighting
 from lit_pfl.errors import ConfigError
@@ -27,13 +27,13 @@ class ClassMeans(Classifying):
     """
 
     #: of what the means are
-    means_of: ClassVar[Literal["features", "logits"]]
+    means_of: MeansOf
 
     own: Memory
     common: Memory
 
     def configure_state(self) -> None:  # noqa: D102
-        width = self.num_logits if self.means_of == "logits" else self.num_features
+        width = self.num_features if self.means_of == "features" else self.num_logits
         none = {
             PROTOTYPES: torch.zeros(self.num_logits, width),
             COUNTS: torch.zeros(self.num_logits, dtype=torch.int64),
