@@ -190,6 +190,7 @@ class ServerExtrapolation(ServerOptimizer):
     Args:
         eps: the larger, the nearer is eta to 1. The authors have 0.001 for CIFAR and 0.1 for EMNIST.
         shows_mean: whether what is evaluated is the mean of the last two models, without which the training continues.
+            After round 1 it is the new model, as in the authors' code.
 
     Source:
         Jhunjhunwala et al. 2023, Algorithm 1 and Eq. 6.
@@ -201,8 +202,10 @@ class ServerExtrapolation(ServerOptimizer):
 
     def step(self, before: Weights, mean: Weights, uploads: Sequence[Payload], shares: Sequence[float]) -> Weights:  # noqa: D102
         rate = self.rate(before, mean, uploads, shares)
-        self.state["before"] = dict(before) if self.shows_mean else {}
-        return {name: torch.lerp(_wide(before[name]), _wide(end), rate).to(end.dtype) for name, end in mean.items()}
+        moved = {name: torch.lerp(_wide(before[name]), _wide(end), rate).to(end.dtype) for name, end in mean.items()}
+        former = before if self.state else {}
+        self.state["before"] = dict(former) if self.shows_mean else {}
+        return moved
 
     def rate(self, before: Weights, mean: Weights, uploads: Sequence[Payload], shares: Sequence[float]) -> float:
         """Return eta."""

@@ -131,7 +131,10 @@ def test_orthogonal_ways_are_half_as_long_as_there_are_clients():
     apart.aggregate(1, uploads([1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0], [0, 0, 0, 1.0]))
     assert torch.equal(apart.model["a"], torch.full((2,), 0.5))  # eta = 4 / 2, the mean is 1 / 4
     assert apart.model["n"] == 1.5
-    assert torch.equal(apart.global_model()["b"], torch.full((2,), 0.25))  # the mean of 0 and that
+    assert torch.equal(apart.global_model()["b"], torch.full((2,), 0.5))  # as in the authors' code after round 1
+    apart.aggregate(2, uploads(*[[1.5, 1.5, 1.5, 1.5]] * 4))
+    assert torch.equal(apart.model["a"], torch.full((2,), 1.5))
+    assert torch.equal(apart.global_model()["b"], torch.full((2,), 1.0))  # the mean of 0.5 and that
     assert apart.global_model()["n"] == 1.5
 
 
