@@ -14,8 +14,10 @@ from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.server import ClientInfo, MixingServer, Server
+from lit_pfl.core.updates import update_of
 from lit_pfl.errors import ConfigError, UploadError
-from tiny import assert_equal
+from lit_pfl.methods import APPLE, FedFOMO
+from tiny import assert_equal, client, run
 
 SAMPLES = {0: 10, 3: 70, 5: 33, 8: 1}
 
@@ -425,3 +427,12 @@ def test_a_state_that_is_taken_over_leaves_nothing_of_the_run_before():
     asynchronous.in_training = InTraining(FedBuff(1))
     asynchronous.load_state_dict(one.state_dict())  # of a run that waits for all, to be scored
     assert asynchronous.round == 1
+
+
+@pytest.mark.parametrize("method", [APPLE, FedFOMO])
+def test_an_update_is_measured_from_the_own_model_that_is_not_sent_again(method):
+    federation = run(client(method), rounds=2)
+    for k, member in federation.clients.items():
+        upload = member.upload()
+        update = update_of(upload, federation.coordinator.center(k, upload))
+        assert all(update[name].count_nonzero() == 0 for name in federation.coordinator.server.model)

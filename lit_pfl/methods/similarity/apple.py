@@ -231,6 +231,10 @@ class APPLEServer(Server):
             tensors |= {f"{OTHERS}{other}/{name}": core[name] for name in core if name in self.weights}
         return Payload(tensors)
 
+    def center(self, client: int, upload: Payload) -> Mapping[str, Tensor]:
+        """Return the client's latest core model and p_i: it is not sent its own core again."""
+        return {**self.cores.get(client, self.model), RELATIONS: self.relations[client]}
+
     def mixing(self) -> tuple[list[int], Tensor] | None:
         """Return everybody's p_i; its entries may be below 0, and need not sum to 1."""
         if not self.cores:

@@ -214,6 +214,12 @@ class FedFOMOServer(Server):
             chosen.append(ranked.pop(int(rng.integers(len(ranked))) if at_random else 0))
         return sorted(chosen)
 
+    def center(self, client: int, upload: Payload) -> Mapping[str, Tensor]:
+        """Return the client's latest model, which it mixes with those that it is sent; what it says of these is an
+        update already.
+        """
+        return self.latest.get(client, self.model)
+
     def mixing(self) -> tuple[list[int], Tensor] | None:
         """Return equal weights of a client's own model and of those that it is sent; it weighs them itself."""
         if not self.latest:
