@@ -37,7 +37,8 @@ class FedGen(Classifying):
     y')``, for classes y' drawn among those that anybody has, plus ``b_t KL(softmax H(G(y)) || p(x))`` for its own batch
     of B samples, in which the former is a constant. Also for a last batch of fewer samples the weight has the B of all
     others; the authors' code leaves such batches out. ``a_t = max(1e-4, alpha * decay^t)`` after t rounds, and so b_t.
-    G is frozen and in evaluation mode.
+    G is frozen and in evaluation mode. Counts of classes are of a client's data; in the authors' code they are of the
+    samples drawn, plus 1, and the terms end after 20 local epochs of a round.
 
     Args:
         alpha: where the weight of the generated samples starts; 0 leaves them out.

@@ -32,7 +32,9 @@ class FedKD(Mutual):
     needs all of its singular values is not sent at all; here it is sent whole.
 
     v starts as a copy of w; in the paper it is a larger network, and BERT's hidden states and attention are compared.
-    In PFLlib's code gradients go through teachers and s too, and a divergence is divided by the number of classes.
+    In the authors' and PFLlib's code gradients go through teachers and s too, and a divergence is divided by the number
+    of classes; in the authors' the term of the features counts twice, and the first T is already one step of the
+    ``rounds`` on.
 
     Args:
         energy_start: T of the first round.
