@@ -18,7 +18,7 @@ from lit_pfl.core.updates import update_of
 from lit_pfl.engines import Stacked
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import SignFlip
-from lit_pfl.methods import Ditto, FedAvg, FedDyn, FedKD, FedPer, Scaffold, SimFed
+from lit_pfl.methods import Ditto, FedADMM, FedAvg, FedDyn, FedKD, FedPer, FedSLR, Scaffold, SimFed
 from lit_pfl.randomness import Draws
 from tiny import assert_equal, client, digits, run, trainer, weights
 
@@ -272,7 +272,7 @@ def test_a_bad_upload_is_refused_and_its_client_begins_anew():
     [
         (FedAvg, FedBuff(2, speeds=SLOW)),
         (FedPer, FedAsync(speeds=SLOW)),
-        (FedDyn, FedBuff(2, speeds=SLOW)),
+        (FedDyn, FedBuff(2, exponent=0, speeds=SLOW)),
     ],
 )
 @pytest.mark.parametrize("seed", [3, None])
@@ -313,6 +313,9 @@ def test_stacked_clients_come_to_nearly_the_same():
         (SimFed, {}, "SimFed.* uses single uploads"),
         (Scaffold, {}, "uses single uploads"),
         (FedKD, {}, "uploads to FedKDServer are no models"),
+        (FedDyn, {}, "FedDyn adds its whole step to h_i, so that its upload must count in full; use FedBuff with exp"),
+        (FedADMM, {"asynchronous": FedAsync()}, "FedADMM adds its whole step to y_i"),
+        (FedSLR, {"local_epochs": 2}, "FedSLR adds its whole step to gamma_i"),
         (FedAvg, {"participation": Bernoulli(0.5)}, "federation.participation=Bernoulli.*number of clients that train"),
         (FedAvg, {"asynchronous": FedBuff(5)}, "buffer=5 is more than the 4 clients"),
         (FedAvg, {"deadline": Deadline(3)}, "does not go with federation.deadline"),
@@ -323,6 +326,17 @@ def test_what_does_not_go_together(method, options, said):
     plain = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)} if method is Scaffold else {}
     with pytest.raises(ConfigError, match=said):
         run(client(method, **plain), rounds=1, **{"asynchronous": FedBuff(2), **options})
+
+
+def test_what_server_and_clients_keep_of_each_other_stays_the_same_without_an_exponent():
+    options = {"rounds": 6, "participation": 4, "asynchronous": FedBuff(2, exponent=0, speeds=SLOW)}
+    federation = run(client(FedDyn), digits(6), **options)
+    steps = [federation.timetable._schedule.step(i).staleness for i in range(6)]
+    assert any(late for step in steps for late in step.values())
+    server = federation.coordinator.server
+    for name, deviation in server.deviation.items():
+        own = torch.stack([member.deviation[name] for member in federation.clients.values()]).mean(0)
+        torch.testing.assert_close(deviation, own, atol=1e-5, rtol=0)
 
 
 def test_a_server_optimizer_of_single_uploads_is_refused():

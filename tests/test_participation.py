@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from cli.typed import TINY, rows, typed
@@ -15,6 +16,7 @@ from lit_pfl.core.participation import (
     participants,
     sampling_of,
 )
+from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, StandAlone
 from lit_pfl.randomness import Draws
@@ -145,6 +147,18 @@ def test_what_privacy_may_gain_by_sampling():
 
 
 # In a federation
+
+
+def test_clients_drawn_by_size_count_the_same_in_the_mean():
+    federation = Federation(client(FedAvg), seed=3, threads=1, participation=BySize(2))
+    trainer(1).fit(federation, datamodule=digits(5, partition=Dirichlet(0.5)))
+    drawn = federation.participants(0)
+    assert len({federation.coordinator.server.num_samples[k] for k in drawn}) == 2
+    first, second = (federation.clients[k].upload() for k in drawn)
+    expected = {name: (first[name].double() + second[name].double()) / 2 for name in first}
+    model = federation.coordinator.server.model
+    for name, mean in expected.items():
+        torch.testing.assert_close(model[name].double(), mean, atol=1e-6, rtol=0)
 
 
 def test_a_run_with_any_number_of_clients_a_round():

@@ -28,6 +28,9 @@ from lit_pfl.methods import (
     Scaffold,
     SimFed,
 )
+from lit_pfl.methods.factorized.fedslr import FedSLRServer
+from lit_pfl.methods.factorized.structures import STRUCTURES
+from lit_pfl.methods.global_model.feddyn import FedDynServer
 from tiny import assert_equal, client, digits, run, trainer, weights
 
 dp_accounting = pytest.importorskip("dp_accounting")
@@ -229,6 +232,24 @@ def private(method=FedAvg, rounds: int = 2, path=None, privacy: dict | None = No
 def test_epsilon_is_logged_every_round(method):
     _, fitting = private(method, participation=Bernoulli(0.5))
     assert float(fitting.callback_metrics["privacy/epsilon"]) == pytest.approx(epsilon(2, 1.0, 1e-5, "poisson", 0.5))
+
+
+@pytest.mark.parametrize("taking_part", [2, 4, 6])
+def test_a_server_that_sums_over_clients_does_not_tell_how_many_there_were(taking_part):
+    everybody = range(8)
+    infos = {k: ClientInfo(1, Payload({"w": torch.zeros(3)})) for k in everybody}
+    for server in (
+        FedDynServer(frozenset({"w"})),
+        FedSLRServer(frozenset({"w"}), 0.0, 2.0, STRUCTURES["low_rank"], False),
+    ):
+        server.start(infos)
+        privacy = ClientPrivacy(0.0, clip=1.0)
+        privacy.start(server, {k: infos[k].initial.layout for k in everybody}, Sampling("poisson", 0.5), seed=1)
+        uploads = {k: Payload({"w": torch.full((3,), 0.1)}) for k in everybody[:taking_part]}
+        server.aggregate(1, privacy.protect_centrally(1, server, uploads, taking_part))
+        kept = server.deviation if isinstance(server, FedDynServer) else server.dual
+        step = 1 if isinstance(server, FedDynServer) else -1 / 2
+        torch.testing.assert_close(kept["w"], torch.full((3,), step * taking_part * 0.1 / 8))
 
 
 @pytest.mark.parametrize("method", [SimFed, Scaffold, ClusteredFL, AgnosticFL, FedExP])

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
+from lit_pfl.core.client import Client
 from lit_pfl.core.deadline import Speeds
 from lit_pfl.core.participation import named
 from lit_pfl.core.payload import Payload
@@ -51,12 +52,28 @@ class Asynchronous(ABC):
             staleness: number of steps in between.
         """
 
-    def check(self, server: Server, clients: Sequence[int], participation: object) -> None:
+    @property
+    def in_full(self) -> bool:
+        """Whether every update counts in full, however late it comes."""
+        return False
+
+    def check(self, client: Client, server: Server, clients: Sequence[int], participation: object) -> None:
         """See that these fit.
+
+        Args:
+            client: any of the clients.
+            server: the method's server.
+            clients: ids of all clients.
+            participation: the option.
 
         Raises:
             ConfigError: when they do not.
         """
+        if client.needs_full_steps and not self.in_full:
+            raise ConfigError(
+                f"federation.asynchronous: a client of {type(client).__name__} {client.needs_full_steps}, so that its "
+                "upload must count in full; use FedBuff with exponent=0."
+            )
         if not server.declares("means_only"):
             raise ConfigError(
                 f"federation.asynchronous: {server.sees_uploads()} uses single uploads, not their mean alone; use a "
@@ -100,6 +117,10 @@ class FedBuff(Asynchronous):
         super().__init__(buffer, speeds)
         self.exponent = exponent
         check_options_of(self, "federation.asynchronous")
+
+    @property
+    def in_full(self) -> bool:  # noqa: D102
+        return self.exponent == 0
 
     def counted(self, upload: Payload, began: Payload, model: Mapping[str, Tensor], staleness: int) -> Payload:  # noqa: D102
         if staleness == 0:

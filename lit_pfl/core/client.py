@@ -115,6 +115,8 @@ class Client(LearnerModule):
     evaluated: ClassVar[tuple[str, ...]] = ("personalized",)
     #: why a learner that steps its optimizers itself (manual optimization) cannot be trained so; empty: it can
     needs_automatic: ClassVar[str] = ""
+    #: why its uploads must count in full (asynchronous servers may count them less); empty: they need not
+    needs_full_steps: str = ""
     #: whether weights that are unfrozen during a fit may begin to travel then
     may_unfreeze: ClassVar[bool] = True
     #: whether :attr:`received` holds what a round began with

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jsonargparse.typing import PositiveInt
@@ -42,6 +42,9 @@ class Participation(ABC):
     Raises:
         ConfigError: when a round is below 1, or a client leaves before it joins.
     """
+
+    #: whether clients are drawn in proportion to their samples, and so count the same in the mean of those that were
+    by_size: ClassVar[bool] = False
 
     def __init__(self, joins: dict[int, int] | None = None, leaves: dict[int, int] | None = None) -> None:
         self.joins, self.leaves = dict(joins or {}), dict(leaves or {})
@@ -177,6 +180,9 @@ class Bernoulli(Participation):
 class BySize(Participation):
     """A number of clients, drawn without replacement with probabilities in proportion to their training samples.
 
+    In the mean of a round they count the same, whatever the method's ``weighting``, since their sizes have counted when
+    they were drawn. Without replacement large clients count a little less than their share of the samples.
+
     Args:
         number: number of clients; all of those that are there, if they are fewer.
         kwargs: see :class:`Participation`.
@@ -184,6 +190,8 @@ class BySize(Participation):
     Source:
         Li et al. 2020 (On the Convergence of FedAvg on Non-IID Data), Scheme I, without replacement.
     """
+
+    by_size = True
 
     def __init__(self, number: PositiveInt = 10, **kwargs: Any) -> None:
         super().__init__(**kwargs)

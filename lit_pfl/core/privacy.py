@@ -171,7 +171,7 @@ class ClientPrivacy:
         """
         if self.where == "local" or not uploads:
             return dict(uploads)
-        expected = self.expected or max(planned, 1)
+        expected = server.mean_of = self.expected or max(planned, 1)
         weights = server.averaging_weights(round, uploads)
         std = self._noise_of_updates() * self.clip / math.sqrt(len(uploads))
         centers = {client: server.center(client, upload) for client, upload in uploads.items()}

@@ -62,6 +62,8 @@ class Server:
     means_only: bool = True
     #: names of tensors of an upload that count samples or steps: a negative count, or an absurd one, is refused
     count_tensors: ClassVar[tuple[str, ...]] = ()
+    #: how many participants a mean stands for, where that is not the number of uploads, see :meth:`how_many`
+    mean_of: float | None = None
     num_samples: dict[int, int]
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
@@ -142,6 +144,13 @@ class Server:
         Tensors of an upload that are not in it are updates already. It is asked for before :meth:`aggregate`.
         """
         return self.reply(client)
+
+    def how_many(self, uploads: Mapping[int, Payload]) -> float:
+        """Return how many participants the mean of a round stands for, for sums over clients.
+
+        Central privacy divides by a fixed number, the expected one; how many there were is then for nobody to know.
+        """
+        return len(uploads) if self.mean_of is None else self.mean_of
 
     def step_by(self, optimizer: ServerOptimizer, weights: Iterable[str]) -> None:
         """Take the server's steps by an optimizer.

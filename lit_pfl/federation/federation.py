@@ -246,6 +246,8 @@ class Federation(QuickModule):
         example = work.made(data.clients[0], data.client(data.clients[0]))
         with self.draws.default_generators("server"):  # before the client is on its device, which draws other numbers
             server = example.configure_server()
+        if isinstance(self.participation, Participation) and self.participation.by_size:
+            server.weighting = "uniform"
         example.place_on(self.trainer.strategy.root_device)
         batch_size, stacked = getattr(data, "batch_size", None), self.engine.stacked(len(data.clients))
         work.joined(example)
@@ -257,7 +259,7 @@ class Federation(QuickModule):
         self.coordinator = Coordinator(server, self.quorum, self.max_update_norm)
         self.coordinator.start(self.engine.joined())
         if self.asynchronous is not None:
-            self.asynchronous.check(server, data.clients, self.participation)
+            self.asynchronous.check(example, server, data.clients, self.participation)
             self.coordinator.in_training = InTraining(self.asynchronous)
         self.coordinator.protect(self.privacy, sampling_of(self.participation, len(data.clients)), self.seed)
         self.scores = Scores(self.evaluate, self._directions, work, self.engine, self.coordinator, self.draws)

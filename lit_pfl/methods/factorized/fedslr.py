@@ -108,6 +108,7 @@ class FedSLR(TwoModels):
         if self.factorization is not None:
             raise ConfigError("model.factorization: FedSLR makes dense weights low-rank on its own; leave it out.")
         self.lam, self.mu, self.eta_g, self.solver = lam, mu, eta_g, SOLVERS[solver]
+        self.needs_full_steps = "adds its whole step to gamma_i" if self.solver.corrected else ""
         self.p_init, self.personal_epochs, self.server_memory = p_init, personal_epochs, server_memory
         self.common, self.personal_structure = STRUCTURES[common], STRUCTURES[personal]
         self._trains_personal = False
@@ -307,7 +308,7 @@ class FedSLRServer(UniformServer):
             self._update_each(before, uploads)
         for name, dual in self.dual.items():
             if not self.each:
-                share = len(uploads) / len(self.num_samples)
+                share = self.how_many(uploads) / len(self.num_samples)
                 dual += share / self.eta_g * (before[name] - tensors[name])
             tensors[name] = tensors[name] - self.eta_g * dual
         shrunk = Payload({})

@@ -43,6 +43,7 @@ class FedADMM(Client):
     """
 
     needs_automatic = "adds dual variables to the gradients of one loss"
+    needs_full_steps = "adds its whole step to y_i"
     may_unfreeze = False
 
     shares = EVERYTHING

@@ -45,6 +45,7 @@ class FedDyn(Client):
         Acar et al. 2021, Algorithm 1, where the gradient of L_i that a client keeps is ``-alpha h_i``.
     """
 
+    needs_full_steps = "adds its whole step to h_i"
     needs_automatic = "adds a penalty to the loss"
     may_unfreeze = False
     remembers = True
@@ -130,7 +131,7 @@ class FedDynServer(UniformServer):
         for name, deviation in self.deviation.items():
             mean = self.model[name]
             went = mean - before[name]
-            self.deviation[name] = deviation + len(uploads) / everybody * went
+            self.deviation[name] = deviation + self.how_many(uploads) / everybody * went
             moved[name] = mean + self.deviation[name]
         self.model = self.model.with_(moved)
 
