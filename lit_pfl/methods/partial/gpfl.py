@@ -30,7 +30,8 @@ class GPFL(Classifying):
 
     Args:
         lam: strength of the norm; 0.0001 for a ResNet-18 and fastText.
-        mu: weight decay of embeddings and conditional layer, by gradients; 0 for a ResNet-18 and fastText.
+        mu: weight decay of embeddings and conditional layer, besides the optimizer's own; 0 for a ResNet-18 and
+            fastText.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
