@@ -17,7 +17,8 @@ from lit_pfl.core.server import ClientInfo, MixingServer, Server
 from lit_pfl.core.updates import update_of
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.methods import APPLE, FedFOMO
-from tiny import assert_equal, client, run
+from tiny import assert_equal, run
+from tiny import client as made
 
 SAMPLES = {0: 10, 3: 70, 5: 33, 8: 1}
 
@@ -431,7 +432,7 @@ def test_a_state_that_is_taken_over_leaves_nothing_of_the_run_before():
 
 @pytest.mark.parametrize("method", [APPLE, FedFOMO])
 def test_an_update_is_measured_from_the_own_model_that_is_not_sent_again(method):
-    federation = run(client(method), rounds=2)
+    federation = run(made(method), rounds=2)
     for k, member in federation.clients.items():
         upload = member.upload()
         update = update_of(upload, federation.coordinator.center(k, upload))

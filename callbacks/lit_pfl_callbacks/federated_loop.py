@@ -35,10 +35,16 @@ class JoinInfo:
     Args:
         num_samples: number of training samples; the client's weight in an average.
         tensors: the tensors that the client shares, by name, as they are before training.
+        method: name of the class of a module that decides itself what is sent; empty for any other.
+        local_epochs: number of its epochs in a round.
+        completed: number of rounds that its Trainer has completed before, if it was resumed from a checkpoint.
     """
 
     num_samples: int
     tensors: Mapping[str, Tensor]
+    method: str = ""
+    local_epochs: int = 1
+    completed: int = 0
 
 
 class Link(Protocol):
@@ -253,16 +259,23 @@ class FederatedLoop(L.Callback):
         self._trained = {}
         self._draws.forget()
 
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Tell a link that wants to know it (by a method ``ended``)."""
+        if (ended := getattr(self.link, "ended", None)) is not None:
+            ended()
+
     def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
+        method = ""
         if _decides(pl_module):
-            shared = getattr(pl_module, "joining", pl_module.initial)()
+            shared, method = getattr(pl_module, "joining", pl_module.initial)(), type(pl_module).__name__
         else:
             frozen = {name: weight for name, weight in frozen_weights(pl_module).items() if self.share(name)}
             self._frozen = set(frozen)
             shared = self._shared(pl_module)
             if frozen:
                 shared = {**shared, FROZEN: table_of(frozen)}
-        return JoinInfo(self._count_samples(trainer), shared)
+        completed = trainer.current_epoch // self.every_n_epochs
+        return JoinInfo(self._count_samples(trainer), shared, method, self.every_n_epochs, completed)
 
     def _keep(self, pl_module: L.LightningModule) -> None:
         """Keep what a reply may change, until an epoch trains from it."""

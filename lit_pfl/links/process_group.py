@@ -19,6 +19,9 @@ from lit_pfl.links.unavailable import refuse_unavailable
 from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.federated_loop import JoinInfo
 
+#: what all processes must have alike, of what they report; their rounds, as the federation's draws have it
+ALIKE = ("method", "local_epochs", "completed")
+
 
 class ProcessGroupLink:
     """Joins the processes of one run, each with a Trainer of its own, by torch.distributed's gloo.
@@ -30,8 +33,8 @@ class ProcessGroupLink:
     reply of its last round. With ``rounds`` the link ends them, as they were trained in their last round.
 
     Args:
-        server: the method's server, from ``module.configure_server()``; by default one that averages. Only that of
-            rank 0 is used.
+        server: the method's server, from ``module.configure_server()``; by default, for modules as they are, one that
+            averages. Only that of rank 0 is used.
         rounds: number of rounds; the fits' ``max_epochs`` must leave room for them (-1 does). By default as many as
             fits have.
         participation: who trains in a round: a share of the clients, or above 1 their number; drawn as a
@@ -45,7 +48,10 @@ class ProcessGroupLink:
         coordinator: the server's side, at rank 0: rounds completed, and bytes in ``coordinator.ledger``.
 
     Raises:
-        ConfigError: for options that do not go together, and where nothing has started several processes.
+        ConfigError: for options that do not go together, and where nothing has started several processes; when a module
+            is under a method and no server is given; in all processes, when they do not train by the same method, for
+            as many epochs a round, and from the same round.
+        ConnectionError: when another process is gone, or does not answer.
 
     Example::
 
@@ -79,24 +85,30 @@ class ProcessGroupLink:
             raise ConfigError("rounds: clients that wait for their turn cannot count rounds; say how many there are.")
         if rounds is not None and rounds < 1:
             raise ConfigError(f"rounds={rounds}: give 1 or more.")
-        self.server, self.rounds, self.participation = server or Server(), rounds, participation
+        self.server, self.rounds, self.participation = server, rounds, participation
         self.quorum, self.timeout = quorum, timeout
         self.draws = Draws(seed)
         self._state: dict[str, Any] | None = None  # of a run that goes on
         self._processes: Processes | None = None
-        self._refused: dict[int, str] = {}  # what clients are told with their next replies
+        self._refused: dict[int, tuple[int, str]] = {}  # what clients are told with their next replies: round, reason
 
     # --------------------------------------------------------------------------------------------------- every process
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
         """Find the others and report; wait for the first turn."""
+        if self.server is None and info.method:
+            raise ConfigError(
+                f"ProcessGroupLink(): {info.method} is a method, which has a server of its own; give "
+                "ProcessGroupLink(module.configure_server())."
+            )
         self._limit = max(FROM_FACTORS, sum(tensor.numel() for tensor in info.tensors.values()))
         if self._processes is None:
             self._processes = _started_together(self.timeout)
         if self._processes.rank != 0:
-            self._send(0, as_payload(info.tensors), num_samples=info.num_samples)
+            words = {name: getattr(info, name) for name in ALIKE}
+            self._send(0, as_payload(info.tensors), num_samples=info.num_samples, **words)
             return self._reply()
-        return self._open({0: ClientInfo(info.num_samples, as_payload(info.tensors))})
+        return self._open(info)
 
     def exchange(self, upload: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Hand over the upload of one round; wait for the next turn."""
@@ -106,10 +118,21 @@ class ProcessGroupLink:
         self._send(0, as_payload(upload))
         return self._reply()
 
+    def ended(self) -> None:
+        """See that a fit has not ended without a round, while the others wait for it."""
+        if self._processes is None:
+            raise ConfigError(
+                "ProcessGroupLink: this fit has ended before it had joined. Its training loader must give a batch, and "
+                "its Trainer have an epoch left to train."
+            )
+
     def _reply(self) -> Payload | None:
         words, reply = self._receive(0)
+        if "wrong" in words:
+            raise ConfigError(words["wrong"])
         if words.get("refused"):
-            warnings.warn(f"Rank 0 has refused an upload of this process. {words['refused']}", stacklevel=2)
+            round, reason = words["refused"]
+            warnings.warn(f"Rank 0 has refused this process's upload of round {round}. {reason}", stacklevel=2)
         return None if words["over"] else reply
 
     @property
@@ -134,25 +157,52 @@ class ProcessGroupLink:
 
     # ---------------------------------------------------------------------------------------------------------- rank 0
 
-    def _open(self, clients: dict[int, ClientInfo]) -> Payload | None:
+    def _open(self, own: JoinInfo) -> Payload | None:
         """Take in all clients and begin."""
         check_share("participation", self.participation, self._group.size)
+        infos = {0: own}
         for client in range(1, self._group.size):
             words, initial = self._receive(client)
-            clients[client] = ClientInfo(words["num_samples"], initial)
-        self.coordinator = Coordinator(self.server, self.quorum)
-        self.coordinator.start(clients)
+            infos[client] = JoinInfo(words["num_samples"], initial, *(words[name] for name in ALIKE))
+        self.coordinator = Coordinator(self.server or Server(), self.quorum)
+        self.coordinator.start({c: ClientInfo(info.num_samples, as_payload(info.tensors)) for c, info in infos.items()})
         if self._state is not None:
             self.coordinator.load_state_dict(self._state)
             self._state = None
+        try:
+            self._check_alike(infos)
+        except ConfigError as error:
+            for client in range(1, self._group.size):
+                self._send(client, Payload({}), wrong=str(error))
+            raise
         return self._begin()
+
+    def _check_alike(self, infos: Mapping[int, JoinInfo]) -> None:
+        """See that all clients train in the same way, from the round in which the federation is."""
+        done = self.coordinator.round
+        for client, info in infos.items():
+            if info.method != infos[0].method:
+                methods = [f"by {name}" if name else "without a method" for name in (info.method, infos[0].method)]
+                raise ConfigError(
+                    f"Client {client}: its process trains {methods[0]}, that of rank 0 {methods[1]}; give all the same."
+                )
+            if info.local_epochs != infos[0].local_epochs:
+                raise ConfigError(
+                    f"Client {client}: its process has FederatedLoop(every_n_epochs={info.local_epochs}), that of rank "
+                    f"0 {infos[0].local_epochs}; give all the same."
+                )
+            taken = sum(client in self._drawn(round) for round in range(done))
+            if info.completed != taken:
+                found = f"a checkpoint of its round {info.completed}" if info.completed else "no checkpoint"
+                raise ConfigError(
+                    f"Client {client}: its fit continues from {found}, but that of rank 0 has the federation after "
+                    f"round {done}, {taken} of them with this client; give every fit the ckpt_path of the same round."
+                )
 
     def _begin(self) -> Payload | None:
         """Begin a round; return rank 0's reply, once it is its turn."""
         while not self._over:
-            self._participants = self.draws.choose(
-                range(self._group.size), self.participation, "participation", self.coordinator.round
-            )
+            self._participants = self._drawn(self.coordinator.round)
             self._ledger = self.coordinator.ledger.state_dict()
             self.coordinator.begin_round()
             replies = {client: self.coordinator.reply(client) for client in self._participants}
@@ -165,6 +215,9 @@ class ProcessGroupLink:
         for client in range(1, self._group.size):
             self._send(client, Payload({}), over=True, refused=self._refused.pop(client, None))
         return None
+
+    def _drawn(self, completed: int) -> list[int]:
+        return self.draws.choose(range(self._group.size), self.participation, "participation", completed)
 
     @property
     def _over(self) -> bool:
@@ -179,7 +232,8 @@ class ProcessGroupLink:
                 except UploadError as error:
                     uploads[client] = error
         self.coordinator.collect(uploads)
-        self._refused |= {client: reason for _, client, _, reason in self.coordinator.refusals if client is not None}
+        refusals = self.coordinator.refusals
+        self._refused |= {client: (round, reason) for round, client, _, reason in refusals if client is not None}
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
@@ -201,4 +255,6 @@ def _started_together(timeout: float) -> Processes:
         raise ConfigError(
             f"ProcessGroupLink: {missing} is not in the environment; start the script with torchrun --nproc-per-node N."
         ) from None
+    if not 0 <= int(rank) < int(size):
+        raise ConfigError(f"ProcessGroupLink: RANK={rank} and WORLD_SIZE={size}: ranks are from 0 to {int(size) - 1}.")
     return Processes(int(rank), int(size), address, int(port), timeout)

@@ -3,6 +3,7 @@
 import atexit
 import os
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from lit_pfl.errors import ConfigError
 
 #: seconds between two looks at what one waits for
 NAP = 1e-3
@@ -40,13 +43,23 @@ class Processes:
     def __init__(self, rank: int, size: int, address: str, port: int, timeout: float = 1800.0) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         limit = timedelta(seconds=timeout)
-        meeting_place = _meeting_place(address, port, rank == 0, limit)
-        number = meeting_place.add(f"groups of {rank}", 1)  # all processes make their groups in the same order
-        self._store = PrefixStore(f"lit_pfl {number}", meeting_place)
-        self._store.set(f"{rank} is here", "")
-        everybody = [f"{other} is here" for other in range(size)]
-        self._wait(lambda: self._store.check(everybody))
-        self._gloo: Any = ProcessGroupGloo(self._store, rank, size, limit)
+        try:
+            meeting_place = _meeting_place(address, port, rank == 0, limit)
+            if meeting_place.compare_set(f"process of {rank}", "", _this_process()) != _this_process().encode():
+                raise ConfigError(f"Two processes of this run have RANK={rank}; give each another one.")
+            number = meeting_place.add(f"groups of {rank}", 1)  # all processes make their groups in the same order
+            self._store = PrefixStore(f"lit_pfl {number}", meeting_place)
+            self._store.set(f"{rank} is here", "")
+            everybody = [f"{other} is here" for other in range(size)]
+            self._wait(lambda: self._store.check(everybody), self._absent)
+            self._gloo: Any = ProcessGroupGloo(self._store, rank, size, limit)
+        except RuntimeError as error:  # of PyTorch, as where process 0 is not there, or has given up
+            words = str(error).partition("\n")[0]
+            raise ConnectionError(f"Rank 0 of this run, at {address}:{port}, cannot be reached: {words}") from error
+
+    def _absent(self) -> str:
+        absent = [str(other) for other in range(self.size) if not self._store.check([f"{other} is here"])]
+        return f"Of the {self.size} processes of this run, rank {', '.join(absent)} has not come"
 
     def send(self, message: bytes, to: int) -> None:
         """Send a message to one process, which has to :meth:`receive` it."""
@@ -76,19 +89,26 @@ class Processes:
         thread = Thread(target=wait, daemon=True)
         thread.start()
         try:
-            self._wait(lambda: not thread.is_alive())
+            self._wait(lambda: not thread.is_alive(), lambda: f"Rank {other} of this run has not answered")
         except BaseException:
             atexit.register(thread.join, GIVEN_UP)  # one that comes out of gloo when Python is about to end aborts it
             raise
         if failed:
-            raise ConnectionError("Another process of this run is gone; its own output says why.") from failed[0]
+            raise ConnectionError(
+                f"Rank {other} of this run is gone: its own output says why, or its fit has ended before the others'."
+            ) from failed[0]
 
-    def _wait(self, done: Callable[[], bool]) -> None:
+    def _wait(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
         end = time.monotonic() + self.timeout
         while not done():
             if time.monotonic() > end:
-                raise ConnectionError(f"Another process of this run has not answered for {self.timeout:g} seconds.")
+                raise ConnectionError(f"{what()} for {self.timeout:g} seconds.")
             time.sleep(NAP)
+
+
+@cache
+def _this_process() -> str:
+    return uuid.uuid4().hex
 
 
 @cache  # for as long as this process lives: another group may meet there later

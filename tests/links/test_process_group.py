@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from lit_pfl import Federation, Payload
 from lit_pfl.core.asynchronous import FedBuff
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import ProcessGroupLink
-from lit_pfl_callbacks import JoinInfo
+from lit_pfl_callbacks import FederatedLoop, JoinInfo
 from tiny import assert_equal, digits, trainer
 
 HERE = Path(__file__).parent
@@ -180,17 +182,89 @@ BAD = {
 }
 
 
+def joins(**words: object) -> bytes:
+    return message(Payload(W), **{"num_samples": 3, "method": "", "local_epochs": 1, "completed": 0, **words})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            {"method": "Ditto"},
+            "Client 1: its process trains by Ditto, that of rank 0 without a method",
+        ),
+        (
+            {"local_epochs": 2},
+            r"Client 1: its process has FederatedLoop\(every_n_epochs=2\), that of rank 0 1",
+        ),
+        (
+            {"completed": 2},
+            "Client 1: its fit continues from a checkpoint of its round 2, but that of rank 0 has",
+        ),
+    ],
+)
+def test_processes_that_do_not_go_together_are_refused_in_all_of_them(words, said):
+    link = ProcessGroupLink()
+    link._processes = wire = Wire(joins(**words))
+    with pytest.raises(ConfigError, match=said):
+        link.join(JoinInfo(3, W))
+    there = ProcessGroupLink()
+    there._processes, there._limit = Wire(*wire.sent), 0
+    with pytest.raises(ConfigError, match=said):
+        there._reply()
+
+
+@pytest.mark.parametrize(("rounds", "participation"), [(None, 1.0), (9, 0.5)])
+def test_a_client_that_resumes_from_another_round_is_refused(rounds, participation):
+    options = {"rounds": rounds, "participation": participation, "seed": 3}
+    link = ProcessGroupLink(**options)
+    link._processes = Wire(joins(), *[message(Payload(W))] * 3)
+    link.join(JoinInfo(3, W))
+    while link.coordinator.round < 3:
+        link.exchange(W)
+    mine, other = (sum(client in link._drawn(round) for round in range(3)) for client in (0, 1))
+    state = link.state_dict()
+    for behind in (0, 1):
+        again = ProcessGroupLink(**options)
+        again._processes = Wire(joins(completed=other - behind))
+        again.load_state_dict(state)
+        with pytest.raises(ConfigError, match="Client 1: its fit .* round 3,") if behind else nullcontext():
+            again.join(JoinInfo(3, W, completed=mine))
+    fresh = ProcessGroupLink(**options)
+    fresh._processes = Wire(joins(completed=other))
+    with pytest.raises(ConfigError, match="Client 1: its fit continues from a checkpoint .* after round 0"):
+        fresh.join(JoinInfo(3, W))
+
+
+def test_a_method_has_a_server_of_its_own():
+    with pytest.raises(ConfigError, match=r"FedDyn is a method, which has a server of its own; give"):
+        ProcessGroupLink().join(JoinInfo(1, W, "FedDyn"))
+
+
+def test_a_fit_that_ends_without_a_batch_says_so():
+    loop = FederatedLoop(ProcessGroupLink())
+    with pytest.raises(ConfigError, match="this fit has ended before it had joined. Its training"):
+        L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[loop]).fit(MyModule(), [])
+
+
+def test_a_rank_that_there_is_not(monkeypatch):
+    for name, value in {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="RANK=2 and WORLD_SIZE=2: ranks are from 0 to 1"):
+        ProcessGroupLink().join(JoinInfo(1, W))
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_an_upload_that_is_none_is_refused_by_client_and_its_process_is_told(name):
     link = ProcessGroupLink(quorum=0.5)
-    link._processes = wire = Wire(message(Payload(W), num_samples=3), BAD[name], message(Payload(W)))
+    link._processes = wire = Wire(joins(), BAD[name], message(Payload(W)))
     link.join(JoinInfo(3, W))
     with pytest.warns(UserWarning, match="Round 1 continues without one upload. Client 1: "):
         link.exchange(W)
     assert link.coordinator.refused[0].client == 1
     there = ProcessGroupLink()
     there._processes, there._limit = Wire(*wire.sent[-1:]), 0
-    with pytest.warns(UserWarning, match="Rank 0 has refused an upload of this process. Client 1: "):
+    with pytest.warns(UserWarning, match="Rank 0 has refused this process's upload of round 1. Client 1: "):
         assert_equal(dict(there._reply()), W)
     link.exchange(W)
     assert not link.coordinator.refused
