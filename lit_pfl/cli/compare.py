@@ -129,7 +129,8 @@ def _arguments(method: str, file: Path | None, configs: list[str]) -> list[str]:
             f"--methods: there is no {method!r}; choose of {', '.join(names_of_methods())}, or give a class path or a "
             "configuration file."
         )
-    return [*shared, "--model", method, *QUIET]
+    first = [] if any(map(_chooses_method, configs)) else ["--model", method]  # so that options for it are understood
+    return [*first, *shared, "--model", method, *QUIET]
 
 
 #: nobody watches
