@@ -81,7 +81,8 @@ class Attack(L.Callback, ABC):
 class LabelFlip(Attack):
     """Attackers train on wrong labels: of C classes, c becomes ``C - 1 - c``.
 
-    For learners whose batches are ``(inputs, labels)``.
+    For learners whose batches are ``(inputs, labels)``, and methods that read labels in training steps only. What a
+    method makes of the training data besides, such as the losses by which a client of IFCA chooses, is honest.
 
     Args:
         clients: see :class:`Attack`.
@@ -101,6 +102,11 @@ class LabelFlip(Attack):
             )
         for client in self.attackers:
             module = federation.clients[client]
+            if reads := getattr(module, "needs_labels", ""):
+                raise ConfigError(
+                    f"trainer.callbacks: LabelFlip flips labels in training steps, and {type(module).__name__} {reads} "
+                    "besides; take another attack, or a method that reads no labels itself."
+                )
             module.__dict__["training_step"] = _with_flipped_labels(module, client)
 
     def end(self, federation: Federation) -> None:  # noqa: D102
