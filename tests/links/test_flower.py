@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, Context, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from foreign import Loaders, Regression, diabetes
@@ -205,6 +206,34 @@ def test_a_node_that_comes_back_under_another_id():
     assert [row["uploads"] for row in flower.metrics] == [6] * 4
     assert here.asked.count((31, "query")) == here.asked.count((30, "query")) == 1
     assert_same(Path(), flower.folder, federation(METHODS["FedAvg"](), participation=1.0))
+
+
+def test_a_node_that_trains_otherwise_does_not_join():
+    here = grid("FedAvg")
+    said = r"Node \d0 cannot join: it trains by FedAvg for 1 epochs a round, and the server has Ditto for 1"
+    with pytest.warns(UserWarning, match=said), pytest.raises(ConfigError, match="0 have joined within 0.1 s"):
+        server(here, "Ditto", timeout=0.1).run()
+
+
+def test_a_client_at_two_nodes_is_named():
+    here = grid()
+    here.nodes[40] = {**here.nodes[30], "folder": "node40"}
+    with pytest.warns(UserWarning, match="Client 4 is at node 40, which is asked from now on, and at node 30, unless"):
+        server(here).run()
+
+
+def test_a_message_that_has_expired_was_not_answered_in_time():
+    def expire(message, answer):
+        late = message.metadata.group_id == "2" and message.metadata.dst_node_id == 20
+        return (
+            Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, "expired"), reply_to=message) if late else answer
+        )
+
+    here = grid(participation=1.0)
+    here.change = expire
+    flower = server(here)
+    with pytest.warns(UserWarning, match="Client 2: its node has not answered within"):
+        flower.run()
 
 
 def test_clients_that_do_not_join_are_counted():
@@ -419,7 +448,7 @@ def test_a_node_with_no_number_of_samples_does_not_join(number):
     here.change = spoiled
     flower = server(here, rounds=1)
     with (
-        pytest.warns(UserWarning, match="Node 20 cannot say who lives there: Client 2"),
+        pytest.warns(UserWarning, match="Node 20 cannot join: Client 2"),
         pytest.raises(ConfigError, match="have joined within"),
     ):
         flower.run()

@@ -86,6 +86,11 @@ def client_app(
     return app
 
 
+def described(prototype: Client, local_epochs: int) -> ConfigRecord:
+    """Return how clients train, which server and nodes have to have alike."""
+    return ConfigRecord({"name": type(prototype).__name__, "local_epochs": local_epochs})
+
+
 def same_everywhere(method: MakeMethod, config: UserConfig, plan: Plan) -> Client:
     """Return the method; weights that are drawn while it is made are the same at every node, at every message."""
     with Draws(plan.seed).default_generators("weights"):
@@ -134,6 +139,7 @@ class Node:
         infos = engine.joined()
         records = pack({client: info.initial for client, info in infos.items()})
         records["samples"] = MetricRecord({str(client): info.num_samples for client, info in infos.items()})
+        records["method"] = described(self.prototype, self.work.local_epochs)
         return records
 
     def train(self, records: RecordDict) -> RecordDict:

@@ -1,10 +1,12 @@
 """The SuperNodes as the server sees them: where clients train."""
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -19,6 +21,10 @@ from lit_pfl.links.flower.messages import clients_in, pack, unpack
 Scored = tuple[int, str, int, dict[str, Any]]
 #: seconds between two looks for nodes that have come
 LOOK = 2.0
+#: codes of Flower's errors where a message or its answer has expired: nobody has answered in time
+EXPIRED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+#: how Flower writes an exception of a node
+RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'(.*)'>", re.DOTALL)
 
 
 class Nodes:
@@ -28,6 +34,7 @@ class Nodes:
         grid: Flower's way to the nodes.
         timeout: seconds to wait for answers; who has not answered by then is missing in that round.
         expected: returns names, shapes and types of the tensors that a client is to upload.
+        method: what every node has to say of its method.
 
     Attributes:
         run: the run's name, under which clients keep their states.
@@ -36,8 +43,8 @@ class Nodes:
         losses: sum of the training loss over samples, and number of samples, of every client since it was last emptied.
     """
 
-    def __init__(self, grid: Grid, timeout: float, expected: Callable[[int], Layout]) -> None:
-        self.grid, self.timeout, self.expected = grid, timeout, expected
+    def __init__(self, grid: Grid, timeout: float, expected: Callable[[int], Layout], method: ConfigRecord) -> None:
+        self.grid, self.timeout, self.expected, self.method = grid, timeout, expected, method
         self.run = ""
         self.answered: dict[int, int] = {}
         self.losses: dict[int, tuple[float, int]] = {}
@@ -68,11 +75,16 @@ class Nodes:
         infos: dict[int, ClientInfo] = {}
         for node, answer in self._ask({node: self._message(node, MessageType.QUERY, RecordDict()) for node in new}):
             try:
-                here = _joined(answer)
+                here = _joined(answer, self.method)
             except (KeyError, TypeError, ValueError) as error:
-                rank_zero_warn(f"Node {node} cannot say who lives there: {error}")
+                rank_zero_warn(f"Node {node} cannot join: {error}")
                 continue
             self._known.add(node)
+            for client in here.keys() & self._homes.keys():
+                rank_zero_warn(
+                    f"Client {client} is at node {node}, which is asked from now on, and at node "
+                    f"{self._homes[client]}, unless that has gone; see that one node has it."
+                )
             self._homes |= dict.fromkeys(here, node)  # a node that was started again may have two ids for a while
             infos |= here
             rank_zero_info(f"Node {node} has joined with {', '.join(f'client {client}' for client in here)}.")
@@ -185,14 +197,22 @@ class Nodes:
         replies = self.grid.send_and_receive(list(messages.values()), timeout=self.timeout)
         answers = {reply.metadata.reply_to_message_id: reply for reply in replies}
         for node, message in sorted(messages.items()):
-            if (answer := answers.get(message.metadata.message_id)) is not None:
-                yield node, answer.content if answer.has_content() else answer.error.reason.strip()
+            answer = answers.get(message.metadata.message_id)
+            if answer is None or (not answer.has_content() and answer.error.code in EXPIRED):
+                continue
+            yield node, answer.content if answer.has_content() else RAISED.sub(r"\1: \2", answer.error.reason.strip())
 
 
-def _joined(answer: RecordDict | str) -> dict[int, ClientInfo]:
-    """Return the clients of a node, as it introduces them."""
+def _joined(answer: RecordDict | str, method: ConfigRecord) -> dict[int, ClientInfo]:
+    """Return the clients of a node, as it introduces them; see that they train as the server has it."""
     if isinstance(answer, str):
         raise ValueError(answer)
+    own = answer.config_records["method"]
+    if own != method:
+        raise ValueError(
+            f"it trains by {own['name']} for {own['local_epochs']} epochs a round, and the server has "
+            f"{method['name']} for {method['local_epochs']}"
+        )
     samples: Any = answer.metric_records["samples"]
     infos = {client: ClientInfo(samples[str(client)], unpack(answer, client)) for client in clients_in(answer)}
     for client, info in infos.items():

@@ -17,7 +17,7 @@ from lit_pfl.core.scores import Row, mean_over_samples, summary
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, read_whole
-from lit_pfl.links.flower.clients import MakeMethod, same_everywhere
+from lit_pfl.links.flower.clients import MakeMethod, described, same_everywhere
 from lit_pfl.links.flower.messages import SIZE
 from lit_pfl.links.flower.nodes import Nodes
 from lit_pfl.links.flower.plan import Plan
@@ -72,7 +72,7 @@ class FlowerServer:
         self.draws = Draws(plan.seed)
         self.folder = Path(plan.folder)
         self.coordinator = Coordinator(self._make_server(), plan.quorum)
-        self.nodes = Nodes(grid, plan.timeout, self.coordinator.expected)
+        self.nodes = Nodes(grid, plan.timeout, self.coordinator.expected, described(prototype, self.local_epochs))
         self.metrics: list[dict[str, Any]] = []
         self.refused: list[dict[str, Any]] = []
 
