@@ -2,7 +2,7 @@
 
 A payload is encoded in the safetensors layout: 8 bytes of header length, a JSON header, and the tensors' own bytes. No
 pickle ever crosses a link. A tensor that is marked as sparse is sent as a bit mask and its non-zero values whenever
-that is smaller, one that is given in factors as these factors.
+that is smaller, not counting the header, one that is given in factors as these factors.
 """
 
 import math

@@ -47,7 +47,8 @@ class PartitionedDataModule(FederatedDataModule):
         partition: how training samples are split among clients.
         permute_labels: whether every client numbers the classes in its own way (label heterogeneity). The classifier
             heads are then never shared.
-        seed: seed of the split and of the label permutations; 1234 gives the papers'.
+        seed: seed of the split and of the label permutations (see :func:`~lit_pfl.data.labels.label_permutation`); 1234
+            gives the papers'.
         batch_size: samples in a training batch.
         eval_batch_size: samples in a validation or test batch.
         evaluate_on: ``own``: every client is evaluated on a part of the validation and test data with the same share of

@@ -9,7 +9,8 @@ def label_permutation(client: int, num_classes: int, seed: int = 1234) -> list[i
     Args:
         client: the client's index, from 0.
         num_classes: number of classes C.
-        seed: seed of the split.
+        seed: seed of the split. Seeds that differ by less than the number of clients give the same permutations, to
+            other clients.
 
     Returns:
         The new label of each of the C classes. ``seed=1234`` gives the papers' permutations.
