@@ -225,9 +225,7 @@ def test_a_client_at_two_nodes_is_named():
 def test_a_message_that_has_expired_was_not_answered_in_time():
     def expire(message, answer):
         late = message.metadata.group_id == "2" and message.metadata.dst_node_id == 20
-        return (
-            Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, "expired"), reply_to=message) if late else answer
-        )
+        return Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, "expired"), reply_to=message) if late else answer
 
     here = grid(participation=1.0)
     here.change = expire
