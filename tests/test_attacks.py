@@ -13,7 +13,7 @@ from lit_pfl.core.updates import update_of
 from lit_pfl.engines import Stacked
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import ALIE, InnerProduct, LabelFlip, ScaledUpdate, SignFlip
-from lit_pfl.methods import IFCA, Ditto, FedAvg, FedKD, FedProto, FedSpa, Scaffold, SimFed, StandAlone
+from lit_pfl.methods import IFCA, Ditto, FedAvg, FedKD, FedNTD, FedProto, FedSpa, Scaffold, SimFed, StandAlone
 from tiny import assert_equal, client, digits, trainer, weights
 
 ATTACKERS, HONEST = [1, 4], [0, 2, 3, 5]
@@ -107,8 +107,9 @@ def test_attackers_that_flip_labels_train_on_them(monkeypatch):
         module.training_step({"x": torch.zeros(2)}, 0)
     with pytest.raises(ConfigError, match="LabelFlip changes single clients; give federation.engine=Local"):
         attacked(LabelFlip(clients=[1]), client(FedAvg, channels_last=False), engine=Stacked())
-    with pytest.raises(ConfigError, match="LabelFlip flips labels in training steps, and FedProto takes the mean feat"):
+    with pytest.raises(ConfigError, match="LabelFlip flips labels in training steps only, but FedProto reads"):
         attacked(LabelFlip(clients=[1]), client(FedProto))
+    attacked(LabelFlip(clients=[1]), client(FedNTD))
 
 
 def test_attackers_are_drawn_by_share_and_seed():

@@ -159,6 +159,9 @@ def test_clients_drawn_by_size_count_the_same_in_the_mean():
     model = federation.coordinator.server.model
     for name, mean in expected.items():
         torch.testing.assert_close(model[name].double(), mean, atol=1e-6, rtol=0)
+    everybody = Federation(client(FedAvg), seed=3, threads=1, participation=BySize(5))
+    trainer(1).fit(everybody, datamodule=digits(5, partition=Dirichlet(0.5)))
+    assert everybody.coordinator.server.weighting == "samples"
 
 
 def test_a_run_with_any_number_of_clients_a_round():

@@ -35,7 +35,7 @@ class JoinInfo:
     Args:
         num_samples: number of training samples; the client's weight in an average.
         tensors: the tensors that the client shares, by name, as they are before training.
-        method: name of the class of a module that decides itself what is sent; empty for any other.
+        method: name of the method, for a module that decides itself what is sent; empty for any other.
         local_epochs: number of its epochs in a round.
         completed: number of rounds that its Trainer has completed before, if it was resumed from a checkpoint.
     """
@@ -52,7 +52,8 @@ class Link(Protocol):
 
     The callback is the same in a simulation, in a cluster and between hospitals; only the link differs. Of a client
     whose Trainer has several processes, that of global rank 0 alone uses its link, unless the link has an attribute
-    ``in_every_process`` that is true: then each uses it on its own, as each has the whole federation or is a client.
+    ``in_every_process`` that is true: then each uses it on its own, as each has the whole federation or is a client. If
+    it has a method ``no_batches``, that is called when a fit ends without a batch to train on.
     """
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
@@ -260,14 +261,16 @@ class FederatedLoop(L.Callback):
         self._draws.forget()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Tell a link that wants to know it (by a method ``ended``)."""
-        if (ended := getattr(self.link, "ended", None)) is not None:
-            ended()
+        """Let the link refuse a fit that had no batch to train on, and so has never joined."""
+        refuse = getattr(self.link, "no_batches", None)
+        if refuse is not None and trainer.num_training_batches == 0:
+            refuse()
 
     def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
         method = ""
         if _decides(pl_module):
-            shared, method = getattr(pl_module, "joining", pl_module.initial)(), type(pl_module).__name__
+            shared = getattr(pl_module, "joining", pl_module.initial)()
+            method = getattr(pl_module, "method_name", type(pl_module).__name__)
         else:
             frozen = {name: weight for name, weight in frozen_weights(pl_module).items() if self.share(name)}
             self._frozen = set(frozen)

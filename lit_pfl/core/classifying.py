@@ -46,6 +46,8 @@ class Classifying(Client):
 
     #: what the method does with class labels; empty: it needs none
     needs_labels: ClassVar[str] = "reads class labels"
+    #: whether labels are read in training steps only
+    labels_in_steps_only: ClassVar[bool] = False
     #: what the method trains heads on, other than features of samples: batch norm is unfit for it; empty: nothing
     trains_head_on: ClassVar[str] = ""
     #: whether the method gives heads (B, d) features itself, beside the learner's own steps

@@ -269,6 +269,12 @@ class Client(LearnerModule):
         own = self.roles()
         self._load({name: tensor for name, tensor in model.items() if name in own or name.startswith(EXTRA)})
 
+    @property
+    def method_name(self) -> str:
+        """Name of the method of this package that it is or builds on; otherwise of its class."""
+        classes = type(self).__mro__
+        return next((c.__name__ for c in classes if c.__module__.startswith("lit_pfl.methods.")), classes[0].__name__)
+
     # ------------------------------------------------------------------------------------------------ making a client
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

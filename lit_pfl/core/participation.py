@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jsonargparse.typing import PositiveInt
@@ -42,9 +42,6 @@ class Participation(ABC):
     Raises:
         ConfigError: when a round is below 1, or a client leaves before it joins.
     """
-
-    #: whether clients are drawn in proportion to their samples, and so count the same in the mean of those that were
-    by_size: ClassVar[bool] = False
 
     def __init__(self, joins: dict[int, int] | None = None, leaves: dict[int, int] | None = None) -> None:
         self.joins, self.leaves = dict(joins or {}), dict(leaves or {})
@@ -104,6 +101,10 @@ class Participation(ABC):
         for name, rounds in (("joins", self.joins), ("leaves", self.leaves)):
             if unknown := rounds.keys() - set(clients):
                 raise ConfigError(f"federation.participation.{name}: there is no client {min(unknown)}.")
+
+    def counts_sizes(self, clients: int) -> bool:
+        """Say whether sizes count in the draw, of some of this many clients, so that they do not in the mean."""
+        return False
 
     def sampling(self, clients: int) -> Sampling:
         """Return how some of this many clients are sampled, for privacy accounting.
@@ -180,8 +181,9 @@ class Bernoulli(Participation):
 class BySize(Participation):
     """A number of clients, drawn without replacement with probabilities in proportion to their training samples.
 
-    In the mean of a round they count the same, whatever the method's ``weighting``, since their sizes have counted when
-    they were drawn. Without replacement large clients count a little less than their share of the samples.
+    Methods that average by ``weighting`` then count all of them the same, since sizes have counted in the draw. They
+    count for less than in the paper, which draws with replacement, and the less the more clients are drawn. If all are
+    drawn, the method's own weights hold.
 
     Args:
         number: number of clients; all of those that are there, if they are fewer.
@@ -190,8 +192,6 @@ class BySize(Participation):
     Source:
         Li et al. 2020 (On the Convergence of FedAvg on Non-IID Data), Scheme I, without replacement.
     """
-
-    by_size = True
 
     def __init__(self, number: PositiveInt = 10, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -203,6 +203,9 @@ class BySize(Participation):
         sizes = np.array([samples[client] for client in clients], dtype=np.float64)
         rng = draws.generator("participation", round - 1)
         return [int(c) for c in rng.choice(clients, self.number, replace=False, p=sizes / sizes.sum())]
+
+    def counts_sizes(self, clients: int) -> bool:  # noqa: D102
+        return self.number < clients
 
     def sampling(self, clients: int) -> Sampling:  # noqa: D102
         return Sampling("replaced") if self.number < clients else Sampling()

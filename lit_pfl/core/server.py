@@ -148,7 +148,7 @@ class Server:
     def how_many(self, uploads: Mapping[int, Payload]) -> float:
         """Return how many participants the mean of a round stands for, for sums over clients.
 
-        Central privacy divides by a fixed number, the expected one; how many there were is then for nobody to know.
+        Central privacy divides by the expected number, and must not reveal the true one.
         """
         return len(uploads) if self.mean_of is None else self.mean_of
 

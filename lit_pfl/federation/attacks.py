@@ -102,10 +102,10 @@ class LabelFlip(Attack):
             )
         for client in self.attackers:
             module = federation.clients[client]
-            if reads := getattr(module, "needs_labels", ""):
+            if getattr(module, "needs_labels", "") and not getattr(module, "labels_in_steps_only", False):
                 raise ConfigError(
-                    f"trainer.callbacks: LabelFlip flips labels in training steps, and {type(module).__name__} {reads} "
-                    "besides; take another attack, or a method that reads no labels itself."
+                    f"trainer.callbacks: LabelFlip flips labels in training steps only, but {type(module).__name__} "
+                    "reads labels elsewhere too; take another attack or method."
                 )
             module.__dict__["training_step"] = _with_flipped_labels(module, client)
 

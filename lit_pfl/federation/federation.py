@@ -246,7 +246,7 @@ class Federation(QuickModule):
         example = work.made(data.clients[0], data.client(data.clients[0]))
         with self.draws.default_generators("server"):  # before the client is on its device, which draws other numbers
             server = example.configure_server()
-        if isinstance(self.participation, Participation) and self.participation.by_size:
+        if isinstance(self.participation, Participation) and self.participation.counts_sizes(len(data.clients)):
             server.weighting = "uniform"
         example.place_on(self.trainer.strategy.root_device)
         batch_size, stacked = getattr(data, "batch_size", None), self.engine.stacked(len(data.clients))

@@ -19,7 +19,7 @@ from lit_pfl.links.unavailable import refuse_unavailable
 from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.federated_loop import JoinInfo
 
-#: what all processes must have alike, of what they report; their rounds, as the federation's draws have it
+#: how clients train, which rank 0 compares
 ALIKE = ("method", "local_epochs", "completed")
 
 
@@ -96,11 +96,6 @@ class ProcessGroupLink:
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
         """Find the others and report; wait for the first turn."""
-        if self.server is None and info.method:
-            raise ConfigError(
-                f"ProcessGroupLink(): {info.method} is a method, which has a server of its own; give "
-                "ProcessGroupLink(module.configure_server())."
-            )
         self._limit = max(FROM_FACTORS, sum(tensor.numel() for tensor in info.tensors.values()))
         if self._processes is None:
             self._processes = _started_together(self.timeout)
@@ -118,13 +113,9 @@ class ProcessGroupLink:
         self._send(0, as_payload(upload))
         return self._reply()
 
-    def ended(self) -> None:
-        """See that a fit has not ended without a round, while the others wait for it."""
-        if self._processes is None:
-            raise ConfigError(
-                "ProcessGroupLink: this fit has ended before it had joined. Its training loader must give a batch, and "
-                "its Trainer have an epoch left to train."
-            )
+    def no_batches(self) -> None:
+        """Refuse a fit that has nothing to train on, since the others would wait for it."""
+        raise ConfigError("ProcessGroupLink: this process's training loader gives no batch; each needs one at least.")
 
     def _reply(self) -> Payload | None:
         words, reply = self._receive(0)
@@ -164,39 +155,43 @@ class ProcessGroupLink:
         for client in range(1, self._group.size):
             words, initial = self._receive(client)
             infos[client] = JoinInfo(words["num_samples"], initial, *(words[name] for name in ALIKE))
-        self.coordinator = Coordinator(self.server or Server(), self.quorum)
-        self.coordinator.start({c: ClientInfo(info.num_samples, as_payload(info.tensors)) for c, info in infos.items()})
-        if self._state is not None:
-            self.coordinator.load_state_dict(self._state)
-            self._state = None
         try:
             self._check_alike(infos)
         except ConfigError as error:
             for client in range(1, self._group.size):
                 self._send(client, Payload({}), wrong=str(error))
             raise
+        self.coordinator = Coordinator(self.server or Server(), self.quorum)
+        self.coordinator.start({c: ClientInfo(info.num_samples, as_payload(info.tensors)) for c, info in infos.items()})
+        if self._state is not None:
+            self.coordinator.load_state_dict(self._state)
+            self._state = None
         return self._begin()
 
     def _check_alike(self, infos: Mapping[int, JoinInfo]) -> None:
-        """See that all clients train in the same way, from the round in which the federation is."""
-        done = self.coordinator.round
+        """See that all clients train in the same way, and have completed as many rounds where all take part in each."""
+        own = infos[0]
         for client, info in infos.items():
-            if info.method != infos[0].method:
-                methods = [f"by {name}" if name else "without a method" for name in (info.method, infos[0].method)]
+            if info.method != own.method:
+                mine, first = (f"by {name}" if name else "without a method" for name in (info.method, own.method))
                 raise ConfigError(
-                    f"Client {client}: its process trains {methods[0]}, that of rank 0 {methods[1]}; give all the same."
+                    f"Client {client} trains {mine}, but rank 0 {first}. Use the same method in every process."
                 )
-            if info.local_epochs != infos[0].local_epochs:
+            if self.server is None and isinstance(info.tensors, Payload) and info.method:
                 raise ConfigError(
-                    f"Client {client}: its process has FederatedLoop(every_n_epochs={info.local_epochs}), that of rank "
-                    f"0 {infos[0].local_epochs}; give all the same."
+                    f"ProcessGroupLink(): {info.method} is a method, which has a server of its own; give "
+                    "ProcessGroupLink(module.configure_server())."
                 )
-            taken = sum(client in self._drawn(round) for round in range(done))
-            if info.completed != taken:
-                found = f"a checkpoint of its round {info.completed}" if info.completed else "no checkpoint"
+            if info.local_epochs != own.local_epochs:
                 raise ConfigError(
-                    f"Client {client}: its fit continues from {found}, but that of rank 0 has the federation after "
-                    f"round {done}, {taken} of them with this client; give every fit the ckpt_path of the same round."
+                    f"Client {client} has FederatedLoop(every_n_epochs={info.local_epochs}), but rank 0 has "
+                    f"{own.local_epochs}. Use the same number in every process."
+                )
+            # otherwise, who waits for a turn has not saved the round before yet
+            if self.participation == 1 and info.completed != own.completed:
+                raise ConfigError(
+                    f"Client {client} begins after {info.completed} rounds, but rank 0 after {own.completed}. Give "
+                    "every fit the ckpt_path of the same round, or none."
                 )
 
     def _begin(self) -> Payload | None:

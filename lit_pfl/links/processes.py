@@ -3,7 +3,6 @@
 import atexit
 import os
 import time
-import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -13,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
-
-from lit_pfl.errors import ConfigError
 
 #: seconds between two looks at what one waits for
 NAP = 1e-3
@@ -45,8 +42,6 @@ class Processes:
         limit = timedelta(seconds=timeout)
         try:
             meeting_place = _meeting_place(address, port, rank == 0, limit)
-            if meeting_place.compare_set(f"process of {rank}", "", _this_process()) != _this_process().encode():
-                raise ConfigError(f"Two processes of this run have RANK={rank}; give each another one.")
             number = meeting_place.add(f"groups of {rank}", 1)  # all processes make their groups in the same order
             self._store = PrefixStore(f"lit_pfl {number}", meeting_place)
             self._store.set(f"{rank} is here", "")
@@ -55,7 +50,8 @@ class Processes:
             self._gloo: Any = ProcessGroupGloo(self._store, rank, size, limit)
         except RuntimeError as error:  # of PyTorch, as where process 0 is not there, or has given up
             words = str(error).partition("\n")[0]
-            raise ConnectionError(f"Rank 0 of this run, at {address}:{port}, cannot be reached: {words}") from error
+            problem = "Rank 0 cannot listen at" if rank == 0 else "Rank 0 of this run cannot be reached at"
+            raise ConnectionError(f"{problem} {address}:{port}: {words}") from error
 
     def _absent(self) -> str:
         absent = [str(other) for other in range(self.size) if not self._store.check([f"{other} is here"])]
@@ -95,7 +91,7 @@ class Processes:
             raise
         if failed:
             raise ConnectionError(
-                f"Rank {other} of this run is gone: its own output says why, or its fit has ended before the others'."
+                f"Rank {other} of this run has ended. Its output says why, unless its fit was shorter than the others'."
             ) from failed[0]
 
     def _wait(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -104,11 +100,6 @@ class Processes:
             if time.monotonic() > end:
                 raise ConnectionError(f"{what()} for {self.timeout:g} seconds.")
             time.sleep(NAP)
-
-
-@cache
-def _this_process() -> str:
-    return uuid.uuid4().hex
 
 
 @cache  # for as long as this process lives: another group may meet there later

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -13,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_pfl import Federation, Payload
+from lit_pfl import Client, Federation, Payload, Server
 from lit_pfl.core.asynchronous import FedBuff
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import ProcessGroupLink
+from lit_pfl.methods import FedAvg
 from lit_pfl_callbacks import FederatedLoop, JoinInfo
 from tiny import assert_equal, digits, trainer
 
@@ -189,17 +189,11 @@ def joins(**words: object) -> bytes:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            {"method": "Ditto"},
-            "Client 1: its process trains by Ditto, that of rank 0 without a method",
-        ),
-        (
-            {"local_epochs": 2},
-            r"Client 1: its process has FederatedLoop\(every_n_epochs=2\), that of rank 0 1",
-        ),
+        ({"method": "Ditto"}, "Client 1 trains by Ditto, but rank 0 without a method. Use the same method"),
+        ({"local_epochs": 2}, r"Client 1 has FederatedLoop\(every_n_epochs=2\), but rank 0 has 1. Use the same number"),
         (
             {"completed": 2},
-            "Client 1: its fit continues from a checkpoint of its round 2, but that of rank 0 has",
+            "Client 1 begins after 2 rounds, but rank 0 after 0. Give every fit the ckpt",
         ),
     ],
 )
@@ -214,37 +208,51 @@ def test_processes_that_do_not_go_together_are_refused_in_all_of_them(words, sai
         there._reply()
 
 
-@pytest.mark.parametrize(("rounds", "participation"), [(None, 1.0), (9, 0.5)])
-def test_a_client_that_resumes_from_another_round_is_refused(rounds, participation):
-    options = {"rounds": rounds, "participation": participation, "seed": 3}
-    link = ProcessGroupLink(**options)
-    link._processes = Wire(joins(), *[message(Payload(W))] * 3)
-    link.join(JoinInfo(3, W))
-    while link.coordinator.round < 3:
-        link.exchange(W)
-    mine, other = (sum(client in link._drawn(round) for round in range(3)) for client in (0, 1))
-    state = link.state_dict()
-    for behind in (0, 1):
-        again = ProcessGroupLink(**options)
-        again._processes = Wire(joins(completed=other - behind))
-        again.load_state_dict(state)
-        with pytest.raises(ConfigError, match="Client 1: its fit .* round 3,") if behind else nullcontext():
-            again.join(JoinInfo(3, W, completed=mine))
-    fresh = ProcessGroupLink(**options)
-    fresh._processes = Wire(joins(completed=other))
-    with pytest.raises(ConfigError, match="Client 1: its fit continues from a checkpoint .* after round 0"):
-        fresh.join(JoinInfo(3, W))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, {"completed": 3}),  # as all may be that were trained before
+        (
+            {"rounds": 9, "participation": 0.5},
+            {"completed": 2},
+        ),  # who waits for a turn has not saved the last one
+    ],
+)
+def test_other_rounds_are_right_where_all_or_only_some_take_part(options, words):
+    link = ProcessGroupLink(seed=3, **options)
+    link._processes = Wire(joins(**words), *[message(Payload(W))] * 9)
+    link.join(JoinInfo(3, W, completed=3))
 
 
 def test_a_method_has_a_server_of_its_own():
-    with pytest.raises(ConfigError, match=r"FedDyn is a method, which has a server of its own; give"):
-        ProcessGroupLink().join(JoinInfo(1, W, "FedDyn"))
+    method = {"method": "FedDyn"}
+    link = ProcessGroupLink()
+    link._processes = Wire(joins(**method))
+    with pytest.raises(ConfigError, match="FedDyn is a method, which has a server of its own; give"):
+        link.join(JoinInfo(1, Payload(W), **method))
+    link = ProcessGroupLink(Server())
+    link._processes = Wire(joins(**method))
+    link.join(JoinInfo(1, Payload(W), **method))
 
 
-def test_a_fit_that_ends_without_a_batch_says_so():
-    loop = FederatedLoop(ProcessGroupLink())
-    with pytest.raises(ConfigError, match="this fit has ended before it had joined. Its training"):
-        L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[loop]).fit(MyModule(), [])
+def test_a_method_is_known_by_the_one_that_it_builds_on():
+    class Mine(FedAvg):
+        pass
+
+    class Own(Client):
+        shares = frozenset({"body"})
+
+    assert (Mine().method_name, Own().method_name) == ("FedAvg", "Own")
+
+
+def test_a_fit_without_a_batch_says_so_and_one_that_is_over_ends():
+    def fit(data, epochs):
+        loop = FederatedLoop(ProcessGroupLink())
+        L.Trainer(max_epochs=epochs, logger=False, enable_checkpointing=False, callbacks=[loop]).fit(MyModule(), data)
+
+    with pytest.raises(ConfigError, match="this process's training loader gives no batch"):
+        fit([], 1)
+    fit(my_data(0)[0], 0)
 
 
 def test_a_rank_that_there_is_not(monkeypatch):

@@ -87,8 +87,8 @@ def client_app(
 
 
 def described(prototype: Client, local_epochs: int) -> ConfigRecord:
-    """Return how clients train, which server and nodes have to have alike."""
-    return ConfigRecord({"name": type(prototype).__name__, "local_epochs": local_epochs})
+    """Return how clients train. Server and nodes compare it."""
+    return ConfigRecord({"name": prototype.method_name, "local_epochs": local_epochs})
 
 
 def same_everywhere(method: MakeMethod, config: UserConfig, plan: Plan) -> Client:

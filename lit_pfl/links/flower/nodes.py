@@ -34,7 +34,7 @@ class Nodes:
         grid: Flower's way to the nodes.
         timeout: seconds to wait for answers; who has not answered by then is missing in that round.
         expected: returns names, shapes and types of the tensors that a client is to upload.
-        method: what every node has to say of its method.
+        method: how clients train; a node whose own is another does not join.
 
     Attributes:
         run: the run's name, under which clients keep their states.
@@ -207,7 +207,9 @@ def _joined(answer: RecordDict | str, method: ConfigRecord) -> dict[int, ClientI
     """Return the clients of a node, as it introduces them; see that they train as the server has it."""
     if isinstance(answer, str):
         raise ValueError(answer)
-    own = answer.config_records["method"]
+    own = answer.config_records.get("method")
+    if own is None:
+        raise ValueError("it has another version of lit-pfl")
     if own != method:
         raise ValueError(
             f"it trains by {own['name']} for {own['local_epochs']} epochs a round, and the server has "

@@ -32,6 +32,7 @@ class FedNTD(Classifying):
 
     needs_automatic = "adds a term to the loss"
     needs_labels = "leaves out the sample's own class"
+    labels_in_steps_only = True
 
     shares = EVERYTHING
 

@@ -18,6 +18,7 @@ class Mutual(TwoModels, Classifying):
 
     needs_automatic = "steps two models on one loss"
     needs_labels = "compares class probabilities"
+    labels_in_steps_only = True
 
     def both(self, batch: Any, batch_idx: int) -> tuple[Tensor, HeadCall, Tensor, HeadCall]:
         """Return the loss of the global model and what its head was called with, and both of the personal one."""

@@ -42,6 +42,7 @@ class FedPHP(TwoModels, Classifying):
 
     needs_automatic = "adds a term to the loss"
     needs_labels = "compares class probabilities"
+    labels_in_steps_only = True
 
     rounds_trained: Tensor
 
