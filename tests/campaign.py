@@ -34,7 +34,7 @@ METHODS = (
     "FedRep", "FedSLR", "FedSpa", "IFCA", "LGFedAvg", "MOON", "PFedMe", "PFedPara", "PerFedAvg", "Scaffold", "SimFed",
 )  # fmt: skip
 #: their servers use the mean of the uploads alone
-AVERAGING = ("FedAvg", "Ditto", "FedPer", "FedProx", "FedRep", "FedDyn")
+AVERAGING = ("FedAvg", "Ditto", "FedPer", "FedProx", "FedRep")
 SECONDS = 180  # after which a run is said not to end
 
 

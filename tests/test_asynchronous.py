@@ -291,7 +291,7 @@ def test_a_run_that_is_resumed_is_the_same(tmp_path, method, made, seed):
     trainer(6).fit(again, datamodule=digits(6), ckpt_path=tmp_path / "three.ckpt")
     same(whole, again)
     assert_equal(whole.coordinator.state_dict(), again.coordinator.state_dict())
-    other = Federation(client(method), seed=seed, **{**options, "asynchronous": FedBuff(3, speeds=SLOW)})
+    other = Federation(client(method), seed=seed, **{**options, "asynchronous": FedBuff(3, exponent=0, speeds=SLOW)})
     with pytest.raises(ConfigError, match=r"federation.asynchronous: the checkpoint is of a run with Fed"):
         trainer(6).fit(other, datamodule=digits(6), ckpt_path=tmp_path / "three.ckpt")
 
