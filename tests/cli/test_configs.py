@@ -47,7 +47,7 @@ def test_a_comparison_by_names():
     assert one.folder == Path("out/simfed/seed_1")
     shared = ("--config", "quick.yaml", "--config", str(ROOT / "configs/logger/mlflow.yaml"))
     assert one.arguments[:6] == ("--config", str(ROOT / "configs/simfed.yaml"), *shared)
-    assert other.arguments[:4] == shared
+    assert other.arguments[:6] == ("--model", "FedAvg", *shared)
 
 
 NONE = "there is no such file, and no configuration of this name."
