@@ -103,7 +103,7 @@ class Participation(ABC):
                 raise ConfigError(f"federation.participation.{name}: there is no client {min(unknown)}.")
 
     def counts_sizes(self, clients: int) -> bool:
-        """Say whether sizes count in the draw, of some of this many clients, so that they do not in the mean."""
+        """Say whether larger ones of this many clients are drawn more often, so that all count the same in the mean."""
         return False
 
     def sampling(self, clients: int) -> Sampling:

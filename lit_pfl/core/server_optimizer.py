@@ -202,10 +202,8 @@ class ServerExtrapolation(ServerOptimizer):
 
     def step(self, before: Weights, mean: Weights, uploads: Sequence[Payload], shares: Sequence[float]) -> Weights:  # noqa: D102
         rate = self.rate(before, mean, uploads, shares)
-        moved = {name: torch.lerp(_wide(before[name]), _wide(end), rate).to(end.dtype) for name, end in mean.items()}
-        former = before if self.state else {}
-        self.state["before"] = dict(former) if self.shows_mean else {}
-        return moved
+        self.state["before"] = dict(before) if self.shows_mean and self.state else {}  # the first one is not shown
+        return {name: torch.lerp(_wide(before[name]), _wide(end), rate).to(end.dtype) for name, end in mean.items()}
 
     def rate(self, before: Weights, mean: Weights, uploads: Sequence[Payload], shares: Sequence[float]) -> float:
         """Return eta."""

@@ -192,7 +192,7 @@ class LocalHub:
             infos = {client: self.start(client) for client in sorted(self._fits)}
             # what a method sends is a payload already, and the server belongs to it
             if server is None:
-                _refuse_methods(infos)
+                refuse_methods(infos, "LocalHub.run")
             coordinator.start({c: ClientInfo(i.num_samples, as_payload(i.tensors)) for c, i in infos.items()})
             if state is not None:
                 coordinator.load_state_dict(state)
@@ -242,13 +242,17 @@ class LocalHub:
                 raise
 
 
-def _refuse_methods(infos: Mapping[int, JoinInfo]) -> None:
-    """See that no client is under a method, which has a server of its own: what such a client sends is a payload."""
+def refuse_methods(infos: Mapping[int, JoinInfo], call: str) -> None:
+    """See that no client is under a method, which has a server of its own: what such a client sends is a payload.
+
+    Raises:
+        ConfigError: when one is; it says that ``call`` takes the server.
+    """
     for client, info in infos.items():
         if isinstance(info.tensors, Payload):
             raise ConfigError(
-                f"LocalHub.run(): the module of client {client} is under a method, which has a server of its own; give "
-                "run(module.configure_server())."
+                f"{call}(): the module of client {client} is under a method, which has a server of its own; give "
+                f"{call.rpartition('.')[2]}(module.configure_server())."
             )
 
 

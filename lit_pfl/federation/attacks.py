@@ -13,6 +13,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
+from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.client import Client
 from lit_pfl.core.payload import Payload, Upload
 from lit_pfl.core.updates import update_of, updated
@@ -102,7 +103,7 @@ class LabelFlip(Attack):
             )
         for client in self.attackers:
             module = federation.clients[client]
-            if getattr(module, "needs_labels", "") and not getattr(module, "labels_in_steps_only", False):
+            if isinstance(module, Classifying) and module.needs_labels and not module.labels_in_steps_only:
                 raise ConfigError(
                     f"trainer.callbacks: LabelFlip flips labels in training steps only, but {type(module).__name__} "
                     "reads labels elsewhere too; take another attack or method."

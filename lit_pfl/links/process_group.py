@@ -13,13 +13,14 @@ from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.encoding import Layout
 from lit_pfl.core.payload import FROM_FACTORS, Payload, Upload, as_payload
 from lit_pfl.core.server import ClientInfo, Server
+from lit_pfl.engines.greenlets import refuse_methods
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.links.processes import Processes
 from lit_pfl.links.unavailable import refuse_unavailable
 from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.federated_loop import JoinInfo
 
-#: how clients train, which rank 0 compares
+#: what rank 0 compares of how clients train
 ALIKE = ("method", "local_epochs", "completed")
 
 
@@ -154,7 +155,7 @@ class ProcessGroupLink:
         infos = {0: own}
         for client in range(1, self._group.size):
             words, initial = self._receive(client)
-            infos[client] = JoinInfo(words["num_samples"], initial, *(words[name] for name in ALIKE))
+            infos[client] = JoinInfo(words["num_samples"], initial, **{name: words[name] for name in ALIKE})
         try:
             self._check_alike(infos)
         except ConfigError as error:
@@ -171,23 +172,20 @@ class ProcessGroupLink:
     def _check_alike(self, infos: Mapping[int, JoinInfo]) -> None:
         """See that all clients train in the same way, and have completed as many rounds where all take part in each."""
         own = infos[0]
+        if self.server is None:  # what others send is a payload in any case
+            refuse_methods({0: own}, "ProcessGroupLink")
         for client, info in infos.items():
             if info.method != own.method:
                 mine, first = (f"by {name}" if name else "without a method" for name in (info.method, own.method))
                 raise ConfigError(
                     f"Client {client} trains {mine}, but rank 0 {first}. Use the same method in every process."
                 )
-            if self.server is None and isinstance(info.tensors, Payload) and info.method:
-                raise ConfigError(
-                    f"ProcessGroupLink(): {info.method} is a method, which has a server of its own; give "
-                    "ProcessGroupLink(module.configure_server())."
-                )
             if info.local_epochs != own.local_epochs:
                 raise ConfigError(
                     f"Client {client} has FederatedLoop(every_n_epochs={info.local_epochs}), but rank 0 has "
                     f"{own.local_epochs}. Use the same number in every process."
                 )
-            # otherwise, who waits for a turn has not saved the round before yet
+            # with fewer, a client that waits for its turn has not saved its last round yet
             if self.participation == 1 and info.completed != own.completed:
                 raise ConfigError(
                     f"Client {client} begins after {info.completed} rounds, but rank 0 after {own.completed}. Give "

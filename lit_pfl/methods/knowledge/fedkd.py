@@ -33,8 +33,7 @@ class FedKD(Mutual):
 
     v starts as a copy of w; in the paper it is a larger network, and BERT's hidden states and attention are compared.
     In the authors' and PFLlib's code gradients go through teachers and s too, and a divergence is divided by the number
-    of classes; in the authors' the term of the features counts twice, and the first T is already one step of the
-    ``rounds`` on.
+    of classes. In the authors' code the term of the features counts twice, and T begins one round's step higher.
 
     Args:
         energy_start: T of the first round.

@@ -36,8 +36,8 @@ class Floco(Classifying):
     round tau continue as before.
 
     The first endpoint is the head's own first weight, the others are drawn by Xavier's normal rule, as in the authors'
-    code for all. That lets all clients train a further time in round tau, and later versions of the authors' code do
-    not divide what is drawn by its sum, which is between 1 - rho and 1 + rho. With ``endpoints=1`` this is FedAvg, bit
+    code for all. That lets all clients train a further time in round tau. Later versions of the authors' code do not
+    divide a drawn mixture by its sum, which is between 1 - rho and 1 + rho. With ``endpoints=1`` this is FedAvg, bit
     for bit. Floco+ is not here.
 
     Args:

@@ -215,9 +215,7 @@ class FedFOMOServer(Server):
         return sorted(chosen)
 
     def center(self, client: int, upload: Payload) -> Mapping[str, Tensor]:
-        """Return the client's latest model, which it mixes with those that it is sent; what it says of these is an
-        update already.
-        """
+        """Return the client's latest model: its reply holds models of others only. How these helped is no model."""
         return self.latest.get(client, self.model)
 
     def mixing(self) -> tuple[list[int], Tensor] | None:
