@@ -129,8 +129,8 @@ def _arguments(method: str, file: Path | None, configs: list[str]) -> list[str]:
             f"--methods: there is no {method!r}; choose of {', '.join(names_of_methods())}, or give a class path or a "
             "configuration file."
         )
-    first = [] if any(map(_chooses_method, configs)) else ["--model", method]  # so that options for it are understood
-    return [*first, *shared, "--model", method, *QUIET]
+    # first, so that its options in what all share are understood; last, so that nothing there replaces it
+    return ["--model", method, *shared, "--model", method, *QUIET]
 
 
 #: nobody watches

@@ -71,9 +71,7 @@ def test_a_methods_own_file_comes_before_what_all_have_in_common():
     assert one.folder == Path("out/my_simfed/seed_7")
     assert one.arguments[:4] == ("--config", "my_simfed.yaml", "--config", common)
     assert other.folder == Path("out/FedAvg/seed_7")
-    assert other.arguments[:4] == ("--model", "FedAvg", "--config", common)  # whose options of the model it has to know
-    [other] = make_jobs(["FedAvg"], [7], [own := "{model: Ditto}"], Path("out"))
-    assert other.arguments[:4] == ("--config", own, "--model", "FedAvg")
+    assert other.arguments[:6] == ("--model", "FedAvg", "--config", common, "--model", "FedAvg")
     assert one.arguments[-1] == other.arguments[-1] == "--seed_everything=7"
 
 
