@@ -191,6 +191,18 @@ def test_a_scale_makes_any_cell_small(cell, table, scale, channels):
     assert (type(config.model), type(config.data.partition)) == (type(paper.model), type(paper.data.partition))
 
 
+@pytest.mark.parametrize("scale", ["middle", "reduced"])
+@pytest.mark.parametrize(("paper", "name"), [(paper, name) for paper, name in TABLES if paper in SCALED])
+def test_networks_have_room_for_the_images_of_any_scale(tables, make, paper, name, scale):
+    seen: dict[str, str] = {}
+    for run, _ in tables.Table(PAPERS / paper, name, scale).runs():
+        sizes = [run.configuration["model"]["init_args"].get("backbone"), run.configuration["data"]["init_args"]]
+        seen.setdefault(str([sizes[0], sizes[1].get("image_size")]), run.text)
+    for config in map(make, seen.values()):
+        size = config.data.image_size or 32
+        config.model.make_backbone(3, 10)(torch.zeros(2, 3, size, size))
+
+
 @pytest.mark.few(40)
 @pytest.mark.parametrize(("table", "place", "expected"), CELLS)
 def test_cells_are_what_the_papers_say(cell, make, table, place, expected):

@@ -52,7 +52,7 @@ class Similarity(Listening):
         MisconfigurationException: when a group of parameters finds none.
 
     Source:
-        Factorized-FL, Fig. 8 (a) to (e); SimFed, Eq. 3, of embeddings; Sattler et al. 2020, of updates.
+        Factorized-FL, Fig. 8 (a) to (f); SimFed, Eq. 3, of embeddings; Sattler et al. 2020, of updates.
     """
 
     def __init__(

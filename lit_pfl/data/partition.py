@@ -97,12 +97,13 @@ class Uniform(Partition):
 class IID(Partition):
     """Every client gets the same number of samples of every class.
 
-    As in the papers a class of m samples gives every client round(m / K), and what remains is not used. Where that
+    As in Factorized-FL's released code a class of m samples gives every client round(m / K), and what remains is not
+    used. Where that
     would leave a whole class out, or some client with less than 80% of another's samples, since the last ones find too
     little, the samples are assigned one by one, class by class, and all are used.
 
     Source:
-        Factorized-FL, Section 5.1; SimFed, Section 5.1.
+        Factorized-FL, Appendix B.1; SimFed, Section 5.1.
     """
 
     needs_labels = False

@@ -53,7 +53,7 @@ class _Factorized(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw u and v uniformly (Xavier: Factorized-FL, released code) and zero mu and the bias (Section 4)."""
+        """Draw u and v uniformly (Xavier: Factorized-FL, released code), and zero mu (Section 4.1) and the bias."""
         nn.init.xavier_uniform_(self.u)
         nn.init.xavier_uniform_(self.v)
         for zero in (self.mu, self.bias):
@@ -277,9 +277,9 @@ def factorize(
         mask: whether there is a mu.
         pi: how the matrices of form ``FFxIO`` become weights, see :class:`FactorizedConv2d`.
         threshold: entries of mu below it in size count as zero in evaluation mode.
-        start: how the new weights start. ``paper``: mu and the bias zero (Factorized-FL), u and v drawn Xavier-uniform
-            (the code that its authors released). ``released``: the same, but in linear layers mu and the bias are drawn
-            so too, as that code does. ``dense``: as the weight and the bias that are replaced, trained or not
+        start: how the new weights start. ``paper``: mu zero (Factorized-FL), u and v drawn Xavier-uniform (the code
+            that its authors released), the bias zero. ``released``: the same, but in linear layers mu and the bias are
+            drawn so too, as that code does. ``dense``: as the weight and the bias that are replaced, trained or not
             (:meth:`FactorizedLinear.load_dense`).
 
     Returns:

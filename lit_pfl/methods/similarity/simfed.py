@@ -30,6 +30,9 @@ class SimFed(Client):
     together with what its encoder makes of that image. The server compares these embeddings by their cosine, and
     replies to every client with the softmax-weighted mixture of the factors of all clients that are similar enough.
 
+    The paper's Eq. 8 has the weight outside of the sum; here it is inside, which makes a weighted mean. Its Algorithm 1
+    mixes u, v and mu; here biases and norms are mixed with them.
+
     Args:
         tau: smallest cosine similarity of two clients that exchange anything.
         alpha: scale of the similarities in the softmax.
