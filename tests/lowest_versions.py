@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 #: what the tests run on, and the extras that they look at; that for ONNX needs a later PyTorch: its tests are skipped
-RUNNERS, EXTRAS = ("pytest", "pytest-xdist"), ("report", "tensorboard")
+RUNNERS, EXTRAS = ("hypothesis", "pytest", "pytest-xdist"), ("report", "tensorboard")
 
 
 def lowest() -> list[str]:

@@ -46,9 +46,9 @@ class TrainedServer(Server):
     @contextmanager
     def training(self, round: int) -> Iterator[None]:
         """Let gradients be taken, and random numbers be drawn that depend on the seed and the round."""
-        entropy = np.random.SeedSequence([self.seed, round]).generate_state(1, np.uint64)[0]
+        entropy = int(np.random.SeedSequence([self.seed, round]).generate_state(1, np.uint64)[0])
         with torch_state_kept(), torch.inference_mode(False), torch.enable_grad():
-            torch.manual_seed(int(entropy >> 1))
+            torch.manual_seed(entropy >> 1)
             yield
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102

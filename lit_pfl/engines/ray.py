@@ -2,11 +2,11 @@
 
 import copy
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-import torch
 from joblib import cpu_count
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -20,13 +20,15 @@ from lit_pfl.engines.local import Local
 from lit_pfl.engines.parcels import Replies, alike, packed
 from lit_pfl.engines.placement import Placement
 from lit_pfl.engines.work import Work
-from lit_pfl.engines.worker import Answer, Modes, Outer
+from lit_pfl.engines.worker import Answer, Modes, Outer, Switches
 from lit_pfl.engines.workforce import Handle, Workforce
-from lit_pfl.errors import ConfigError, check_options_of
+from lit_pfl.errors import ConfigError, check_options_of, first_line
 from lit_pfl.lightning_internals import ASLEEP, Content
 from lit_pfl_callbacks.run_folder import run_folder
 
 T = TypeVar("T")
+#: how often a client may be lost with its worker in a round: what it computes may be what ends them
+LOSSES = 4
 
 
 class Ray(Engine):
@@ -85,6 +87,7 @@ class Ray(Engine):
         check_options_of(self, "federation.engine")
         self.resources = {"num_cpus": 1.0, **(resources or {})}
         self._states: dict[int, Any] = {}  # references to kept states
+        self._losses: Counter[int] = Counter()  # by client id, of workers that it was in, since it was last put to work
         self._ended = False
 
     @property
@@ -128,7 +131,11 @@ class Ray(Engine):
         try:
             return self.ray.put(packed(job)), self.ray.put(packed(samples))
         except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"federation.engine=Ray: method and data must go to other processes: {error}.") from error
+            what = "data: they" if _travels(self.work.prototype) else "model: it"
+            raise ConfigError(
+                f"{what} must go to other processes with federation.engine=Ray: {first_line(error)}; make what cannot "
+                "in configure_model, or in setup."
+            ) from error
 
     @property
     def _wanted(self) -> tuple[int | None, int]:
@@ -138,10 +145,10 @@ class Ray(Engine):
     def _set_up(self, worker: Handle) -> Any:
         work, trainer = self.work, self.work.trainer
         device = "gpu" if self.resources.get("num_gpus") else "cpu"
-        deterministic, folder = torch.are_deterministic_algorithms_enabled(), str(run_folder(trainer).absolute())
+        folder = str(run_folder(trainer).absolute())
         threads, loggers = work.threads or 1, [type(logger) for logger in trainer.loggers]
         outer = Outer(
-            device, trainer.precision, deterministic, work.planned, work.seed, threads, folder, loggers,
+            device, trainer.precision, Switches.now(), work.planned, work.seed, threads, folder, loggers,
             work.keep_trained,
         )  # fmt: skip
         return worker.actor.setup.remote(outer)
@@ -161,6 +168,7 @@ class Ray(Engine):
             self._crew.call_up(*self._wanted)
             self._crew.welcome()
         sent = Replies(self.ray, replies)
+        self._losses.clear()
         trained: dict[int, Trained] = {}
         while left := self._next(client for client in replies if client not in trained):
             self._settle(left)
@@ -197,6 +205,7 @@ class Ray(Engine):
     def ask(self, question: Callable[[Client], T], replies: Mapping[int, Payload | None]) -> dict[int, T]:  # noqa: D102
         asked, sent, modes = self.ray.put(packed(question)), Replies(self.ray, replies), Modes.now("cpu")
         answers: dict[int, T] = {}
+        self._losses.clear()
         while left := self._next(client for client in replies if client not in answers):
             self._settle()
             states = self._lacking(left)
@@ -293,6 +302,13 @@ class Ray(Engine):
                 f"A worker on {worker.where} is lost ({why}), and federation.engine.recover=false keeps no states of "
                 "its clients; continue from the last checkpoint."
             ) from error
+        self._losses.update(clients)
+        if often := [client for client in clients if self._losses[client] > LOSSES]:
+            some = ", ".join(map(str, often[:10])) + (", ..." if len(often) > 10 else "")
+            raise RuntimeError(
+                f"federation.engine=Ray: {LOSSES + 1} workers were lost in one round, all with client {some}: what it "
+                "computes may end its process, or need more memory than there is."
+            ) from error
         rank_zero_warn(
             f"A worker on {worker.where} is lost ({why}); its {len(clients)} clients continue from where they were at "
             "the start of the round, in other workers."
@@ -330,3 +346,12 @@ class Ray(Engine):
             answers = self._crew.all(call)
             if self._placement.complete:
                 return answers
+
+
+def _travels(thing: Any) -> bool:
+    """Say whether a thing can go to another process."""
+    try:
+        packed(thing)
+    except (TypeError, AttributeError, RuntimeError, ValueError):
+        return False
+    return True

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lit_pfl.core import Client
 from lit_pfl.errors import ConfigError, first_line
 from lit_pfl.learners import Step, call_with, size_of
+from lit_pfl.randomness import random_state, same_state
 
 #: optimizers that treat every number by itself, so that a stack's step is that of each client in it
 ELEMENTWISE = (
@@ -79,7 +80,14 @@ def train_together(epochs: Sequence[Epoch]) -> None:
     for epoch in epochs:
         kinds.setdefault(epoch.kind(), []).append(epoch)
     for alike in kinds.values():
+        learner = alike[0].client.learner
+        parts, drawn = _parts(learner), random_state()
         Stack.of(alike).train()
+        # what a step does to anything else, it does once for all of them
+        if changed := [name for name, made in _parts(learner).items() if made != parts[name]]:
+            raise _cannot_be_stacked(f"a step changes attributes of {changed[-1]!r}")
+        if not same_state(drawn, random_state()):
+            raise _cannot_be_stacked("a step draws random numbers")
 
 
 class Stack:
@@ -159,10 +167,7 @@ class Stack:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(
-                "federation.engine=Stacked: this network cannot be trained for many clients at once "
-                f"({first_line(error)}); use federation.engine=Local."
-            ) from error
+            raise _cannot_be_stacked(first_line(error)) from error
         losses.sum().backward()  # which gives each client the gradient of its own
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -171,7 +176,7 @@ class Stack:
 
     def _loss(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, step: int) -> Tensor:
         tensors = {f"learner.{name}": tensor for name, tensor in (*weights.items(), *buffers.items())}
-        return call_with(tensors, self._objective, batch, step)
+        return call_with(tensors, self._objective, batch, step, keeps=True)
 
     def _part(self, some: slice) -> "Stack":
         """Return a stack of some of the clients, in the same memory."""
@@ -195,6 +200,18 @@ class Stack:
 
     def _state(self, name: str) -> State:
         return self.optimizer.state.get(self.weights[name], {})
+
+
+def _cannot_be_stacked(why: str) -> ConfigError:
+    return ConfigError(
+        f"federation.engine=Stacked: this network cannot be trained for many clients at once ({why}); use "
+        "federation.engine=Local."
+    )
+
+
+def _parts(learner: nn.Module) -> dict[str, Hashable]:
+    """Return what the parts of a network are made of, by name."""
+    return {name or type(learner).__name__: _made_of(part) for name, part in learner.named_modules()}
 
 
 def _made_of(part: nn.Module) -> Hashable:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -196,7 +196,7 @@ def client_trainer(
         "accelerator": {"cuda": "gpu"}.get(device.type, device.type),
         "devices": [device.index] if device.type == "cuda" else 1,
         "precision": outer.precision,
-        "deterministic": torch.are_deterministic_algorithms_enabled() or None,
+        "deterministic": _deterministic(),
         "max_epochs": -1 if rounds == -1 else rounds * loop.every_n_epochs,
         "profiler": NoProfiler(),
         "logger": client_loggers(outer.loggers, client) or False,
@@ -228,6 +228,13 @@ def client_trainer(
     epochs = loop.every_n_epochs
     make_endless(trainer, loop, OwnValidation(client, seed), lambda: (trainer.current_epoch + 1) % epochs == 0)
     return trainer
+
+
+def _deterministic() -> bool | Literal["warn"] | None:
+    """Return what this process's Trainer was told of deterministic algorithms."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return None
+    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else True
 
 
 def planned_rounds(outer: L.Trainer) -> int:

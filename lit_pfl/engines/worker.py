@@ -35,7 +35,7 @@ class Outer:
     Args:
         accelerator: where clients train.
         precision: in which they train.
-        deterministic: whether PyTorch is to use deterministic algorithms only.
+        switches: PyTorch's own of the whole process.
         rounds: number of rounds that are planned, or -1.
         seed: the federation's seed.
         threads: CPU threads that clients compute with.
@@ -46,7 +46,7 @@ class Outer:
 
     accelerator: str
     precision: Any
-    deterministic: bool
+    switches: "Switches"
     rounds: int
     seed: int
     threads: int
@@ -64,6 +64,39 @@ class Outer:
             )  # fmt: skip
         trainer.loggers = [ElsewhereLogger(self.folder, kind) for kind in self.loggers]
         return trainer
+
+
+class Switches(NamedTuple):
+    """PyTorch's switches of a whole process that change its numbers.
+
+    Args:
+        deterministic: whether algorithms must be deterministic.
+        warn_only: whether those that are not are only warned of.
+        dtype: the default type.
+        matmul_precision: the precision of products of float32 matrices.
+        mkldnn: whether oneDNN computes.
+    """
+
+    deterministic: bool
+    warn_only: bool
+    dtype: torch.dtype
+    matmul_precision: str
+    mkldnn: bool
+
+    @classmethod
+    def now(cls) -> "Switches":
+        """Return those of this process."""
+        return cls(
+            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.get_default_dtype(), torch.get_float32_matmul_precision(), bool(torch.backends.mkldnn.enabled),
+        )  # fmt: skip
+
+    def apply(self) -> None:
+        """Set them in this process."""
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.backends.mkldnn.enabled = self.mkldnn  # type: ignore[assignment]
 
 
 class Modes(NamedTuple):
@@ -107,7 +140,7 @@ class Answer(NamedTuple):
 class Failure(NamedTuple):
     """What went wrong in a worker, and where: an error that can be raised elsewhere."""
 
-    error: Exception
+    error: BaseException
     where: str
 
 
@@ -117,10 +150,10 @@ def carefully(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: "Worker", *args: Any) -> Parcel:
         try:
             return packed(method(self, *args))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             try:
-                pickle.dumps(error)
-            except Exception:  # it holds something that does not travel
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # it holds something that does not travel, or cannot be made again from its arguments
                 found = RuntimeError(f"{type(error).__name__}: {error}")
                 found.__notes__ = getattr(error, "__notes__", [])
                 error = found
@@ -158,7 +191,7 @@ class Worker:
     def setup(self, outer: Outer) -> None:
         """Take note of the Trainer."""
         torch.set_num_threads(outer.threads)
-        torch.use_deterministic_algorithms(outer.deterministic)
+        outer.switches.apply()
         trainer = outer.trainer()
         self.device = trainer.strategy.root_device.type
         if not hasattr(self, "work"):

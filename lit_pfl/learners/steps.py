@@ -185,7 +185,7 @@ class Step(nn.Module):
         return self.loss(self.learner, batch, batch_idx)
 
 
-def call_with(tensors: Mapping[str, Tensor], module: nn.Module, *inputs: Any) -> Any:
+def call_with(tensors: Mapping[str, Tensor], module: nn.Module, *inputs: Any, keeps: bool = False) -> Any:
     """Return a module's output with other tensors instead of its own, wherever these are used.
 
     In a part that has two names, as by ``self.head = self.net[2]``, :func:`torch.func.functional_call` would leave the
@@ -196,6 +196,10 @@ def call_with(tensors: Mapping[str, Tensor], module: nn.Module, *inputs: Any) ->
         tensors: the others, by the names of those that they stand for.
         module: the module.
         inputs: what its ``forward`` is given.
+        keeps: whether the module must change these tensors in place only.
+
+    Raises:
+        ConfigError: when it ``keeps`` them, and has put another tensor in the place of one.
     """
     named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     others = {id(own): tensors[name] for name, own in named if name in tensors}
@@ -205,4 +209,8 @@ def call_with(tensors: Mapping[str, Tensor], module: nn.Module, *inputs: Any) ->
         for leaf, own in (*part._parameters.items(), *part._buffers.items())
         if id(own) in others
     }
-    return functional_call(module, places, inputs, tie_weights=False)
+    given = dict(places)
+    output = functional_call(module, places, inputs, tie_weights=False)  # which notes in places what has been assigned
+    if keeps and (assigned := [place for place, tensor in given.items() if places[place] is not tensor]):
+        raise ConfigError(f"{min(assigned)} is assigned in a step instead of changed in place")
+    return output

@@ -22,6 +22,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.engines import Local, Ray
 from lit_pfl.engines.parcels import packed, unpacked
 from lit_pfl.engines.placement import assigned
+from lit_pfl.engines.worker import Switches
 from lit_pfl.engines.workforce import Handle, Workforce
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.testing import MethodTester
@@ -301,6 +302,74 @@ def test_what_goes_wrong_with_a_client_names_it_and_its_machine(cluster):
     notes = " ".join(error.value.__notes__)
     assert "(in the fit of client " in notes
     assert f"of {os.uname().nodename}" in notes
+
+
+class Leaves(torch.optim.SGD):
+    def step(self, closure=None):
+        os._exit(1)
+
+
+class TwoWords(Exception):
+    def __init__(self, one, other):
+        super().__init__(f"{one} is not {other}")
+
+
+class Says(torch.optim.SGD):
+    def step(self, closure=None):
+        raise TwoWords(1, 2)
+
+
+class Exits(torch.optim.SGD):
+    def step(self, closure=None):
+        sys.exit("on purpose")
+
+
+def test_a_client_that_ends_every_worker_ends_the_run(cluster, monkeypatch):
+    monkeypatch.setattr("lit_pfl.engines.ray.LOSSES", 1)
+    with pytest.raises(RuntimeError, match=r"2 workers were lost in one round, all with client \d.*more memory"):
+        run(client(M.FedAvg, optimizer=lambda parameters: Leaves(parameters, lr=0.1)), engine=Ray(1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "said"), [(Says, RuntimeError, "TwoWords: 1 is not 2"), (Exits, SystemExit, "on purpose")]
+)
+def test_errors_travel_whatever_they_are_made_of(cluster, optimizer, error, said):
+    with pytest.raises(error, match=said) as raised:
+        run(client(M.FedAvg, optimizer=lambda parameters: optimizer(parameters, lr=0.1)), engine=Ray(1))
+    assert "(in a worker: " in " ".join(raised.value.__notes__)
+
+
+def switches(module):
+    return Switches.now()
+
+
+def test_workers_have_the_switches_of_the_process_that_commands_them(cluster):
+    before, others = Switches.now(), Switches(True, True, torch.float64, "medium", False)
+    try:
+        others.apply()
+        federation = run(client(M.FedAvg), rounds=1, engine=Ray(1))
+        assert set(federation.ask(switches).values()) == {others}
+        federation.engine.abort()
+    finally:
+        before.apply()
+
+
+class Locked:
+    def __reduce__(self):
+        raise TypeError("not to be packed")
+
+    def __deepcopy__(self, memory):
+        return self
+
+
+def test_what_cannot_go_to_another_process_is_named(cluster):
+    method, data = client(M.FedAvg), digits()
+    method.note = Locked()
+    with pytest.raises(ConfigError, match=r"^model: it must go to other processes .*: not to be packed; make what"):
+        run(method, engine=Ray(1))
+    data.note = Locked()
+    with pytest.raises(ConfigError, match=r"^data: they must go to other processes .*: not to be packed; make what"):
+        run(client(M.FedAvg), data, engine=Ray(1))
 
 
 class CannotBeSaved(L.Callback):

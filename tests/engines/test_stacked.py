@@ -1,5 +1,8 @@
 """Many clients in one step come to what they would have come to one after another."""
 
+import random
+from functools import partial
+
 import lightning as L
 import numpy as np
 import pytest
@@ -267,6 +270,27 @@ def random_layers(channels, classes):
     return Parts(nn.Sequential(nn.Flatten(), nn.Dropout(0.5)), nn.Linear(64, classes))
 
 
+class Outside(Normed):
+    """Its ``forward`` does to something else than PyTorch's tensors what Python could do for all clients only once."""
+
+    def __init__(self, what: str, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.what, self.scale = what, 1.0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, images):
+        logits = super().forward(images)
+        if not self.training:
+            return logits
+        if self.what == "buffer":
+            self.count = self.count + 1
+        elif self.what == "attribute":
+            self.scale *= 0.9
+        elif self.what == "kept":
+            self.last = logits
+        return logits * {"numpy": np.random.rand, "python": random.random}.get(self.what, lambda: 1.0)()
+
+
 def step_schedule(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
@@ -290,6 +314,16 @@ class StepSchedule(M.FedAvg):
     [
         (M.FedAvg, {"learner": Mine()}, {}, "a step of Mine may do"),
         (M.FedAvg, {"backbone": random_layers}, {}, r"this network cannot be trained for many .*random"),
+        *(
+            (M.FedAvg, {"backbone": partial(Outside, what)}, {}, rf"this network cannot be trained for many .*{reason}")
+            for what, reason in (
+                ("buffer", r"backbone\.count is assigned in a step instead of changed in place"),
+                ("attribute", r"changes attributes of 'backbone'"),
+                ("kept", r"changes attributes of 'backbone'"),
+                ("numpy", "draws random numbers"),
+                ("python", "draws random numbers"),
+            )
+        ),
         (M.FedAvg, {"optimizer": lambda p: torch.optim.LBFGS(p)}, {}, "LBFGS may not treat every number on its own"),
         (M.FedAvg, {}, {"client_trainer": {"gradient_clip_val": 1.0}}, OWN_WAY),
         (Hears, {}, {}, OWN_WAY),
