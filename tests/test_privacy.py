@@ -337,3 +337,18 @@ def test_privacy_on_the_command_line(capsys, tmp_path):
     assert came.code == 0, came.errors
     spent = [float(row["privacy/epsilon"]) for row in rows(tmp_path / "run" / "metrics.csv") if row["privacy/epsilon"]]
     assert spent == [pytest.approx(epsilon(r, 2.0, 1e-5)) for r in (1, 2)]
+    again = ["fit", "--config", str(tmp_path / "run" / "config.yaml"), "--trainer.max_epochs", "3"]
+    resumed = ["--ckpt_path", str(tmp_path / "run" / "checkpoints" / "last.ckpt"), "--federation.privacy.delta", "1e-3"]
+    came = typed(capsys, *again, *resumed)
+    assert came.code == 0, came.errors
+    assert float(rows(tmp_path / "run" / "metrics.csv")[-1]["privacy/epsilon"] or spent[-1]) < spent[-1]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "noise", "kind", "share"),
+    [(10, 1.0, "fixed", 0.99), (3, 1000.0, "fixed", 0.05), (3, 0.05, "fixed", 0.5), (10, 1.0, "poisson", 0.999)],
+)
+def test_being_drawn_costs_no_more_than_being_there_always(rounds, noise, kind, share, capfd):
+    always = "all" if kind == "poisson" else "replaced"
+    assert epsilon(rounds, noise, 1e-5, kind, share, 100) <= epsilon(rounds, noise, 1e-5, always)
+    assert "WARNING" not in capfd.readouterr().err

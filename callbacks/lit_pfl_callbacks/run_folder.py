@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,8 +36,9 @@ def run_folder(trainer: L.Trainer) -> Path:
 
 def latest_config(folder: Path) -> Path:
     """Return the file with the options that a run had last: its latest resume's, or those that it began with."""
-    resumed = sorted(folder.glob("config.resumed_*.yaml"), key=lambda path: int(path.name.split("_")[-1].split(".")[0]))
-    return resumed[-1] if resumed else folder / "config.yaml"
+    numbers = (re.fullmatch(r"config\.resumed_(\d+)\.yaml", path.name) for path in folder.glob("config.resumed_*.yaml"))
+    latest = max((int(number[1]) for number in numbers if number), default=None)
+    return folder / ("config.yaml" if latest is None else f"config.resumed_{latest}.yaml")
 
 
 def resume_command(folder: Path) -> str | None:
@@ -145,7 +147,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a CSV file, none where there is no file. A last line that was cut off does not count."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets begin files with a mark
         text = file.read()
     whole = text[: text.rfind("\n") + 1]  # what follows was cut off, also where it looks whole
     return [row for row in csv.DictReader(io.StringIO(whole, newline="")) if None not in row.values()]

@@ -13,7 +13,9 @@ MAY_CHANGE = (
     "federation.threads",
     "federation.engine*",
     "federation.quorum",
+    "federation.privacy.accountant",
     "federation.privacy.budget",
+    "federation.privacy.delta",
     "federation.if_not_saved",
 )
 #: of these, what makes other numbers all the same

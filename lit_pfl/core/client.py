@@ -17,7 +17,7 @@ from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server import Server, Weighting
 from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.core.shared_tensors import EXTRA, SharedTensors, extra_tensors, load_shared
-from lit_pfl.core.sharing import Role, check_sharing, encoder_of, names_of_head, roles_of
+from lit_pfl.core.sharing import Role, check_sharing, encoder_of, names_of_head, refuse_reserved, roles_of
 from lit_pfl.core.spec import ClientSpec
 from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.learners import (
@@ -126,6 +126,9 @@ class Client(LearnerModule):
 
     #: what is shared that only makes sense where label c means the same at every client; empty: nothing
     needs_common_labels: ClassVar[str] = ""
+    #: names under which it sends something next to the learner's tensors; one that ends with a dot is how they begin,
+    #: and one that begins with a dot is how they end
+    reserved: ClassVar[tuple[str, ...]] = (EXTRA,)
     #: names of those of the modules in :attr:`extra` that are sent and averaged; the others never are
     shared_extras: frozenset[str] = frozenset()
 
@@ -357,8 +360,14 @@ class Client(LearnerModule):
             )
         kept_by = None if self.may_unfreeze else type(self).__name__
         self._shared = SharedTensors(self.learner, self.roles(), self.is_shared, self.local, self.only, kept_by)
+        refuse_reserved(self._shared.names, self.all_reserved(), type(self).__name__)
 
     # -------------------------------------------------------------------------------------------------- what is shared
+
+    @classmethod
+    def all_reserved(cls) -> frozenset[str]:
+        """Return what this method and those that it builds on have :attr:`reserved`."""
+        return frozenset(name for kind in cls.__mro__ for name in vars(kind).get("reserved", ()))
 
     @property
     def head_names(self) -> frozenset[str]:

@@ -1,7 +1,9 @@
 """Differential privacy of clients: what a server makes of uploads says little about any one client."""
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -81,7 +83,7 @@ class ClientPrivacy:
         self.budget, self.quantile, self.quantile_lr = budget, quantile, quantile_lr
         self.count_noise, self.accountant = count_noise, accountant
         check_options_of(self, "federation.privacy")
-        self._first_clip = clip
+        self.clip = self._first_clip = float(clip)  # a checkpoint has plain numbers, and the command line gives others
         self.taken: dict[int, int] = {}  # in how many rounds a client has uploaded, where that counts
 
     def __repr__(self) -> str:
@@ -261,6 +263,17 @@ class ClientPrivacy:
         self.clip, self.taken, self.draws.seed = state["clip"], dict(state["taken"]), state["seed"]
 
 
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Let a logger say nothing."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 @cache
 def epsilon(
     rounds: int,
@@ -301,13 +314,16 @@ def epsilon(
         ) from None
     noise = noise_multiplier / 2 if kind in ("fixed", "replaced") else noise_multiplier
     gaussian = dp_accounting.GaussianDpEvent(noise)
+    # all in every round, as one round with less noise: a bound for those who are drawn too, at times the smaller one
+    everybody = cast(float, dp_accounting.get_epsilon_gaussian(noise / math.sqrt(rounds), delta))
     if kind == "poisson":
         account = pld.PLDAccountant() if accountant == "pld" else rdp.RdpAccountant()
-        account.compose(dp_accounting.PoissonSampledDpEvent(share, gaussian), rounds)
+        with _silent("absl"):  # which warns of the orders that it leaves out
+            account.compose(dp_accounting.PoissonSampledDpEvent(share, gaussian), rounds)
     elif kind == "fixed":
         account = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
         drawn = round(share * clients)
         account.compose(dp_accounting.SampledWithoutReplacementDpEvent(clients, drawn, gaussian), rounds)
-    else:  # as one round with less noise
-        return cast(float, dp_accounting.get_epsilon_gaussian(noise / math.sqrt(rounds), delta))
-    return cast(float, account.get_epsilon(delta))
+    else:
+        return everybody
+    return min(cast(float, account.get_epsilon(delta)), everybody)

@@ -28,6 +28,7 @@ class SharedTensors:
     Attributes:
         frozen: the weights that never train, by name.
         thawed: the names of those that once were among them.
+        names: the names of what is sent, and of what would be if it were not frozen.
 
     Raises:
         ConfigError: when nothing is left of what the method shares.
@@ -50,11 +51,11 @@ class SharedTensors:
         kept = frozenset() if local is None else names_found(learner, local, "local", roles)
         if only is not None:
             kept = kept | (roles.keys() - names_found(learner, only, "shares", roles))
-        self._may_travel = frozenset(shared) - kept
+        self.names = frozenset(shared) - kept
         #: by name, the module that each tensor belongs to and what it is called there: it may be put in another's place
-        self._owners = [self._owner(n) for n in shared if n in self._may_travel and n not in self.frozen]
+        self._owners = [self._owner(n) for n in shared if n in self.names and n not in self.frozen]
         if shared and not self._owners:
-            if self._may_travel:
+            if self.names:
                 raise ConfigError(
                     "model.learner: no tensor is left to share, since all weights that would be sent are frozen "
                     "(requires_grad=False); unfreeze some."
@@ -112,7 +113,7 @@ class SharedTensors:
             hold_apart(learner.get_parameter(name) for learner in learners.values())
             del self.frozen[name]
             self.thawed.append(name)
-            if name in self._may_travel:
+            if name in self.names:
                 self._owners.append(self._owner(name))
 
     def refuse_new(self) -> None:

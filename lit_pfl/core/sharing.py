@@ -1,7 +1,7 @@
 """What is sent: the role of every tensor of a learner, and how parts of a learner are found."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -104,6 +104,31 @@ def names_found(
             f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}."
         )
     return found
+
+
+def refuse_reserved(names: Iterable[str], reserved: Iterable[str], method: str) -> None:
+    """See that no tensor of a learner has a name under which its method sends something else.
+
+    Args:
+        names: of the learner's tensors that are sent.
+        reserved: see :attr:`Client.reserved`.
+        method: the method's name.
+
+    Raises:
+        ConfigError: at the first that has.
+    """
+    for name in names:
+        if any(is_reserved(name, taken) for taken in reserved):
+            raise ConfigError(
+                f"model.learner: {name!r} is a name under which {method} sends something of its own; rename that part "
+                "of the module, or keep it local (model.local)."
+            )
+
+
+def is_reserved(name: str, taken: str) -> bool:
+    """Say whether a name is one of those that are meant by one of :attr:`Client.reserved`."""
+    begins, ends = taken.endswith("."), taken.startswith(".")
+    return name == taken or (begins and name.startswith(taken)) or (ends and name.endswith(taken))
 
 
 def encoder_of(learner: nn.Module, path: str | None) -> nn.Module | None:

@@ -156,7 +156,7 @@ def _matrices(rows: Sequence[Row], value: str) -> list[Row]:
     for when, matrix in matrices.items():
         whole = np.where(np.isnan(matrix), matrix.T, matrix)
         np.fill_diagonal(whole, 1)
-        cells = [UNKNOWN if np.isnan(share) else str(round(100 * share)) for share in whole.ravel().tolist()]
+        cells = [UNKNOWN if not np.isfinite(share) else str(round(100 * share)) for share in whole.ravel().tolist()]
         result.append({
             "round": when, "next": after[when],
             "ids": " ".join(map(str, ids)), "cells": " ".join(cells),

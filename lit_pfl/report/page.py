@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -107,7 +108,7 @@ def write_picture(spec: dict[str, Any], path: Path) -> None:
 def page(groups: Sequence[Group], parts: Sequence[Section], drawn: dict[str, dict[str, Any]]) -> str:
     """Return the page as HTML. It holds the charting library too, and loads nothing."""
     bodies = {part.title: body for part in parts if (body := _body(part))}
-    data = json.dumps({"config": CONFIG, "specs": drawn}, separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps({"config": CONFIG, "specs": drawn}, separators=(",", ":")).replace("<", "\\u003c")
     fill = {
         "title": html.escape(_title(groups)),
         "lead": html.escape(_lead(groups)),
@@ -116,14 +117,13 @@ def page(groups: Sequence[Group], parts: Sequence[Section], drawn: dict[str, dic
         "font": FONT,
         "contents": " ".join(f'<a href="#{title.lower()}">{title}</a>' for title in bodies),
         "body": "\n".join(f'<section id="{t.lower()}"><h2>{t}</h2>{body}</section>' for t, body in bodies.items()),
-        "footer": f"Deviations are those of a sample (n - 1). Made by lit-pfl {version('lit-pfl')}.",
+        "footer": "Deviations over seeds are those of a sample (n - 1), over clients those of all. Made by lit-pfl "
+        f"{version('lit-pfl')}.",
         "charts": data,
         "library": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script"),
     }
-    text = TEMPLATE.read_text(encoding="utf-8")
-    for name, value in fill.items():
-        text = text.replace(f"{{{{{name}}}}}", value)
-    return text
+    # at once, since a run's name may look like a place to fill
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: fill[place[1]], TEMPLATE.read_text(encoding="utf-8"))
 
 
 def _title(groups: Sequence[Group]) -> str:

@@ -14,6 +14,8 @@ Row = dict[str, Any]
 SEED = "seed_everything"
 #: columns of CSV files that hold words; all others hold numbers
 WORDS = frozenset({"split", "model", "state", "label", "predicted", "direction", "group", "phase", "layer"})
+#: columns that hold whole numbers
+WHOLE = frozenset({"round", "client", "other", "class", "count"})
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Run:
     def metrics(self) -> list[dict[str, float]]:
         """The metrics of every round, by name, those that it has."""
         rows = self.table("metrics.csv")
+        if rows and len(rows[0]) == 1 and ";" in next(iter(rows[0])):
+            raise ConfigError(f"runs: {self.folder}/metrics.csv has semicolons between its columns; write commas.")
         try:
             return [{name: float(value) for name, value in row.items() if value} for row in rows]
         except ValueError as error:
@@ -86,13 +90,25 @@ class Run:
             if rows and column not in rows[0]:
                 raise ConfigError(f"runs: {self.folder / name} has no column {column!r}; take the file away.")
         for column in {*columns, *empty} - WORDS:
-            for value in (row.get(column) for row in rows):
+            for row in rows:
+                value = row.get(column)
                 if not _is_number(value) and (value or column not in empty):
                     raise ConfigError(
                         f"runs: {self.folder / name} has {value!r} as {column!r}, which must be a number; take that "
                         "line away."
                     )
+                if column in WHOLE and value:
+                    row[column] = self._whole(name, column, value)
         return rows
+
+    def _whole(self, name: str, column: str, value: str) -> str:
+        number = float(value)
+        if not number.is_integer():  # infinite or none at all, too
+            raise ConfigError(
+                f"runs: {self.folder / name} has {value!r} as {column!r}, which must be a whole number; take that line "
+                "away."
+            )
+        return str(int(number))
 
 
 @dataclass(frozen=True)

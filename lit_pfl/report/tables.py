@@ -1,6 +1,7 @@
 """Tables, to read and to copy."""
 
 import html
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def runs_there(groups: Sequence[Group]) -> Table:
 
 
 def written(values: Sequence[float], scale: float = 1.0, signed: bool = False) -> str:
-    """Write mean and deviation with two digits after the point, or with four where values are not in percent.
+    """Write mean and deviation: with two digits after the point, or with four significant ones if not in percent.
 
     Example:
         >>> written([0.5, 0.7], 100.0)
@@ -173,10 +174,21 @@ def written(values: Sequence[float], scale: float = 1.0, signed: bool = False) -
     """
     if not values:
         return NOTHING
-    digits = 2 if scale != 1.0 else 4
     mean, deviation = over_seeds([value * scale for value in values])
+    digits = 2 if scale != 1.0 else _digits(max(abs(mean), deviation or 0.0))
     text = f"{mean:{'+' if signed else ''}.{digits}f}"
     return text if deviation is None else f"{text} ± {deviation:.{digits}f}"
+
+
+def _digits(size: float) -> int:
+    """Return with how many digits after the point a number of a size is written.
+
+    Example:
+        >>> _digits(0.12), _digits(0.00012), _digits(12.0), _digits(12e6)
+        (4, 7, 3, 0)
+    """
+    exponent = math.floor(math.log10(size)) if 0 < size < math.inf else 0
+    return min(12, max(0, 4 - exponent if exponent >= 0 else 3 - exponent))
 
 
 def _latex(cell: str) -> str:

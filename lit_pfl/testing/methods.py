@@ -17,6 +17,7 @@ from lit_pfl.core import Client
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.payload import Payload
+from lit_pfl.core.sharing import is_reserved
 from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.federation import Federation
@@ -186,6 +187,16 @@ def bytes_are_those_of_the_encoded_payloads(tester: MethodTester) -> None:
     assert federation.traffic.total == total, f"{federation.traffic.total} bytes are counted, {total} are sent"
 
 
+def what_else_is_sent_has_a_reserved_name(tester: MethodTester) -> None:
+    """What is sent next to the learner's tensors has a name in ``reserved``, which no learner's tensor can have."""
+    federation = tester.run(tester.digits(permute_labels=False))
+    for client, module in federation.clients.items():
+        sent = {*module.initial(), *module.upload(), *federation.coordinator.server.reply(client)}
+        more = (name for name in sent - module.learner.state_dict().keys() if "/" not in name)  # no attribute has one
+        left = sorted(name for name in more if not any(is_reserved(name, taken) for taken in module.all_reserved()))
+        assert not left, f"is sent, and not in `reserved`: {left}"
+
+
 def heads_are_kept_local_where_labels_differ(tester: MethodTester) -> None:
     """No upload and no reply holds anything of a head whose labels mean something else elsewhere."""
     if tester.method().needs_common_labels:
@@ -309,6 +320,7 @@ METHOD_CHECKS: tuple[Callable[[MethodTester], None], ...] = (
     a_single_client_is_a_federation,
     a_single_batch_is_an_epoch,
     bytes_are_those_of_the_encoded_payloads,
+    what_else_is_sent_has_a_reserved_name,
     heads_are_kept_local_where_labels_differ,
     heads_may_be_sent_where_labels_agree,
     a_bad_upload_is_refused_and_the_round_goes_on,

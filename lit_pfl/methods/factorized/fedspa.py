@@ -53,6 +53,7 @@ class FedSpa(Client):
     may_unfreeze = False
 
     shares = frozenset({"body", "norm", "head", "adapter"})
+    reserved = (MASKS, ROUND)
 
     masks: Memory
     anchor: Memory

@@ -57,6 +57,7 @@ class PsiNet(Client):
     may_unfreeze = False
 
     shares = frozenset({"body", "norm", "head"})
+    reserved = (OWN,)
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ class AgnosticFL(Client):
     """
 
     shares = EVERYTHING
+    reserved = (LOSS,)
 
     def __init__(self, step: NonNegativeFloat = 0.1, decay: ClosedUnitInterval = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)

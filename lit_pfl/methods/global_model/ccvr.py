@@ -58,6 +58,7 @@ class CCVR(Classifying):
     trains_head_on = "drawn features"
 
     shares = EVERYTHING
+    reserved = STATISTICS
 
     own: Memory
 

@@ -52,6 +52,7 @@ class ElasticAggregation(Classifying):
     may_unfreeze = False
 
     shares = EVERYTHING
+    reserved = (SENSITIVITY,)
 
     sensitivity: Memory
 

@@ -51,6 +51,7 @@ class FedDyn(Client):
     remembers = True
 
     shares = EVERYTHING
+    reserved = (ALPHA,)
 
     deviation: Memory
 

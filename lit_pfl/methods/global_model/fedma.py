@@ -59,6 +59,7 @@ class FedMA(Client):
     may_unfreeze = False
 
     shares = frozenset({"body", "head"})
+    reserved = ("step", ".assignment")
     resizes = True
 
     # layers that the server had done at its latest reply: from then on the first step % L of the client's are global

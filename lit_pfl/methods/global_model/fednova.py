@@ -39,6 +39,7 @@ class FedNova(Client):
     may_unfreeze = False
 
     shares = EVERYTHING
+    reserved = (STEPS,)
 
     def __init__(self, reset_optimizer: bool = True, **kwargs: Any) -> None:
         super().__init__(reset_optimizer=reset_optimizer, **kwargs)

@@ -50,6 +50,7 @@ class Scaffold(Client):
     remembers = True
 
     shares = EVERYTHING
+    reserved = (CONTROL,)
 
     control: Memory
 

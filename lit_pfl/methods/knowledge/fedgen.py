@@ -66,6 +66,7 @@ class FedGen(Classifying):
     trains_head_on = "generated features"
 
     shares = EVERYTHING
+    reserved = (COUNTS, ROUNDS, GENERATOR)
 
     occurring: Tensor
     completed: Tensor  # rounds of the federation

@@ -49,6 +49,7 @@ class FedKD(Mutual):
         Wu et al. 2022; factors as in the authors' code.
     """
 
+    reserved = (CHANGE, ROUNDS)
     may_unfreeze = False
 
     before_round: Memory

@@ -26,6 +26,7 @@ class ClassMeans(Classifying):
         common: those of the last reply.
     """
 
+    reserved = (PROTOTYPES, COUNTS)
     #: of what the means are
     means_of: MeansOf
 

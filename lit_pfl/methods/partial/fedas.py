@@ -67,6 +67,7 @@ class FedAS(Classifying):
     needs_labels = "takes the mean features of every class"
 
     shares = BODY
+    reserved = (FISHER,)
 
     fisher: Tensor
     trained: Tensor

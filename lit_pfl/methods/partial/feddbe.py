@@ -48,6 +48,7 @@ class FedDBE(Classifying):
     needs_labels = ""
 
     shares = EVERYTHING
+    reserved = (MEAN,)
 
     own: Memory
     common: Memory

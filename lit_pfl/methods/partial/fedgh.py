@@ -48,6 +48,7 @@ class FedGH(Classifying):
     trains_head_on = "class means"
 
     shares = frozenset()
+    reserved = (PROTOTYPES, COUNTS, HEAD)
 
     own: Memory
 

@@ -57,6 +57,7 @@ class FedPAC(Classifying):
     may_unfreeze = False
 
     shares = EVERYTHING
+    reserved = (PROTOTYPES, COUNTS, VARIANCE, MEANS)
 
     own: Memory
     common: Memory

@@ -60,6 +60,7 @@ class Floco(Classifying):
     shared_extras = frozenset({SIMPLEX})
 
     shares = EVERYTHING
+    reserved = (CENTER,)
 
     center: Tensor
 

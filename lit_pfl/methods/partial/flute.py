@@ -52,6 +52,7 @@ class FLUTE(Classifying):
     may_unfreeze = False
 
     shares = EVERYTHING
+    reserved = (PRESENT,)
 
     def __init__(
         self,

@@ -53,6 +53,7 @@ class PFedFDA(Classifying):
     needs_common_labels = "averages means of classes"
 
     shares = BODY
+    reserved = (MEANS, COVARIANCE)
 
     common: Memory
     own: Memory

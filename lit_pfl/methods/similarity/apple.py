@@ -55,6 +55,7 @@ class APPLE(Client):
     may_unfreeze = False
 
     shares = EVERYTHING
+    reserved = (RELATIONS, PRIOR, PULL)
 
     mixture: Memory
 

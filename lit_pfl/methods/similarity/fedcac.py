@@ -42,6 +42,7 @@ class FedCAC(Client):
     remembers = True
 
     shares = EVERYTHING
+    reserved = (CRITICAL,)
 
     critical: Tensor
 

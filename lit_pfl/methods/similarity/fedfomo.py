@@ -55,6 +55,7 @@ class FedFOMO(Client):
     may_unfreeze = False
 
     shares = EVERYTHING
+    reserved = (AFFINITY,)
 
     affinity: Tensor
     base: Memory

@@ -41,6 +41,7 @@ class IFCA(Client):
     may_unfreeze = False
 
     shares = EVERYTHING
+    reserved = (CLUSTER,)
 
     cluster: Tensor
 

@@ -52,6 +52,7 @@ class SimFed(Client):
     """
 
     shares = EVERYTHING
+    reserved = (CRITERIA, f"{CRITERIA}.", EMBEDDING)
 
     criteria_input: Memory
 
