@@ -139,7 +139,7 @@ def test_the_five_lines_name_the_class_in_the_clients_own_order(tmp_path):
     assert "- Client: 2\n" in card
     assert "- Said: of the model\n" in card
     assert f"- Trained on: {data.client(2).num_samples} samples\n" in card
-    counts = data.label_counts[2]
+    counts = data.class_counts("train")[2]
     assert all(f"{c} ({n})" in card for c, n in enumerate(counts))
     assert f"| {WEIGHTS} | {(folder / WEIGHTS).stat().st_size} |" in card
 

@@ -11,7 +11,6 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.encoding import Layout
 from lit_pfl.core.participation import Sampling
 from lit_pfl.core.payload import Payload
@@ -118,9 +117,7 @@ class ClientPrivacy:
                         f"federation.privacy: tensor {name!r} holds {dtype}, to which no noise is added; keep it local "
                         "(model.norm_stats=local, model.local), or use another method."
                     )
-        if self.where == "central" and not (
-            server.declares("means_only") and server.robust is None and type(server).mean is weighted_mean
-        ):
+        if self.where == "central" and not (server.declares("means_only") and server.robust is None):
             raise ConfigError(
                 f"federation.privacy.where=central: {server.sees_uploads()} uses single uploads, not their mean "
                 "alone; use local, or a method that averages, such as FedAvg or Ditto, without model.mean."

@@ -1,6 +1,6 @@
 """The server's side of a method. It sees payloads only: never a client's data, module or Trainer."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal
@@ -43,8 +43,6 @@ class Server:
         McMahan et al. 2017, Algorithm 1.
     """
 
-    #: averages payloads in :meth:`aggregate`; a method may have a mean of its own here
-    mean: Callable[..., Payload] = staticmethod(weighted_mean)
     #: attributes that a checkpoint holds beside the model, the seed and what base classes keep: tensors, plain values,
     #: payloads, and dicts and lists of them
     kept: ClassVar[tuple[str, ...]] = ()
@@ -60,6 +58,8 @@ class Server:
     #: whether uploads are used in that average and nowhere else, not for its weights either; said again likewise, and
     #: by a class with its own ``averaging_weights``
     means_only: bool = True
+    #: whether there is one model for all; a server of several, or of parts of models, has none
+    one_model: ClassVar[bool] = True
     #: names of tensors of an upload that count samples or steps: a negative count, or an absurd one, is refused
     count_tensors: ClassVar[tuple[str, ...]] = ()
     #: how many participants a mean stands for, where that is not the number of uploads, see :meth:`how_many`
@@ -134,7 +134,7 @@ class Server:
             center: what these clients trained from; by default :meth:`center` of the first.
         """
         if self.robust is None:
-            return self.mean(list(uploads.values()), weights, names)
+            return weighted_mean(list(uploads.values()), weights, names)
         center = self.center(*next(iter(uploads.items()))) if center is None else center
         return self.robust(uploads, weights, names, center)
 
@@ -239,6 +239,8 @@ class Server:
 
     def global_model(self) -> Payload | None:
         """Return the global model: None if the method has none, empty if it is not there yet."""
+        if not self.one_model:
+            return None
         model = self.model if self.server_optimizer is None else self.server_optimizer.evaluated(self.model)
         return model or None
 
@@ -277,6 +279,8 @@ class MixingServer(Server):
     A method says how by one K x K row-stochastic matrix, see :meth:`mixing_matrix`. A client that has never uploaded
     takes no part in anybody's mixture, and gets the initial tensors.
     """
+
+    one_model = False
 
     kept: ClassVar[tuple[str, ...]] = ("weights", "latest")
 
@@ -317,6 +321,3 @@ class MixingServer(Server):
 
     def mixing(self) -> tuple[list[int], Tensor] | None:  # noqa: D102
         return (list(self.latest), self.weights) if self.latest else None
-
-    def global_model(self) -> None:
-        """Return nothing: every client has a mixture of its own."""

@@ -8,6 +8,7 @@ import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
+from lit_pfl.core.averaging import wide_type
 from lit_pfl.core.payload import Payload
 from lit_pfl.ops.robust import inner_product
 
@@ -225,4 +226,4 @@ def squared_distance(a: Weights, b: Weights) -> float:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(wide_type(tensor))

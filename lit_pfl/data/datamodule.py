@@ -164,17 +164,14 @@ class PartitionedDataModule(FederatedDataModule):
             )
         rng = np.random.default_rng(self.seed)
         indices: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
-        label_counts = []
         for train, val, test in parts:
             own = [train[positions] for positions in self.partition.checked_split(labels[train], each, rng)]
             counts = np.stack([np.bincount(labels[i], minlength=data.num_classes or 1) for i in own])
             indices["train"] += own
             indices["val"] += self._eval_parts(labels, val, counts)
             indices["test"] += self._eval_parts(labels, test, counts)
-            label_counts.append(counts)
         self.indices = indices
         self.whole = {name: np.concatenate([part[i] for part in parts]) for name, i in (("val", 1), ("test", 2))}
-        self.label_counts = np.concatenate(label_counts)
         self.domains = domains
         self.data = data
 
@@ -194,7 +191,6 @@ class PartitionedDataModule(FederatedDataModule):
             val, test = [np.concatenate(val)] * len(sizes), [np.concatenate(test)] * len(sizes)
         self.num_clients = len(sizes)
         self.indices = {"train": train, "val": val, "test": test}
-        self.label_counts = np.stack([np.bincount(data.labels.numpy()[i], minlength=num_classes) for i in train])
         self.domains = [list(range(num_classes))]
         self.data = data
 

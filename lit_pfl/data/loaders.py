@@ -8,7 +8,7 @@ what needs single samples raises a ConfigError.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
@@ -16,28 +16,8 @@ from torch import Tensor
 
 from lit_pfl.data.batches import labels_in
 from lit_pfl.data.resident import ResidentLoader
-from lit_pfl.data.torch_loaders import kind_of
+from lit_pfl.data.torch_loaders import Kind, kind_of
 from lit_pfl.errors import ConfigError
-
-
-class Loader(Protocol):
-    """What every kind of loader can do; see the functions of these names."""
-
-    @property
-    def num_samples(self) -> int: ...  # noqa: D102
-
-    @property
-    def batch_size(self) -> int: ...  # noqa: D102
-
-    def in_order(self, batch_size: int | None = None) -> Any: ...  # noqa: D102
-
-    def part_of(self, positions: Tensor) -> Any: ...  # noqa: D102
-
-    def in_batches_of(self, batch_size: int) -> Any: ...  # noqa: D102
-
-    def identity(self) -> bytes: ...  # noqa: D102
-
-    def samples_of(self) -> Tensor: ...  # noqa: D102
 
 
 def num_samples(loader: Any) -> int:
@@ -135,7 +115,7 @@ def needed(who: str, what: str) -> Iterator[None]:
         raise ConfigError(f"{who}: {what}, which its data does not allow: {error}") from None
 
 
-def _of(loader: Any) -> Loader:
+def _of(loader: Any) -> ResidentLoader | Kind:
     """Return what does the work for a kind of loader."""
     if isinstance(loader, ResidentLoader):
         return loader

@@ -253,7 +253,10 @@ class _Samples:
         return torch.tensor(samples.indices if isinstance(samples, Subset) else range(self.num_samples))
 
 
-def kind_of(loader: Any) -> _Samples | _Batches:
+Kind = _Samples | _Batches
+
+
+def kind_of(loader: Any) -> Kind:
     """Return what a loader is seen as: its samples if a DataLoader chooses them by number, otherwise its batches."""
     if not isinstance(loader, DataLoader):
         return _Batches(loader)

@@ -83,12 +83,17 @@ class EndlessFitLoop(_FitLoop):
             connector.on_epoch_end()
             if not self.restarting and self.epoch_loop._num_ready_batches_reached():
                 self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Wait for the server at the end of an epoch, and end the epoch."""
+        trainer = self.trainer
         self._put_off_a_stop()
         module = trainer.lightning_module
         module._current_fx_name = "on_train_epoch_end"
         self.last.on_train_epoch_end(trainer, module)
         module._current_fx_name = None
-        connector.reset_results()
+        trainer._logger_connector.reset_results()
         self.epoch_progress.increment_completed()
         if trainer.received_sigterm:
             raise SIGTERMException

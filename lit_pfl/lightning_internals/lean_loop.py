@@ -16,7 +16,6 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -65,13 +64,7 @@ class LeanFitLoop(EndlessFitLoop):
         module.on_train_epoch_end()
         if results:  # logged just now
             connector.on_epoch_end()
-        self._put_off_a_stop()
-        trainer.callbacks[0].on_train_epoch_end(trainer, module)  # type: ignore[attr-defined]
-        module._current_fx_name = None
-        connector.reset_results()
-        self.epoch_progress.increment_completed()
-        if trainer.received_sigterm:
-            raise SIGTERMException
+        self.exchange()
 
 
 class LeanEpochLoop(_TrainingEpochLoop):

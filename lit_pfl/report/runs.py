@@ -34,8 +34,6 @@ class Run:
     def metrics(self) -> list[dict[str, float]]:
         """The metrics of every round, by name, those that it has."""
         rows = self.table("metrics.csv")
-        if rows and len(rows[0]) == 1 and ";" in next(iter(rows[0])):
-            raise ConfigError(f"runs: {self.folder}/metrics.csv has semicolons between its columns; write commas.")
         try:
             return [{name: float(value) for name, value in row.items() if value} for row in rows]
         except ValueError as error:
@@ -84,6 +82,8 @@ class Run:
             rows = read_rows(self.folder / name)
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigError(f"runs: {self.folder / name} is not a CSV file: {error}.") from None
+        if rows and ";" in next(iter(rows[0])):
+            raise ConfigError(f"runs: {self.folder / name} has semicolons between its columns; write commas.")
         if any(None in row for row in rows):
             raise ConfigError(f"runs: {self.folder / name} has a line of more columns than its first; take it away.")
         for column in columns:

@@ -185,7 +185,7 @@ def test_own_evaluation_data_has_the_classes_of_the_training_data():
     labels = data.data.labels.numpy()
     for k in range(6):
         trained = np.bincount(labels[data.indices["train"][k]], minlength=10)
-        assert (trained == data.label_counts[k]).all()
+        assert (trained == data.class_counts("train")[k]).all()
         assert len(data.indices["test"][k])
         assert trained[labels[data.indices["test"][k]]].all()
 

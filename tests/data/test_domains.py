@@ -232,9 +232,10 @@ def test_label_counts_are_by_class_of_the_data_set():
     data = fabricated([40, 50, 60, 30], [[3, 0], [1]])
     labels = data.data.labels.numpy()
     for k in range(4):
-        assert data.label_counts[k].tolist() == np.bincount(labels[data.indices["train"][k]], minlength=4).tolist()
-    assert data.label_counts.sum(0)[2] == 0
-    assert data.label_counts.sum() == 56 + 40
+        counts = data.class_counts("train")[k].tolist()
+        assert counts == np.bincount(labels[data.indices["train"][k]], minlength=4).tolist()
+    assert data.class_counts("train").sum(0)[2] == 0
+    assert data.class_counts("train").sum() == 56 + 40
 
 
 def test_one_domain_of_all_classes_is_no_domain():

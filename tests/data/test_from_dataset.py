@@ -172,7 +172,7 @@ def test_a_partition_deals_by_labels(labels):
         assert client.num_classes == 5
         assert len(set(labels_of(client.train).tolist())) == 2
         assert set(labels_of(client.test).tolist()) == set(labels_of(client.train).tolist())
-    assert data.label_counts.sum() == sum(data.client(k).num_samples for k in range(5))
+    assert data.class_counts("train").sum() == sum(data.client(k).num_samples for k in range(5))
 
 
 def test_functions_and_datasets_are_given_by_name_on_the_command_line(tmp_path, monkeypatch):
@@ -494,7 +494,7 @@ def test_counts_of_labels_are_those_of_the_training_data():
     data = ready(labels="targets", groups="writers")
     for k in range(4):
         assert dict(Counter(i % 5 for i in seen(in_order(data.client(k).train)))) == {
-            c: n for c, n in enumerate(data.label_counts[k]) if n
+            c: n for c, n in enumerate(data.class_counts("train")[k]) if n
         }
 
 

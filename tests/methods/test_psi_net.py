@@ -45,7 +45,7 @@ def few_classes(num_clients: int = 5, kind: type = digits, **options: Any):
 
 
 def classes_of(federation: Federation) -> dict[int, list[int]]:
-    return {k: np.flatnonzero(row).tolist() for k, row in enumerate(federation.data.label_counts)}
+    return {k: np.flatnonzero(row).tolist() for k, row in enumerate(federation.data.class_counts("train"))}
 
 
 @pytest.fixture

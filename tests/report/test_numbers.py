@@ -12,7 +12,8 @@ from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, pair
 from lit_pfl.report.charts import SPARSITY, client_by_client, distributions, layers, losses, over_rounds
 from lit_pfl.report.maps import similarities
 from lit_pfl.report.numbers import Metric, best_validated, byte_unit, curve, last_scores
-from lit_pfl.report.tables import runs_there
+from lit_pfl.report.tables import runs_there, written
+from lit_pfl_callbacks.run_folder import latest_config
 from report.made import make_run, make_runs, write
 
 ACC = Metric("acc", "val/acc", "test/acc")
@@ -141,6 +142,41 @@ def test_a_cell_that_is_no_number_is_named(tmp_path, file, columns, row, column)
     write(tmp_path / file, columns, [row])
     with pytest.raises(ConfigError, match=f"{tmp_path}/{file} has '.*' as '{column}', which must be a number"):
         Run(tmp_path, {}).table(file, *columns.split())
+
+
+@pytest.mark.parametrize("value", ["1.5", "nan", "inf"])
+def test_a_round_that_is_no_whole_number_is_named(tmp_path, value):
+    write(tmp_path / "similarity.csv", "round client other cosine", [["1.0", 0, 1, 0.5], [value, 0, 1, 0.5]])
+    with pytest.raises(ConfigError, match=f"similarity.csv has '{value}' as 'round', which must be a whole number"):
+        Run(tmp_path, {}).table("similarity.csv", "round", "client", "other", "cosine")
+
+
+def test_files_that_a_spreadsheet_has_written(tmp_path):
+    file = tmp_path / "metrics.csv"
+    file.write_bytes(b"\xef\xbb\xbfround,val/acc\r\n1.0,0.5\r\n")
+    assert Run(tmp_path, {}).metrics == [{"round": 1.0, "val/acc": 0.5}]
+    file.write_text("round;val/acc\n1;0,5\n")
+    with pytest.raises(ConfigError, match=r"metrics.csv has semicolons between its columns; write commas"):
+        Run(tmp_path, {}).metrics  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([2.1e-5, 3.4e-5], "0.00002750 ± 0.00000919"),
+        ([1.2e9, 1.3e9], "1250000000 ± 70710678"),
+        ([0.5, 0.7], "0.6000 ± 0.1414"),
+        ([0.0, 0.0], "0.0000 ± 0.0000"),
+    ],
+)
+def test_small_and_large_numbers_are_written_with_the_digits_that_matter(values, text):
+    assert written(values) == text
+
+
+def test_a_copy_of_a_configuration_is_none_that_a_run_had(tmp_path):
+    for name in ("config", "config.resumed_2", "config.resumed_10", "config.resumed_3 (copy)", "config.resumed_x"):
+        (tmp_path / f"{name}.yaml").touch()
+    assert latest_config(tmp_path).name == "config.resumed_10.yaml"
 
 
 def test_a_layer_without_a_rank_is_shown(tmp_path):

@@ -143,14 +143,14 @@ def test_the_lead_names_only_what_all_runs_have(tmp_path):
 
 
 def test_names_from_outside_stay_text(tmp_path):
-    name = "</script><script>alert(1)</script>"
+    name = "<!--<script></script><script>alert(1)</script>"
     make_run(tmp_path / "a", "FedAvg", 1)
     rows = [[1, "all", "up", name, 5]]
     write(tmp_path / "a/communication.csv", "round client direction group bytes", rows)
-    (tmp_path / "a/config.yaml").write_text("model: {class_path: '<b>&M'}\nseed_everything: 1\n")
+    (tmp_path / "a/config.yaml").write_text("model: {class_path: '<b>&{{title}}M'}\nseed_everything: 1\n")
     page = report_of(tmp_path)
     html = page.read_text().partition('<script id="charts"')[0]
-    assert "<h1>&lt;b&gt;&amp;M</h1>" in html
+    assert "<h1>&lt;b&gt;&amp;{{title}}M</h1>" in html
     assert "<b>" not in html
     assert specs(page).keys() >= {"traffic"}
     with opened(page):

@@ -7,6 +7,7 @@ import torch
 from jsonargparse.typing import PositiveInt
 from torch import Tensor, nn
 
+from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.errors import ConfigError
@@ -133,7 +134,7 @@ class FlexLoRAServer(Server):
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         sent, weights = list(uploads.values()), self.averaging_weights(round, uploads)
         factored = {*self.factors, *self.factors.values()}
-        mean = self.mean(sent, weights, [name for name in self.model if name not in factored])
+        mean = weighted_mean(sent, weights, [name for name in self.model if name not in factored])
         found = {}
         for a, b in self.factors.items():
             # the model's own without weight: where the mean is of a lower rank, A gets further rows all the same

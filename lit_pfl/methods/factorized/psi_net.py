@@ -8,7 +8,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from lit_pfl.core import Client
-from lit_pfl.core.averaging import mean_of_rows
+from lit_pfl.core.averaging import mean_of_rows, weighted_mean
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, Server, Weighting
 from lit_pfl.data.loaders import labels_of, needed
@@ -176,7 +176,7 @@ class PsiNetServer(Server):
         common = [name for name in self.model if name not in self.row_groups]
         total = sum(self.counts[client] for client in uploads)
         shares = [self.counts[client] / total for client in uploads]
-        means = dict(self.mean(list(uploads.values()), shares, common))
+        means = dict(weighted_mean(list(uploads.values()), shares, common))
         for name in self.model.keys() - means.keys():
             parts = []
             for client, upload in uploads.items():

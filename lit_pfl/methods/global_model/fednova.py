@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lit_pfl.core import Client
+from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
 from lit_pfl.core.sharing import EVERYTHING
@@ -102,7 +103,7 @@ class FedNovaServer(Server):
         if factors == weights:
             return mean
         before, names = self.model, [name for name in mean if name in self.weights]
-        moved = self.mean([before, *uploads.values()], [1 - sum(factors), *factors], names)
+        moved = weighted_mean([before, *uploads.values()], [1 - sum(factors), *factors], names)
         return mean.with_(moved)
 
 

@@ -155,6 +155,8 @@ class FedProtoServer(Server):
         weighting: see :class:`FedProto`.
     """
 
+    one_model = False
+
     count_tensors = (COUNTS,)
 
     def __init__(self, weighting: Weighting = "uniform") -> None:
@@ -174,9 +176,6 @@ class FedProtoServer(Server):
         prototypes = torch.stack([upload[PROTOTYPES] for upload in uploads.values()])
         weights = counts.double() if self.weighting == "samples" else (counts > 0).double()
         self.model = {PROTOTYPES: mean_prototypes(prototypes, weights), COUNTS: counts.sum(0)}
-
-    def global_model(self) -> None:
-        """Return nothing: every client has a network of its own."""
 
 
 def mean_prototypes(prototypes: Tensor, weights: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ class FedGHServer(TrainedServer):
         seed: of their order.
     """
 
+    one_model = False
+
     count_tensors = (COUNTS,)
 
     def __init__(self, head: nn.Module, lr: float, batch_size: int, seed: int = 0) -> None:
@@ -111,6 +113,3 @@ class FedGHServer(TrainedServer):
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         return Payload({HEAD + name: tensor for name, tensor in self.module.state_dict().items()})
-
-    def global_model(self) -> None:
-        """Return nothing: every client has a body of its own."""

@@ -162,6 +162,8 @@ class FedPACServer(Server):
         heads: the combined head of every client that has taken part, by id.
     """
 
+    one_model = False
+
     count_tensors = (COUNTS,)
 
     kept = ("heads",)
@@ -184,7 +186,7 @@ class FedPACServer(Server):
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         sent = list(uploads.values())
         names = [name for name in self.model if self.is_averaged(name)]
-        body = self.mean(sent, self.averaging_weights(round, uploads), names)
+        body = weighted_mean(sent, self.averaging_weights(round, uploads), names)
         counts = torch.stack([upload[COUNTS] for upload in sent])
         prototypes = mean_prototypes(torch.stack([upload[PROTOTYPES] for upload in sent]), counts.double())
         self.model = Payload({**body, PROTOTYPES: prototypes, COUNTS: counts.sum(0)})
@@ -198,6 +200,3 @@ class FedPACServer(Server):
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         return Payload({**self.model, **self.heads.get(client, self.first_head)})
-
-    def global_model(self) -> None:
-        """Return nothing: every client has a head of its own."""

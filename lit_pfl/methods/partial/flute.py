@@ -7,6 +7,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor
 
+from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, Server, Weighting
@@ -132,6 +133,8 @@ class FLUTEServer(Server):
         heads: the head of every client that has taken part, by id.
     """
 
+    one_model = False
+
     kept = ("heads",)
 
     heads: dict[int, Payload]
@@ -150,7 +153,7 @@ class FLUTEServer(Server):
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         names = [name for name in self.model if self.is_averaged(name)]
-        self.model = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), names)
+        self.model = weighted_mean(list(uploads.values()), self.averaging_weights(round, uploads), names)
         for client, upload in uploads.items():
             head = {name: upload[name].clone() for name in upload if name in self.head}
             if self.lr and self.weight in head:
@@ -159,9 +162,6 @@ class FLUTEServer(Server):
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         return self.model.with_(self.heads.get(client, self.first_head))
-
-    def global_model(self) -> None:
-        """Return nothing: every client has a head of its own."""
 
 
 def away_from_simplex(weight: Tensor, present: Tensor) -> Tensor:

@@ -126,6 +126,8 @@ class PFedFDAServer(Server):
         seed: of the first means.
     """
 
+    one_model = False
+
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
@@ -134,9 +136,6 @@ class PFedFDAServer(Server):
         means = self.model[MEANS]
         drawn = torch.rand(means.shape, generator=torch.Generator().manual_seed(self.seed))
         self.model = self.model.with_({MEANS: drawn.to(means)})
-
-    def global_model(self) -> None:
-        """Return nothing: every client makes a head of its own."""
 
 
 class Discriminant(nn.Module):

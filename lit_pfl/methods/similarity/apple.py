@@ -181,6 +181,8 @@ class APPLEServer(Server):
         relations: p_i by client: its own share first, then those of the others in the order of their ids.
     """
 
+    one_model = False
+
     kept = ("relations", "round", "cores")
 
     cores: dict[int, Payload]
@@ -245,6 +247,3 @@ class APPLEServer(Server):
         for i, client in enumerate(ids):
             rows[i, [i, *(j for j in range(len(ids)) if j != i)]] = self.relations[client].cpu()
         return ids, rows
-
-    def global_model(self) -> None:
-        """Return nothing: every client has a sum of its own."""

@@ -119,6 +119,8 @@ class ClusteredFLServer(Server):
         place: every client's cluster.
     """
 
+    one_model = False
+
     kept = ("place", "scale", "models")
     averages = True
 
@@ -145,9 +147,6 @@ class ClusteredFLServer(Server):
         places = torch.tensor(list(self.place.values()))
         together = (places[:, None] == places).double()
         return list(self.place), together / together.sum(1, keepdim=True)
-
-    def global_model(self) -> None:
-        """Return nothing: there are several models."""
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         if not self.scale:

@@ -217,15 +217,14 @@ class FedEMServer(Server):
         components: how many there are.
     """
 
+    one_model = False
+
     def __init__(self, components: int) -> None:
         self.components = components
 
     def step_by(self, optimizer: ServerOptimizer, weights: Iterable[str]) -> None:  # noqa: D102
         names = list(weights)
         super().step_by(optimizer, [f"{m}/{name}" for m in range(self.components) for name in names])
-
-    def global_model(self) -> None:
-        """Return nothing: there are several models."""
 
 
 class Ensemble(nn.Module):

@@ -177,6 +177,8 @@ class FedFOMOServer(Server):
         latest: the latest model of each of the clients seen so far, by id, in increasing order.
     """
 
+    one_model = False
+
     kept = (AFFINITY, "round", "latest")
 
     affinity: Tensor
@@ -228,9 +230,6 @@ class FedFOMOServer(Server):
         for i, client in enumerate(ids):
             sent[i, [ids.index(other) for other in self.chosen(client)]] = 1
         return ids, sent / sent.sum(1, keepdim=True)
-
-    def global_model(self) -> None:
-        """Return nothing: there are several models."""
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         for client, upload in uploads.items():

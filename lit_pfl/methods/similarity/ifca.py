@@ -100,6 +100,8 @@ class IFCAServer(UniformServer):
         chosen: the model that each client chose last, by client id.
     """
 
+    one_model = False
+
     averages = True
     kept = ("chosen", "models")
 
@@ -144,9 +146,6 @@ class IFCAServer(UniformServer):
         of = torch.tensor([self.chosen[client] for client in ids])
         same = (of[:, None] == of).float()
         return ids, same / same.sum(1, keepdim=True)
-
-    def global_model(self) -> None:
-        """Return nothing: there are several models."""
 
 
 def by_cluster(reply: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -8,6 +8,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from lit_pfl.core import Client
+from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.core.sharing import EVERYTHING, Role, needs_head
@@ -107,6 +108,8 @@ class PFedHNServer(TrainedServer):
         seed: of the hypernetwork's first weights.
     """
 
+    one_model = False
+
     def __init__(self, weights: frozenset[str], options: PFedHN, seed: int = 0) -> None:
         super().__init__(seed)
         self.weights = weights
@@ -132,7 +135,7 @@ class PFedHNServer(TrainedServer):
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         others = [name for name in self.model if name not in self.weights]
         if others:
-            mean = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), others)
+            mean = weighted_mean(list(uploads.values()), self.averaging_weights(round, uploads), others)
             self.model = self.model.with_(mean)
         parameters = list(self.module.parameters())
         with self.training(round):
@@ -153,9 +156,6 @@ class PFedHNServer(TrainedServer):
     def reply(self, client: int) -> Payload:  # noqa: D102
         made = self.module(self.places[client])
         return Payload({name: made[name].to(x) if name in made else x for name, x in self.model.items()})
-
-    def global_model(self) -> None:
-        """Return nothing: every client has weights of its own."""
 
 
 class HyperNetwork(nn.Module):

@@ -9,6 +9,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from lit_pfl.core import Client
+from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.core.sharing import EVERYTHING
@@ -73,6 +74,8 @@ class PFedLAServer(TrainedServer):
         latest: the latest upload of each client that has sent one, by id.
     """
 
+    one_model = False
+
     kept = ("latest",)
 
     latest: dict[int, Payload]
@@ -107,7 +110,7 @@ class PFedLAServer(TrainedServer):
             self.optimizer.zero_grad()
         others = [name for name in self.model if name not in self.weights]
         if others:
-            mean = self.mean(list(uploads.values()), self.averaging_weights(round, uploads), others)
+            mean = weighted_mean(list(uploads.values()), self.averaging_weights(round, uploads), others)
             self.model = self.model.with_(mean)
         copies = {client: upload.clone() for client, upload in uploads.items()}
         self.latest = dict(sorted((self.latest | copies).items()))
@@ -136,15 +139,12 @@ class PFedLAServer(TrainedServer):
         models = [self.latest.get(k, self.model) for k in self.places]
         mixed: dict[str, Tensor] = {}
         for row, names in zip(self.weights_of(client).tolist(), self.layers.values(), strict=True):
-            mixed |= self.mean(models, row, names)
+            mixed |= weighted_mean(models, row, names)
         return mixed
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         mixed = self._mixed(client)
         return Payload({name: mixed.get(name, tensor) for name, tensor in self.model.items()})
-
-    def global_model(self) -> None:
-        """Return nothing: every client has weights of its own."""
 
 
 class LayerWeights(nn.Module):
