@@ -116,6 +116,26 @@ def test_a_checkpoint_of_other_clients_is_refused(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"local": "head"}, "model.local: the checkpoint is of a run with None, not head"),
+        ({"shares": "body"}, "model.shares: the checkpoint is of a run with None, not body"),
+        ({"norm_stats": "averaged"}, "model.norm_stats: the checkpoint is of a run with local, not averaged"),
+    ],
+)
+def test_what_clients_send_stays_the_same(tmp_path, options, said):
+    fitting = trainer(1)
+    fitting.fit(Federation(client(FedAvg), seed=1, threads=1), datamodule=digits(3))
+    fitting.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(ConfigError, match=said):
+        trainer(2).fit(
+            Federation(client(FedAvg, **options), seed=1, threads=1),
+            datamodule=digits(3),
+            ckpt_path=tmp_path / "one.ckpt",
+        )
+
+
 def test_test_of_a_checkpoint_gives_the_last_round_s_scores(tmp_path):
     federation = fit(tmp_path / "run", "SimFed")
     restored = Federation(client(SimFed), participation=0.5)

@@ -169,6 +169,9 @@ def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: 
     Raises:
         ConfigError: at the first that does not.
     """
+    for name, now in own["sends"].items():
+        if (before := saved.get("sends", own["sends"])[name]) != now:
+            raise ConfigError(f"model.{name}: the checkpoint is of a run with {before}, not {now}.")
     for name in names:
         before, now = (identity.get(name, "none") if name in OPTIONAL else identity[name] for identity in (saved, own))
         if before != now:

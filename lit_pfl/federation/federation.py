@@ -512,13 +512,15 @@ class Federation(QuickModule):
 
     def _identity(self) -> dict[str, Any]:
         """Return what a checkpoint must agree in, first of all: what made the run, and whose data is whose."""
+        client = self.prototype
         return {
-            "method": type(self.prototype).__name__,
+            "method": type(client).__name__,
             "local_epochs": self.local_epochs,
             "participation": repr(p) if isinstance(p := self.participation, Participation) else p,
             "seed": self.seed,
             "data": self._fingerprints,
             "keep_trained": self.keep_trained,
+            "sends": {"local": client.local, "shares": client.only, "norm_stats": client.norm_stats},
             **{name: repr(given) for name in OPTIONAL if (given := getattr(self, name)) is not None},
         }
 
