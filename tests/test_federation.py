@@ -17,8 +17,8 @@ from lit_pfl import Federation, Payload
 from lit_pfl.core.scores import Row, summary
 from lit_pfl.data import Dirichlet
 from lit_pfl.engines import Local, Stacked
-from lit_pfl.engines.trainers import refuse_processes
 from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.federation.trainer import refuse_processes
 from lit_pfl.learners.scoring import score
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedAvg, FedMA, SimFed, StandAlone

@@ -105,7 +105,7 @@ class Board:
 
     def scalars(self, round: int, metrics: Mapping[str, float]) -> None:
         """Show numbers."""
-        self.logger.log_metrics(dict(metrics), step=round)
+        self.beside(round, metrics)
 
     def beside(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show numbers at a step of the Trainer's."""
@@ -135,9 +135,6 @@ class Board:
 
 class NoBoard(Board):
     """The run folder's own logger."""
-
-    def scalars(self, round: int, metrics: Mapping[str, float]) -> None:  # noqa: D102
-        pass
 
     def beside(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: D102
         pass

@@ -37,9 +37,10 @@ from lit_pfl.cli.trial import (
 )
 from lit_pfl.core import Client
 from lit_pfl.data import FederatedDataModule
-from lit_pfl.engines.trainers import refuse_processes, several
+from lit_pfl.engines.trainers import several
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
+from lit_pfl.federation.trainer import refuse_processes
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl_callbacks import (
     ClientsTable,

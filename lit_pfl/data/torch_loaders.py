@@ -48,7 +48,7 @@ class _Batches:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.source = loader
+        self.source = loader.dataset if isinstance(loader, DataLoader) else loader
 
     @property
     def num_samples(self) -> int:
@@ -101,15 +101,7 @@ class _Batches:
         return "makes whole batches"
 
 
-class _OfDataset(_Batches):
-    """Sees a DataLoader as the batches that its dataset, or it itself, makes."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        super().__init__(loader)
-        self.source = loader.dataset
-
-
-class _ReadyBatches(_OfDataset):
+class _ReadyBatches(_Batches):
     """Sees a DataLoader as the batches that its map-style dataset has, one under each number."""
 
     def in_order(self, batch_size: int | None = None) -> Any:
@@ -120,7 +112,7 @@ class _ReadyBatches(_OfDataset):
         return "makes whole batches (batch_size=None)"
 
 
-class _Stream(_OfDataset):
+class _Stream(_Batches):
     """Sees a DataLoader over an ``IterableDataset`` as its batches.
 
     Its number of samples may also be the dataset's ``num_samples``; or its length, where the DataLoader makes batches.

@@ -7,11 +7,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     Checkpoint,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    SpikeDetection,
 )
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -57,11 +53,6 @@ class AlreadyJoined(FederatedLoop):
         """Keep nothing: such a client is saved while it waits for a reply."""
 
 
-_GRADIENTS = "is about gradients, which clients have; give it to them, in federation.client_trainer.callbacks"
-#: Lightning's callbacks that clients can have, and a federation's own Trainer cannot
-OF_CLIENTS = dict.fromkeys((BaseFinetuning, GradientAccumulationScheduler, SpikeDetection), _GRADIENTS)
-
-
 def check_client_options(options: Mapping[str, Any]) -> None:
     """See that ``federation.client_trainer`` holds nothing that is the federation's to decide.
 
@@ -81,78 +72,6 @@ def check_client_options(options: Mapping[str, Any]) -> None:
                 "or let a learner of your own make them, in its configure_callbacks."
             )
     check_callbacks(several(options.get("callbacks")), "federation.client_trainer.callbacks")
-
-
-def check_outer(trainer: L.Trainer) -> None:
-    """See that a federation's own Trainer has no options that are about batches of images: its batches are clients.
-
-    Raises:
-        ConfigError: when it has.
-    """
-    check_precision("trainer.precision", trainer)
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    check_callbacks(callbacks, "trainer.callbacks")
-    check_callbacks(callbacks, "trainer.callbacks", OF_CLIENTS)
-    for callback in callbacks:
-        for name in ("every_n_train_steps", "train_time_interval"):
-            if isinstance(callback, ModelCheckpoint) and (value := getattr(callback, f"_{name}")):
-                raise ConfigError(
-                    f"trainer.callbacks: ModelCheckpoint({name}={value}) would save in the middle of a round; give "
-                    "every_n_epochs, the rounds from one checkpoint to the next."
-                )
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # limits batches, for a first try of everything
-        return
-    for name, allowed in (("overfit_batches", 0.0), ("limit_train_batches", 1.0)):
-        if not _is_share(value := getattr(trainer, name), allowed):
-            raise ConfigError(
-                f"trainer.{name}={value}: a batch is a client here, and always the same ones would train. For fewer "
-                "clients a round give federation.participation, for fewer batches of images "
-                "federation.client_trainer.limit_train_batches."
-            )
-    if not any(_is_share(trainer.limit_val_batches, allowed) for allowed in (0.0, 1.0)):
-        raise ConfigError(
-            f"trainer.limit_val_batches={trainer.limit_val_batches}: a batch is a client here; to evaluate fewer give "
-            "federation.evaluate_clients, and 0 here to evaluate none."
-        )
-    if not any(_is_share(trainer.limit_test_batches, allowed) for allowed in (0.0, 1.0)):
-        raise ConfigError(
-            f"trainer.limit_test_batches={trainer.limit_test_batches}: a batch is a client here, and tests are of all "
-            "clients; give 0 for no test."
-        )
-    if trainer.check_val_every_n_epoch is None or not _is_share(trainer.val_check_interval, 1.0):
-        raise ConfigError(
-            f"trainer.val_check_interval={trainer.val_check_interval}: a batch is a client here, and some clients' "
-            "round is not over yet; give trainer.check_val_every_n_epoch, the rounds from one validation to the next."
-        )
-    if trainer.check_val_every_n_epoch < 1:
-        raise ConfigError(
-            f"trainer.check_val_every_n_epoch={trainer.check_val_every_n_epoch}: give 1 or more rounds, or "
-            "trainer.limit_val_batches=0 for no validation."
-        )
-    for name, unset in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
-        value = getattr(trainer, name)
-        if value not in (unset, 0):
-            raise ConfigError(
-                f"trainer.{name}={value}: it is clients that have gradients; give federation.client_trainer.{name}."
-            )
-
-
-def refuse_processes(trainer: L.Trainer) -> None:
-    """See that a federation's own Trainer has one device: an engine runs clients in several processes.
-
-    Raises:
-        ConfigError: when it has more.
-    """
-    if (devices := trainer.num_devices * trainer.num_nodes) > 1:
-        raise ConfigError(
-            f"trainer.devices={trainer.num_devices}: one process runs a federation, so give 1; to train clients in "
-            f"several give federation.engine=Ray and federation.engine.workers={devices}, see docs/engines.md."
-        )
-
-
-def _is_share(limit: float, share: float) -> bool:
-    """Say whether a limit is a share of the batches: 1.0 is all of them, but 1 is one."""
-    return limit == share and not (isinstance(limit, int) and limit)
 
 
 def check_precision(option: str, trainer: L.Trainer) -> None:

@@ -23,7 +23,7 @@ from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
 from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted, standalone
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
-from lit_pfl.engines.trainers import check_client_options, check_outer, refuse_processes
+from lit_pfl.engines.trainers import check_client_options
 from lit_pfl.engines.validation import monitors
 from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.federation.checkpoint import (
@@ -36,15 +36,21 @@ from lit_pfl.federation.checkpoint import (
     saved,
     trained_in,
 )
-from lit_pfl.federation.ends_fits import EndsFits
-from lit_pfl.federation.monitors import refuse_misspelt
-from lit_pfl.federation.one_at_a_time import OneAtATime
 from lit_pfl.federation.options import check_options, check_together
-from lit_pfl.federation.privacy import end_of_privacy
 from lit_pfl.federation.scoring import Scores
-from lit_pfl.federation.server_step import ServerStep, leave_to_clients
-from lit_pfl.federation.summary import described, summarize
 from lit_pfl.federation.timetable import Timetable
+from lit_pfl.federation.trainer import (
+    EndsFits,
+    OneAtATime,
+    ServerStep,
+    check_outer,
+    described,
+    end_of_privacy,
+    leave_to_clients,
+    refuse_misspelt,
+    refuse_processes,
+    summarize,
+)
 from lit_pfl.lightning_internals import QuickModule
 from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.dashboard import RoundLog

@@ -1,7 +1,5 @@
 """Pure tensor functions: no state, no modules."""
 
-from lit_pfl.ops.clusters import Linkage, bipartition
-from lit_pfl.ops.distances import cosines, squared_distances
 from lit_pfl.ops.low_rank import low_rank_factors
 from lit_pfl.ops.matching import (
     Matching,
@@ -14,18 +12,21 @@ from lit_pfl.ops.matching import (
     unit_matrix,
 )
 from lit_pfl.ops.similarity import (
+    Linkage,
+    bipartition,
     cosine_similarity_matrix,
+    cosines,
     least_similar,
     most_similar,
     one_after_another,
     random_others,
     softmax_over,
     squared_distance,
+    squared_distances,
 )
 from lit_pfl.ops.simplex import minimize_on_simplex, project_onto_simplex
 from lit_pfl.ops.singular_values import Factors, threshold_singular_values
-from lit_pfl.ops.sparsity import erk_densities, pack_bits, prune_and_regrow, random_mask, unpack_bits
-from lit_pfl.ops.threshold import soft_threshold
+from lit_pfl.ops.sparsity import erk_densities, pack_bits, prune_and_regrow, random_mask, soft_threshold, unpack_bits
 
 __all__ = [
     "Factors",

@@ -1,10 +1,13 @@
-"""How similar clients are, with whom each exchanges, and how much it takes from them."""
+"""How similar clients are, who belongs together, with whom each exchanges, and how much it takes from them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Linkage = Literal["complete", "single"]
 
 
 def cosine_similarity_matrix(vectors: Tensor) -> Tensor:
@@ -98,3 +101,63 @@ def one_after_another(weights: Tensor, order: list[int]) -> Tensor:
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """Return the sum of the squares of all differences between tensors of the same names, those of ``b``."""
     return torch.stack([(a[name] - b[name]).square().sum() for name in b]).sum()
+
+
+def squared_distances(models: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
+    """Return ``|w_i - w_j|^2`` of every two of K models, over the tensors of these names, as (K, K) double.
+
+    Args:
+        models: K models, tensors by name.
+        names: which tensors to compare; those of one name have one shape.
+    """
+    total = _square(models)
+    for name in names:
+        rows = _rows(models, name)
+        total += torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square().to(total.device)
+    return total
+
+
+def cosines(models: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> Tensor:
+    """Return the cosine of every two of K models, over the tensors of these names, as (K, K) double.
+
+    It is exactly 1 on the diagonal. A model of zeros is similar to itself only.
+
+    Args:
+        models: K models, tensors by name.
+        names: which tensors to compare; those of one name have one shape.
+    """
+    products = _square(models)
+    for name in names:
+        rows = _rows(models, name)
+        products += (rows @ rows.T).to(products.device)
+    lengths = products.diagonal().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    return (products / lengths[:, None] / lengths).clamp(-1, 1).fill_diagonal_(1)
+
+
+def _square(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    return torch.zeros(len(models), len(models), dtype=torch.float64)
+
+
+def _rows(models: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
+    return torch.stack([model[name].detach().double().flatten() for model in models])
+
+
+def bipartition(similarity: Tensor, linkage: Linkage = "complete") -> Tensor:
+    """Divide clients into two groups by agglomerative clustering.
+
+    Args:
+        similarity: (K, K), symmetric, of at least 2 clients.
+        linkage: how similar two groups are: as their least similar members (``complete``) or as their most similar ones
+            (``single``). The latter minimizes the largest similarity across the two groups.
+
+    Returns:
+        (K,) bool; marks the group that the first client is not in.
+
+    Source:
+        Sattler et al. 2020: Algorithm 1 there is single linkage, their released code has complete linkage.
+    """
+    from sklearn.cluster import AgglomerativeClustering  # here, since it takes a second to import
+
+    clustering = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage=linkage)
+    labels = torch.from_numpy(clustering.fit_predict((1 - similarity).cpu().numpy()))
+    return (labels != labels[0]).to(similarity.device)

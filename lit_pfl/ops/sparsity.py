@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softshrink
 
 
 def erk_densities(shapes: Mapping[str, torch.Size], density: float, dense: Set[str] = frozenset()) -> dict[str, float]:
@@ -92,3 +93,11 @@ def unpack_bits(packed: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, T
 
 def _shifts(device: torch.device) -> Tensor:
     return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
+
+
+def soft_threshold(x: Tensor, threshold: float) -> Tensor:
+    """Return ``sign(x) max(|x| - threshold, 0)``, the proximal operator of ``threshold * ||x||_1``.
+
+    Zeros are +0: a -0.0 would be sent.
+    """
+    return softshrink(x, threshold) + 0.0
