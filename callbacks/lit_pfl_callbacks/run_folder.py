@@ -36,9 +36,9 @@ def run_folder(trainer: L.Trainer) -> Path:
 
 def latest_config(folder: Path) -> Path:
     """Return the file with the options that a run had last: its latest resume's, or those that it began with."""
-    numbers = (re.fullmatch(r"config\.resumed_(\d+)\.yaml", path.name) for path in folder.glob("config.resumed_*.yaml"))
-    latest = max((int(number[1]) for number in numbers if number), default=None)
-    return folder / ("config.yaml" if latest is None else f"config.resumed_{latest}.yaml")
+    there = {path: re.fullmatch(r"config\.resumed_(\d+)\.yaml", path.name) for path in folder.glob("*.yaml")}
+    resumed = {int(found[1]): path for path, found in there.items() if found}
+    return resumed[max(resumed)] if resumed else folder / "config.yaml"
 
 
 def resume_command(folder: Path) -> str | None:
@@ -167,7 +167,7 @@ def checked_rows(path: Path, columns: Sequence[str], step: str = "round") -> lis
     if not path.exists():
         return []
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             names = reader.fieldnames or columns  # of an empty file none
             lines = [(reader.line_num, row) for row in reader]
@@ -217,7 +217,7 @@ def append_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> N
     """
     size = path.stat().st_size
     try:
-        with path.open("a", newline="") as file:
+        with path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, columns).writerows(rows)
     except OSError as error:  # which says what, but seldom where
         with suppress(OSError), path.open("r+b") as whole:

@@ -5,6 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, wraps
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -360,14 +361,16 @@ class Client(LearnerModule):
             )
         kept_by = None if self.may_unfreeze else type(self).__name__
         self._shared = SharedTensors(self.learner, self.roles(), self.is_shared, self.local, self.only, kept_by)
-        refuse_reserved(self._shared.names, self.all_reserved(), type(self).__name__)
+        names = self._shared.names if self.may_unfreeze else self._shared.names - self._shared.frozen.keys()
+        refuse_reserved(names, self.all_reserved(), type(self).__name__)
 
     # -------------------------------------------------------------------------------------------------- what is shared
 
     @classmethod
     def all_reserved(cls) -> frozenset[str]:
         """Return what this method and those that it builds on have :attr:`reserved`."""
-        return frozenset(name for kind in cls.__mro__ for name in vars(kind).get("reserved", ()))
+        given = [vars(kind).get("reserved", ()) for kind in cls.__mro__]
+        return frozenset(chain.from_iterable((names,) if isinstance(names, str) else names for names in given))
 
     @property
     def head_names(self) -> frozenset[str]:

@@ -58,7 +58,7 @@ class Server:
     #: whether uploads are used in that average and nowhere else, not for its weights either; said again likewise, and
     #: by a class with its own ``averaging_weights``
     means_only: bool = True
-    #: whether there is one model for all; a server of several, or of parts of models, has none
+    #: whether :meth:`global_model` gives the server's model; a server of several models has none
     one_model: ClassVar[bool] = True
     #: names of tensors of an upload that count samples or steps: a negative count, or an absurd one, is refused
     count_tensors: ClassVar[tuple[str, ...]] = ()

@@ -98,9 +98,8 @@ class IID(Partition):
     """Every client gets the same number of samples of every class.
 
     As in Factorized-FL's released code a class of m samples gives every client round(m / K), and what remains is not
-    used. Where that
-    would leave a whole class out, or some client with less than 80% of another's samples, since the last ones find too
-    little, the samples are assigned one by one, class by class, and all are used.
+    used. Where that would leave a whole class out, or some client with less than 80% of another's samples, since the
+    last ones find too little, the samples are assigned one by one, class by class, and all are used.
 
     Source:
         Factorized-FL, Appendix B.1; SimFed, Section 5.1.

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from pickle import PicklingError
 from typing import Any, TypeVar
 
 from joblib import cpu_count
@@ -27,6 +28,7 @@ from lit_pfl.lightning_internals import ASLEEP, Content
 from lit_pfl_callbacks.run_folder import run_folder
 
 T = TypeVar("T")
+CANNOT_BE_PACKED = (PicklingError, TypeError, AttributeError, RuntimeError, ValueError)
 #: how often a client may be lost with its worker in a round: what it computes may be what ends them
 LOSSES = 4
 
@@ -130,11 +132,12 @@ class Ray(Engine):
         job = self.work.prototype, data, self.work.local_epochs, dict(self.work.options)
         try:
             return self.ray.put(packed(job)), self.ray.put(packed(samples))
-        except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-            what = "data: they" if _travels(self.work.prototype) else "model: it"
+        except CANNOT_BE_PACKED as error:
+            places = (("model", job[0], "configure_model"), ("federation.client_trainer", job[3], "a callback's setup"))
+            what, _, where = next((p for p in places if not _travels(p[1])), ("data", data, "setup"))
             raise ConfigError(
-                f"{what} must go to other processes with federation.engine=Ray: {first_line(error)}; make what cannot "
-                "in configure_model, or in setup."
+                f"{what}: cannot go to other processes, as federation.engine=Ray needs: {first_line(error)}; make that "
+                f"in {where}."
             ) from error
 
     @property
@@ -303,6 +306,7 @@ class Ray(Engine):
                 "its clients; continue from the last checkpoint."
             ) from error
         self._losses.update(clients)
+        self._placement.take_from(worker)
         if often := [client for client in clients if self._losses[client] > LOSSES]:
             some = ", ".join(map(str, often[:10])) + (", ..." if len(often) > 10 else "")
             raise RuntimeError(
@@ -313,7 +317,6 @@ class Ray(Engine):
             f"A worker on {worker.where} is lost ({why}); its {len(clients)} clients continue from where they were at "
             "the start of the round, in other workers."
         )
-        self._placement.take_from(worker)
 
     # ------------------------------------------------------------------------------------------------ who is in memory
 
@@ -341,6 +344,7 @@ class Ray(Engine):
 
     def _everybody(self, call: Callable[[Handle], Any]) -> dict[Handle, Any]:
         """Call all workers until the answers are about all clients."""
+        self._losses.clear()
         while True:
             self._settle()
             answers = self._crew.all(call)
@@ -352,6 +356,6 @@ def _travels(thing: Any) -> bool:
     """Say whether a thing can go to another process."""
     try:
         packed(thing)
-    except (TypeError, AttributeError, RuntimeError, ValueError):
+    except CANNOT_BE_PACKED:
         return False
     return True

@@ -84,8 +84,8 @@ def train_together(epochs: Sequence[Epoch]) -> None:
         parts, drawn = _parts(learner), random_state()
         Stack.of(alike).train()
         # what a step does to anything else, it does once for all of them
-        if changed := [name for name, made in _parts(learner).items() if made != parts[name]]:
-            raise _cannot_be_stacked(f"a step changes attributes of {changed[-1]!r}")
+        if changed := [one for one in _parts(learner).items() if one not in parts.items()]:
+            raise _cannot_be_stacked("a step changes {!r} of {}".format(*reversed(changed[0][0])))
         if not same_state(drawn, random_state()):
             raise _cannot_be_stacked("a step draws random numbers")
 
@@ -209,15 +209,22 @@ def _cannot_be_stacked(why: str) -> ConfigError:
     )
 
 
-def _parts(learner: nn.Module) -> dict[str, Hashable]:
-    """Return what the parts of a network are made of, by name."""
-    return {name or type(learner).__name__: _made_of(part) for name, part in learner.named_modules()}
+def _parts(learner: nn.Module) -> dict[tuple[str, str], Hashable]:
+    """Return what the parts of a network have next to their tensors, by the part's name and the attribute's."""
+    return {
+        (name or type(learner).__name__, attribute): value
+        for name, part in learner.named_modules()
+        for attribute, value in _options(part)
+    }
 
 
 def _made_of(part: nn.Module) -> Hashable:
     """Return what a part of a network is next to its tensors and its own parts: its kind, sizes, modes."""
-    options = [(name, _told(value)) for name, value in vars(part).items() if name not in OF_ALL_MODULES]
-    return type(part), part.training, tuple(options)
+    return type(part), part.training, tuple(_options(part))
+
+
+def _options(part: nn.Module) -> list[tuple[str, Hashable]]:
+    return [(name, _told(value)) for name, value in vars(part).items() if name not in OF_ALL_MODULES]
 
 
 def _told(value: Any) -> Hashable:
@@ -227,7 +234,7 @@ def _told(value: Any) -> Hashable:
         return id(value)
     if any(isinstance(leaf, np.ndarray) for leaf in leaves):  # whose text leaves some of their numbers out
         return tuple((x.shape, x.tobytes()) if isinstance(x, np.ndarray) else str(x) for x in leaves)
-    return str(value)
+    return repr(value)  # also of NumPy's generators, each of which is its own
 
 
 def _exact(option: Any) -> Any:

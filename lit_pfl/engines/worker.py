@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,29 +73,33 @@ class Switches(NamedTuple):
         deterministic: whether algorithms must be deterministic.
         warn_only: whether those that are not are only warned of.
         dtype: the default type.
-        matmul_precision: the precision of products of float32 matrices.
+        matmul_precision: the precision of products of float32 matrices; None where it was set for one backend.
         mkldnn: whether oneDNN computes.
     """
 
     deterministic: bool
     warn_only: bool
     dtype: torch.dtype
-    matmul_precision: str
+    matmul_precision: str | None
     mkldnn: bool
 
     @classmethod
     def now(cls) -> "Switches":
         """Return those of this process."""
+        precision: str | None = None
+        with suppress(RuntimeError):  # where `fp32_precision` of a backend has been set
+            precision = torch.get_float32_matmul_precision()
         return cls(
             torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.get_default_dtype(), torch.get_float32_matmul_precision(), bool(torch.backends.mkldnn.enabled),
+            torch.get_default_dtype(), precision, bool(torch.backends.mkldnn.enabled),
         )  # fmt: skip
 
     def apply(self) -> None:
         """Set them in this process."""
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch.set_default_dtype(self.dtype)
-        torch.set_float32_matmul_precision(self.matmul_precision)
+        if self.matmul_precision is not None:
+            torch.set_float32_matmul_precision(self.matmul_precision)
         torch.backends.mkldnn.enabled = self.mkldnn  # type: ignore[assignment]
 
 
@@ -140,7 +144,7 @@ class Answer(NamedTuple):
 class Failure(NamedTuple):
     """What went wrong in a worker, and where: an error that can be raised elsewhere."""
 
-    error: BaseException
+    error: Exception
     where: str
 
 
@@ -150,7 +154,7 @@ def carefully(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: "Worker", *args: Any) -> Parcel:
         try:
             return packed(method(self, *args))
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             try:
                 pickle.loads(pickle.dumps(error))
             except Exception:  # it holds something that does not travel, or cannot be made again from its arguments

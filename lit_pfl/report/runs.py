@@ -82,7 +82,7 @@ class Run:
             rows = read_rows(self.folder / name)
         except (csv.Error, UnicodeDecodeError) as error:
             raise ConfigError(f"runs: {self.folder / name} is not a CSV file: {error}.") from None
-        if rows and ";" in next(iter(rows[0])):
+        if rows and ";" in (next(iter(rows[0])) or ""):
             raise ConfigError(f"runs: {self.folder / name} has semicolons between its columns; write commas.")
         if any(None in row for row in rows):
             raise ConfigError(f"runs: {self.folder / name} has a line of more columns than its first; take it away.")

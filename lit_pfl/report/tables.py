@@ -166,7 +166,7 @@ def runs_there(groups: Sequence[Group]) -> Table:
 
 
 def written(values: Sequence[float], scale: float = 1.0, signed: bool = False) -> str:
-    """Write mean and deviation: with two digits after the point, or with four significant ones if not in percent.
+    """Write mean and deviation: with two digits after the point if in percent, otherwise with those that matter.
 
     Example:
         >>> written([0.5, 0.7], 100.0)
@@ -175,20 +175,21 @@ def written(values: Sequence[float], scale: float = 1.0, signed: bool = False) -
     if not values:
         return NOTHING
     mean, deviation = over_seeds([value * scale for value in values])
-    digits = 2 if scale != 1.0 else _digits(max(abs(mean), deviation or 0.0))
+    digits = 2 if scale != 1.0 else _digits(mean, deviation or 0.0)
     text = f"{mean:{'+' if signed else ''}.{digits}f}"
     return text if deviation is None else f"{text} ± {deviation:.{digits}f}"
 
 
-def _digits(size: float) -> int:
-    """Return with how many digits after the point a number of a size is written.
+def _digits(mean: float, deviation: float) -> int:
+    """Return the digits after the point that show four digits of the larger, and two of the deviation.
 
     Example:
-        >>> _digits(0.12), _digits(0.00012), _digits(12.0), _digits(12e6)
-        (4, 7, 3, 0)
+        >>> _digits(0.6, 0.1), _digits(0.00012, 0.0), _digits(12.3, 0.003), _digits(1e9, 1e7)
+        (4, 7, 4, 0)
     """
-    exponent = math.floor(math.log10(size)) if 0 < size < math.inf else 0
-    return min(12, max(0, 4 - exponent if exponent >= 0 else 3 - exponent))
+    sizes = ((max(abs(mean), deviation), 3), (deviation, 1))
+    wanted = [digits - math.floor(math.log10(size)) for size, digits in sizes if 0 < size < math.inf]
+    return min(12, max(0, *wanted)) if wanted else 4
 
 
 def _latex(cell: str) -> str:

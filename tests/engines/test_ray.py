@@ -319,9 +319,25 @@ class Says(torch.optim.SGD):
         raise TwoWords(1, 2)
 
 
-class Exits(torch.optim.SGD):
+class IsStopped(torch.optim.SGD):
+    def __init__(self, parameters, path):
+        super().__init__(parameters, lr=0.1)
+        self.path = path
+
     def step(self, closure=None):
-        sys.exit("on purpose")
+        if not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        super().step(closure)
+
+
+def test_a_worker_that_is_told_to_stop_costs_time_only(cluster, tmp_path):
+    method = client(M.FedAvg, optimizer=lambda parameters: IsStopped(parameters, tmp_path / "stopped"))
+    with pytest.warns(match=r"A worker on .* is lost"):
+        federation = run(method, engine=Ray(2))
+    assert federation.coordinator.round == 2
+    federation.engine.abort()
 
 
 def test_a_client_that_ends_every_worker_ends_the_run(cluster, monkeypatch):
@@ -330,12 +346,9 @@ def test_a_client_that_ends_every_worker_ends_the_run(cluster, monkeypatch):
         run(client(M.FedAvg, optimizer=lambda parameters: Leaves(parameters, lr=0.1)), engine=Ray(1))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "error", "said"), [(Says, RuntimeError, "TwoWords: 1 is not 2"), (Exits, SystemExit, "on purpose")]
-)
-def test_errors_travel_whatever_they_are_made_of(cluster, optimizer, error, said):
-    with pytest.raises(error, match=said) as raised:
-        run(client(M.FedAvg, optimizer=lambda parameters: optimizer(parameters, lr=0.1)), engine=Ray(1))
+def test_errors_travel_whatever_they_are_made_of(cluster):
+    with pytest.raises(RuntimeError, match="TwoWords: 1 is not 2") as raised:
+        run(client(M.FedAvg, optimizer=lambda parameters: Says(parameters, lr=0.1)), engine=Ray(1))
     assert "(in a worker: " in " ".join(raised.value.__notes__)
 
 
@@ -365,11 +378,16 @@ class Locked:
 def test_what_cannot_go_to_another_process_is_named(cluster):
     method, data = client(M.FedAvg), digits()
     method.note = Locked()
-    with pytest.raises(ConfigError, match=r"^model: it must go to other processes .*: not to be packed; make what"):
+    cannot = r"cannot go to other processes, as federation.engine=Ray needs: not to be packed; make .* in"
+    with pytest.raises(ConfigError, match=rf"^model: {cannot} configure_model\.$"):
         run(method, engine=Ray(1))
     data.note = Locked()
-    with pytest.raises(ConfigError, match=r"^data: they must go to other processes .*: not to be packed; make what"):
+    with pytest.raises(ConfigError, match=rf"^data: {cannot} setup\.$"):
         run(client(M.FedAvg), data, engine=Ray(1))
+    watching = L.Callback()
+    watching.note = Locked()
+    with pytest.raises(ConfigError, match=rf"^federation.client_trainer: {cannot} a callback's setup\.$"):
+        run(client(M.FedAvg), client_trainer={"callbacks": [watching]}, engine=Ray(1))
 
 
 class CannotBeSaved(L.Callback):

@@ -318,8 +318,8 @@ class StepSchedule(M.FedAvg):
             (M.FedAvg, {"backbone": partial(Outside, what)}, {}, rf"this network cannot be trained for many .*{reason}")
             for what, reason in (
                 ("buffer", r"backbone\.count is assigned in a step instead of changed in place"),
-                ("attribute", r"changes attributes of 'backbone'"),
-                ("kept", r"changes attributes of 'backbone'"),
+                ("attribute", r"changes 'scale' of backbone"),
+                ("kept", r"changes 'last' of backbone"),
                 ("numpy", "draws random numbers"),
                 ("python", "draws random numbers"),
             )

@@ -167,6 +167,8 @@ def test_files_that_a_spreadsheet_has_written(tmp_path):
         ([1.2e9, 1.3e9], "1250000000 ± 70710678"),
         ([0.5, 0.7], "0.6000 ± 0.1414"),
         ([0.0, 0.0], "0.0000 ± 0.0000"),
+        ([12.344, 12.348], "12.3460 ± 0.0028"),
+        ([0.25], "0.2500"),
     ],
 )
 def test_small_and_large_numbers_are_written_with_the_digits_that_matter(values, text):
