@@ -117,7 +117,7 @@ def refuse_reserved(names: Iterable[str], reserved: Iterable[str], method: str) 
     Raises:
         ConfigError: at the first that has.
     """
-    for name in names:
+    for name in sorted(names):
         if any(is_reserved(name, taken) for taken in reserved):
             raise ConfigError(
                 f"model.learner: {name!r} is a name under which {method} sends something of its own; rename that part "

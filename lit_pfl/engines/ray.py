@@ -89,7 +89,7 @@ class Ray(Engine):
         check_options_of(self, "federation.engine")
         self.resources = {"num_cpus": 1.0, **(resources or {})}
         self._states: dict[int, Any] = {}  # references to kept states
-        self._losses: Counter[int] = Counter()  # by client id, of workers that it was in, since it was last put to work
+        self._losses: Counter[int] = Counter()  # by client id: workers that were lost with it in this round
         self._ended = False
 
     @property
