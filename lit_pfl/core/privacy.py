@@ -78,11 +78,12 @@ class ClientPrivacy:
                 raise ConfigError(f"federation.privacy.{name}={value}: give {right}.")
         if quantile is not None and where == "local":
             raise ConfigError("federation.privacy.quantile: a local clip cannot adapt; leave it out, or where=central.")
-        self.noise_multiplier, self.clip, self.where, self.delta = noise_multiplier, clip, where, delta
+        self.noise_multiplier, self.where, self.delta = noise_multiplier, where, delta
+        self.clip = float(clip)  # plain, as in checkpoints: the command line gives numbers of types of its own
         self.budget, self.quantile, self.quantile_lr = budget, quantile, quantile_lr
         self.count_noise, self.accountant = count_noise, accountant
         check_options_of(self, "federation.privacy")
-        self.clip = self._first_clip = float(clip)  # a checkpoint has plain numbers, and the command line gives others
+        self._first_clip = self.clip
         self.taken: dict[int, int] = {}  # in how many rounds a client has uploaded, where that counts
 
     def __repr__(self) -> str:

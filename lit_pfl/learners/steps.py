@@ -209,8 +209,8 @@ def call_with(tensors: Mapping[str, Tensor], module: nn.Module, *inputs: Any, ke
         for leaf, own in (*part._parameters.items(), *part._buffers.items())
         if id(own) in others
     }
-    given = dict(places)
+    given = dict(places) if keeps else {}
     output = functional_call(module, places, inputs, tie_weights=False)  # which notes in places what has been assigned
-    if keeps and (assigned := [place for place, tensor in given.items() if places[place] is not tensor]):
+    if assigned := [place for place, tensor in given.items() if places[place] is not tensor]:
         raise ConfigError(f"{min(assigned)} is assigned in a step instead of changed in place")
     return output
