@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,8 +85,8 @@ def check_share(option: str, share: float, num_clients: int | None = None) -> No
     Raises:
         ConfigError: when it is not, or when there are fewer clients.
     """
-    if share <= 0 or (share > 1 and share != int(share)):
-        raise ConfigError(f"{option}={share}: give a share above 0 and up to 1, or a whole number of clients.")
+    if not isinstance(share, Number) or not (0 < share <= 1 or (share > 1 and share % 1 == 0)):
+        raise ConfigError(f"{option}={share!r}: give a share above 0 and up to 1, or a whole number of clients.")
     if num_clients is not None and share > num_clients:
         raise ConfigError(f"{option}={share:g} is more than the {num_clients} clients.")
 

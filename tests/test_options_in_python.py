@@ -63,6 +63,16 @@ def test_methods(method, message):
         ({"local_epochs": 0}, "federation.local_epochs=0: give a whole number above 0."),
         ({"local_epochs": 2.5}, "federation.local_epochs=2.5: give a whole number above 0."),
         ({"seed": 1.5}, "federation.seed=1.5: give a whole number from 0."),
+        ({"quorum": None}, "federation.quorum=None: give a number."),
+        ({"quorum": 2}, "federation.quorum=2: give a share from 0 to 1."),
+        (
+            {"participation": "all"},
+            "federation.participation='all': give a share above 0 and up to 1, or a whole number of clients.",
+        ),
+        (
+            {"participation": float("nan")},
+            "federation.participation=nan: give a share above 0 and up to 1, or a whole number of clients.",
+        ),
         ({"evaluate": "Before"}, "federation.evaluate='Before': choose before, after, global."),
     ],
 )
@@ -74,11 +84,28 @@ def test_federations(options, message):
 
 def test_an_attribute_may_be_what_the_constructor_has_made_of_an_option():
     class Timed(FedAvg):
-        def __init__(self, rule: Literal["slow", "quick"] = "quick", later: "Unknown" = None, **kwargs: Any) -> None:  # type: ignore[name-defined]  # noqa: F821
+        def __init__(
+            self,
+            rule: Literal["slow", "quick"] = "quick",
+            later: "Unknown" = None,  # type: ignore[name-defined]  # noqa: F821
+            **kwargs: Any,
+        ) -> None:
             super().__init__(**kwargs)
             self.rule = [rule]
 
     check_options_of(Timed(), "model")
+
+
+def test_a_default_of_none_is_right_whatever_the_annotation_says():
+    class Loose(FedAvg):
+        def __init__(self, factor: float = None, steps: int = 3, **kwargs: Any) -> None:  # type: ignore[assignment]  # noqa: RUF013
+            super().__init__(**kwargs)
+            self.factor, self.steps = factor, steps
+
+    check_options_of(Loose(), "model")
+    for steps in (None, 2.5, "3"):
+        with pytest.raises(ConfigError, match=f"model.steps={steps!r}: give a whole number.$"):
+            check_options_of(Loose(steps=steps), "model")
 
 
 def test_numbers_of_numpy_are_numbers():

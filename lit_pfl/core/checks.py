@@ -1,6 +1,7 @@
 """What clients send is checked: once on joining, and every upload."""
 
 from collections.abc import Mapping
+from numbers import Number
 
 import numpy as np
 import torch
@@ -127,8 +128,8 @@ def check_quorum(option: str, quorum: float) -> None:
     Raises:
         ConfigError: when it is not; it names the option.
     """
-    if not 0 <= quorum <= 1:
-        raise ConfigError(f"{option}={quorum}: give a share from 0 to 1.")
+    if not isinstance(quorum, Number) or not 0 <= quorum <= 1:
+        raise ConfigError(f"{option}={quorum!r}: give a share from 0 to 1.")
 
 
 def without_frozen(clients: Mapping[int, ClientInfo]) -> tuple[dict[int, ClientInfo], Layout]:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Literal, cast
 
 import torch
-from jsonargparse.typing import NonNegativeFloat, PositiveFloat
+from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat
 from torch import Tensor
 
 from lit_pfl.core.encoding import Layout
@@ -61,28 +61,23 @@ class ClientPrivacy:
         noise_multiplier: NonNegativeFloat = 1.0,
         clip: PositiveFloat = 1.0,
         where: Literal["central", "local"] = "central",
-        delta: PositiveFloat = 1e-5,
+        delta: OpenUnitInterval = 1e-5,
         budget: PositiveFloat | None = None,
-        quantile: float | None = None,
+        quantile: OpenUnitInterval | None = None,
         quantile_lr: PositiveFloat = 0.2,
         count_noise: PositiveFloat = 0.05,
         accountant: Literal["rdp", "pld"] = "rdp",
     ) -> None:
-        for name, value, good, right in (
-            ("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < math.inf, "a number from 0"),
-            ("clip", clip, 0 < clip < math.inf, "a number above 0"),
-            ("delta", delta, 0 < delta < 1, "a number above 0 and below 1"),
-            ("quantile", quantile, quantile is None or 0 < quantile < 1, "a number above 0 and below 1"),
-        ):
-            if not good:
-                raise ConfigError(f"federation.privacy.{name}={value}: give {right}.")
-        if quantile is not None and where == "local":
-            raise ConfigError("federation.privacy.quantile: a local clip cannot adapt; leave it out, or where=central.")
-        self.noise_multiplier, self.where, self.delta = noise_multiplier, where, delta
-        self.clip = float(clip)  # plain, as in checkpoints: the command line gives numbers of types of its own
+        self.noise_multiplier, self.clip, self.where, self.delta = noise_multiplier, clip, where, delta
         self.budget, self.quantile, self.quantile_lr = budget, quantile, quantile_lr
         self.count_noise, self.accountant = count_noise, accountant
         check_options_of(self, "federation.privacy")
+        for name in ("noise_multiplier", "clip"):
+            if math.isinf(vars(self)[name]):
+                raise ConfigError(f"federation.privacy.{name}=inf: give a finite number.")
+        if quantile is not None and where == "local":
+            raise ConfigError("federation.privacy.quantile: a local clip cannot adapt; leave it out, or where=central.")
+        self.clip = float(clip)  # plain, as in checkpoints: the command line gives numbers of types of its own
         self._first_clip = self.clip
         self.taken: dict[int, int] = {}  # in how many rounds a client has uploaded, where that counts
 

@@ -154,8 +154,6 @@ class Federation(QuickModule):
             name = getattr(client, "__name__", type(client).__name__)
             raise ConfigError(f"{name} is not a method; pass one around it: Federation(FedAvg(learner={name}())).")
         check_client_options(client_trainer or {})
-        check_options(participation, evaluate_clients, evaluate, keep_trained, quorum, engine)
-        check_together(privacy, deadline, asynchronous)
         self.automatic_optimization = False
         # Not a submodule: a LightningModule hands its own Trainer down to those.
         self.__dict__["prototype"] = client
@@ -171,6 +169,8 @@ class Federation(QuickModule):
         # what was given is as good for another run
         self.privacy = copy.deepcopy(privacy)
         check_options_of(self, "federation")
+        check_options(participation, evaluate_clients, evaluate, keep_trained, quorum, engine)
+        check_together(privacy, deadline, asynchronous)
         # plain numbers, since a checkpoint has no others: the command line gives numbers of types of its own
         self.local_epochs = int(self.local_epochs)
         self.seed = None if seed is None else int(seed)
