@@ -3,13 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import lightning as L
 import numpy as np
 import torch
 
-from lit_pfl.data.loaders import num_samples
+from lit_pfl.data.loaders import in_order, num_samples
 from lit_pfl.errors import ConfigError
 
 
@@ -43,6 +44,11 @@ class ClientData:
     def num_samples(self) -> int:
         """Number of training samples."""
         return num_samples(self.train)
+
+    def to_try(self) -> Iterator[Any]:
+        """Yield the example, and then the first batch, for learners that cannot do with one sample."""
+        yield self.example
+        yield from islice(in_order(self.train), 1)
 
 
 class FederatedDataModule(L.LightningDataModule, ABC):

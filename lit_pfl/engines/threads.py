@@ -1,23 +1,26 @@
 """How many CPU threads clients compute with."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_pfl.errors import WRONG, ConfigError
-from lit_pfl.learners import SkipBatch, recorded, size_of, training_loss, unchanged, without_gradients
-from lit_pfl.learners.scoring import mean_loss, transferred
-from lit_pfl.nn import composed_layers
+from lit_pfl.learners import SkipBatch, call_hook, recorded, size_of, training_loss, unchanged, without_gradients
+from lit_pfl.learners.scoring import mean_loss, on_first, transferred
 from lit_pfl.randomness import fixed_draws
 
 
 def choose_threads(
-    learner: L.LightningModule, example: Any, batch_size: int | None, stacked: int = 1, most: int | None = None
+    learner: L.LightningModule,
+    batches: Iterable[Any],
+    batch_size: int | None,
+    stacked: int = 1,
+    most: int | None = None,
 ) -> int:
     """Count one batch's work: a further thread for every 20 million operations of a forward pass.
 
@@ -25,31 +28,30 @@ def choose_threads(
 
     Args:
         learner: any client's.
-        example: a batch for it.
-        batch_size: samples of a training batch; by default those of the example.
+        batches: batches for it, of which the first that it can do with is counted.
+        batch_size: samples of a training batch; by default those of the counted one.
         stacked: how many batches make a step.
         most: how many threads there are; by default PyTorch's own number.
 
     Raises:
-        ConfigError: when a learner that has a Trainer cannot do with such a batch.
+        ConfigError: when a learner that has a Trainer cannot do with such batches.
     """
     most = torch.get_num_threads() if most is None else most
-    try:
-        with FlopCounterMode(display=False) as counter:
-            mean_loss(learner, [example])
-    except ConfigError:
-        raise
-    except WRONG as error:
-        if learner._trainer is None or _works(learner, example):
-            return most
-        name, composed = type(learner).__name__, next(composed_layers(learner), None)
-        hint = "" if composed is None else f" (its {composed[0]} is a {type(composed[1]).__name__} under this method)"
-        raise ConfigError(
-            f"model.learner: {name} has no training loss for a batch of this data, {_described(example)}{hint}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    operations = counter.get_total_flops() / size_of(example) * (batch_size or size_of(example)) * stacked
-    return max(1, min(most, round(operations / 2e7)))
+
+    def threads(batch: Any) -> int:
+        try:
+            with FlopCounterMode(display=False) as counter:
+                mean_loss(learner, [batch])
+        except ConfigError:
+            raise
+        except WRONG:
+            if learner._trainer is None or _works(learner, batch):
+                return most
+            raise
+        operations = counter.get_total_flops() / size_of(batch) * (batch_size or size_of(batch)) * stacked
+        return max(1, min(most, round(operations / 2e7)))
+
+    return on_first(learner, batches, threads)
 
 
 def _works(learner: L.LightningModule, example: Any) -> bool:
@@ -66,23 +68,15 @@ def _works(learner: L.LightningModule, example: Any) -> bool:
             for weight in () if learner.automatic_optimization else weights:
                 weight.grad = torch.zeros_like(weight)
             try:
+                for hook, given in (("on_train_epoch_start", ()), ("on_train_batch_start", (example, 0))):
+                    if is_overridden(hook, learner):
+                        call_hook(learner, hook, *given)  # which may set what the step reads
                 training_loss(learner.train(), transferred(learner, example), 0)
             except SkipBatch:
                 return True
             except WRONG:
                 return False
     return True
-
-
-def _described(batch: Any) -> str:
-    """Return a batch's shapes, for a message."""
-    if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{name}: {_described(part)}" for name, part in batch.items()) + "}"
-    if isinstance(batch, list | tuple):
-        return "(" + ", ".join(map(_described, batch)) + ")"
-    return type(batch).__name__
 
 
 @contextmanager

@@ -4,16 +4,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parameter import is_lazy
 
 from lit_pfl.core import Client
 from lit_pfl.data import LateLoader
 from lit_pfl.engines.frozen import share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.trainers import AlreadyJoined, client_trainer
+from lit_pfl.learners import call_hook
+from lit_pfl.learners.unchanged import put_back
 from lit_pfl.lightning_internals import MemoryCheckpointIO, forget_scores, lend_data, lent_trainer, show_progress
 from lit_pfl.randomness import random_state_kept
 
@@ -21,6 +26,8 @@ if TYPE_CHECKING:
     from lit_pfl.engines.work import Work
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+#: a learner's hooks at the start of a fit, with what they are given
+STARTS: dict[str, dict[str, str]] = {"setup": {"stage": "fit"}, "on_fit_start": {}, "on_train_start": {}}
 
 
 class Visitors:
@@ -36,6 +43,7 @@ class Visitors:
         self._work = work
         self._trainer: L.Trainer | None = None
         self._twin: Client | None = None
+        self._begun: WeakSet[Client] = WeakSet()
 
     @contextmanager
     def lent(self, client: Client, state: Mapping[str, Any] = NOTHING, joins: bool = False) -> Iterator[None]:
@@ -55,17 +63,22 @@ class Visitors:
         assert client.data is not None
         trainer, outer = self._trainer, self._work.trainer
         show_progress(trainer, state, self._groups)
-        if joins:
-            trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
-        else:
-            trainer.state.fn = TrainerFn.VALIDATING
-            trainer.state.stage = outer.state.stage if outer.sanity_checking else None
+        trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
         trainer.strategy.connect(client)
         lend_data(trainer, client.data.module)
         forget_scores(trainer)
-        for logger in trainer.loggers:
-            logger.__dict__.update(client=client, muted=joins)
         with lent_trainer(client, trainer):
+            if client not in self._begun:
+                self._begun.add(client)
+                for logger in trainer.loggers:
+                    logger.__dict__.update(client=client, muted=True)
+                with as_at_first(outer):
+                    _begin(client)
+            if not joins:
+                trainer.state.fn = TrainerFn.VALIDATING
+                trainer.state.stage = outer.state.stage if outer.sanity_checking else None
+            for logger in trainer.loggers:
+                logger.__dict__.update(client=client, muted=joins)
             yield
 
     def _started(self, client: Client) -> L.Trainer:
@@ -95,6 +108,19 @@ class Visitors:
         """Hold no second copy of what a client has frozen."""
         if self._twin is not None:
             share_frozen(self._twin, client)
+
+
+def _begin(client: Client) -> None:
+    """Let learners set what they set at the start of a fit, and read in their steps; their tensors stay as they are.
+
+    Where that fails, their own fit will say so.
+    """
+    for hook, given in STARTS.items():
+        for learner in client.learners.values():
+            if is_overridden(hook, learner):
+                tensors = {**dict(learner.named_parameters()), **dict(learner.named_buffers())}
+                with put_back(learner, [name for name, x in tensors.items() if not is_lazy(x)]), suppress(Exception):
+                    call_hook(learner, hook, muted=True, **given)
 
 
 @contextmanager

@@ -249,7 +249,8 @@ class Federation(QuickModule):
         )  # fmt: skip
         self.timetable = Timetable(work, self.draws, self.participation, self.deadline, self.asynchronous)
         # a client that never trains: it makes the server, and stands for all where something is asked of any
-        example = work.made(data.clients[0], data.client(data.clients[0]))
+        own = data.client(data.clients[0])
+        example = work.made(data.clients[0], own)
         with self.draws.default_generators("server"):  # before the client is on its device, which draws other numbers
             server = example.configure_server()
         if isinstance(self.participation, Participation) and self.participation.counts_sizes(len(data.clients)):
@@ -259,7 +260,7 @@ class Federation(QuickModule):
         work.joined(example)
         with work.visitors.lent(example, joins=True):
             # whatever is given, since this is the first look whether the learner can do with the data
-            threads = choose_threads(example.learner, example.spec.example, batch_size, stacked, self.engine.cores)
+            threads = choose_threads(example.learner, own.to_try(), batch_size, stacked, self.engine.cores)
         self.threads = work.threads = self.threads or threads
         self.engine.setup(work)
         self.coordinator = Coordinator(server, self.quorum, self.max_update_norm)

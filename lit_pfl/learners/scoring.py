@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_pfl.data.transfer import BATCH_HOOKS, batch_hook
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import WRONG, ConfigError, first_line
 from lit_pfl.learners import (
     Recorder,
     SkipBatch,
@@ -30,7 +31,9 @@ from lit_pfl.learners import (
     without_trace,
 )
 from lit_pfl.lightning_internals import in_hook, show_scores, told_evaluating
+from lit_pfl.nn import composed_layers
 
+T = TypeVar("T")
 Split = Literal["val", "test"]
 STAGES: dict[str, str] = {"val": "validation", "test": "test"}
 #: what a learner's Trainer says that it does
@@ -60,7 +63,8 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
     """Score a learner by its own ``validation_step`` or ``test_step``, outside of a Trainer's loops.
 
     What it logs there and in the hooks around it is what it is scored by. A learner without the one step is scored by
-    the other, one with neither by the loss of its ``training_step``, in evaluation mode. The learner is left as it was.
+    the other, one with neither by the loss of its ``training_step``, in evaluation mode, if there is one for these
+    samples. The learner is left as it was.
 
     Args:
         learner: the learner.
@@ -70,8 +74,17 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
     stages = [STAGES[split], *(stage for stage in STAGES.values() if stage != STAGES[split])]
     stage = next((s for s in stages if is_overridden(f"{s}_step", learner)), None)
     if stage is None:
-        with told_evaluating(learner, RUNNING[split], batches):
-            n, loss = mean_loss(learner, batches)
+        try:
+            with told_evaluating(learner, RUNNING[split], batches):
+                n, loss = mean_loss(learner, batches)
+        except ConfigError:
+            raise
+        except WRONG as error:
+            rank_zero_warn(
+                f"{type(learner).__name__} has no {STAGES[split]}_step, and its training_step no loss for {split} data "
+                f"({type(error).__name__}: {first_line(error)}), so it has no score."
+            )
+            return Score(0, {})
         return Score(n, {"loss": loss} if n else {})
     n = 0
     with _evaluated(learner, stage, RUNNING[split], batches), recorded(learner) as record:
@@ -200,6 +213,51 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
                 continue
             n += size
     return n, total / n if n else math.nan
+
+
+def on_first(learner: L.LightningModule, batches: Iterable[Any], act: Callable[[Any], T]) -> T:
+    """Return what comes of the first of some batches that a learner can do with.
+
+    Args:
+        learner: the learner.
+        batches: a batch of one sample, and another one: of a single sample, steps may not have a variance, or pairs.
+        act: what is done with a batch.
+
+    Raises:
+        ConfigError: when the learner can do with none of them.
+    """
+    failed: ConfigError | None = None
+    for batch in batches:
+        try:
+            return act(batch)
+        except ConfigError:
+            raise
+        except WRONG as error:
+            failed = failed or _no_loss(learner, batch, error)
+    assert failed is not None, "no batches"
+    raise failed from failed.__cause__
+
+
+def _no_loss(learner: L.LightningModule, batch: Any, error: BaseException) -> ConfigError:
+    name, composed = type(learner).__name__, next(composed_layers(learner), None)
+    hint = "" if composed is None else f" (its {composed[0]} is a {type(composed[1]).__name__} under this method)"
+    refusal = ConfigError(
+        f"model.learner: {name} has no training loss for a batch of this data, {_described(batch)}{hint}: "
+        f"{type(error).__name__}: {error}"
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
+def _described(batch: Any) -> str:
+    """Return a batch's shapes, for a message."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{name}: {_described(part)}" for name, part in batch.items()) + "}"
+    if isinstance(batch, list | tuple):
+        return "(" + ", ".join(map(_described, batch)) + ")"
+    return type(batch).__name__
 
 
 def _loss(learner: L.LightningModule, batch: Any, index: int) -> float:

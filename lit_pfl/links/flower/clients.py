@@ -203,5 +203,5 @@ class Node:
 
     def _computing(self, client: int, engine: Local) -> Any:
         data, learner = self.data[client], engine.clients[client].learner
-        threads = self.plan.threads or choose_threads(learner, data.example, getattr(data.train, "batch_size", None))
+        threads = self.plan.threads or choose_threads(learner, data.to_try(), getattr(data.train, "batch_size", None))
         return computing(threads)

@@ -15,7 +15,7 @@ from lit_pfl.core.sharing import needs_head
 from lit_pfl.data.loaders import in_order, num_samples, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import SkipBatch, at_head, find_head, training_loss, without_trace
-from lit_pfl.learners.scoring import mean_loss, transferred
+from lit_pfl.learners.scoring import mean_loss, on_first, transferred
 from lit_pfl.methods.adapters.fedit import FedIT
 from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl.nn.adapters import adapted_layers
@@ -95,7 +95,7 @@ class FedDPA(FedIT, TwoModels):
         self.configure_model()
         if self.instances and self.data is not None and self.spec.example is not None:
             with self._by_instance() as mixing:
-                mean_loss(self.personal, [self.spec.example])
+                on_first(self.personal, self.data.to_try(), lambda batch: mean_loss(self.personal, [batch]))
             if mixing.weight is None:
                 raise ConfigError(
                     f"model.instances={self.instances}: no part of {type(self.learner).__name__} that holds both head "
