@@ -152,8 +152,14 @@ def test_what_cannot_be_attacked():
         attacked(SignFlip(clients=[7]))
     with pytest.raises(ConfigError, match="share=1.5: give a share"):
         SignFlip(share=1.5)
-    with pytest.raises(ConfigError, match="knows=none"):
-        ALIE(knows="none")
+    for attack, message in (
+        (ALIE(knows="none"), "ALIE.knows='none': choose own, all"),
+        (ALIE(deviations=-1), "ALIE.deviations=-1: give a number from 0"),
+        (SignFlip(scale=float("nan")), "SignFlip.scale=nan: give a number above 0"),
+        (SignFlip(share=9), "SignFlip.share=9 is more than the [0-9]+ clients"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            attacked(attack)
     with pytest.raises(ConfigError, match="SignFlip attacks a Federation, not a BoringModel"):
         trainer(1, callbacks=[SignFlip()]).fit(BoringModel())
 

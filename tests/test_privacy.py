@@ -24,6 +24,7 @@ from lit_pfl.methods import (
     FedDyn,
     FedExP,
     FedKD,
+    FedNova,
     FedSpa,
     Scaffold,
     SimFed,
@@ -117,6 +118,24 @@ def test_the_clip_adapts_to_a_quantile():
     norms = sorted(update_norm(u, CENTER) for u in UPLOADS.values())
     assert norms[1] * 0.8 < privacy.clip < norms[2] * 1.2
     assert privacy.report(1)["privacy/clip"] == privacy.clip
+
+
+@pytest.mark.parametrize("where", ["central", "local"])
+def test_the_clip_holds_for_uploads_of_any_length(where):
+    """The reference would be lost beside an update of 1e20, if it were the difference of the two."""
+    privacy = ClientPrivacy(0.0, clip=1.0, where=where)
+    server = started(privacy)
+    huge = Payload({name: tensor * 1e20 for name, tensor in UPLOADS[3].items()})
+    given = {**UPLOADS, 3: huge}
+    sent = (
+        privacy.protect_centrally(1, server, given, 4)
+        if where == "central"
+        else privacy.protect_locally(1, server, given)
+    )
+    weights = server.averaging_weights(1, given) if where == "central" else [1.0] * 4
+    for (name, upload), weight in zip(sent.items(), weights, strict=True):
+        moved = np.linalg.norm(flat(upload).astype(float) - flat(CENTER))
+        assert moved <= (1 / (4 * weight) if where == "central" else 1.0) + 1e-4, name
 
 
 def test_an_update_of_somebody_who_was_not_drawn_is_left_out():
@@ -264,6 +283,8 @@ def test_methods_that_use_single_uploads_take_local_noise_only(method):
 def test_what_privacy_does_not_cover():
     with pytest.raises(ConfigError, match=r"tensor '.*' holds torch.uint8, to which no noise is added"):
         private(FedSpa, privacy={"where": "local"})
+    with pytest.raises(ConfigError, match=r"tensor 'steps' holds counts, to which no noise is added"):
+        private(FedNova, privacy={"where": "local"})
     with pytest.raises(ConfigError, match="without model.mean"):
         run(client(FedAvg, mean=CoordinateMedian()), privacy=ClientPrivacy())
     for options, said in (

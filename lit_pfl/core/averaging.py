@@ -18,7 +18,7 @@ def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: 
 
     Args:
         payloads: J payloads with the same names and shapes. Of a tensor that only some of them have, as one that has
-            just been unfrozen somewhere, the mean is over these.
+            just been unfrozen somewhere, the mean is over these; one that none of them has is left out.
         weights: J numbers that sum to 1.
         names: which tensors to average; by default all of the first payload's.
 
@@ -26,8 +26,8 @@ def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: 
         A payload of new tensors; integer tensors are rounded to the nearest.
     """
     terms = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight != 0]
-    wanted = list(payloads[0]) if names is None else list(names)
-    return Payload({name: _weighted_sum(_terms_of(name, terms)) for name in wanted}, payloads[0].sparse)
+    wanted = ((name, _terms_of(name, terms)) for name in (payloads[0] if names is None else names))
+    return Payload({name: _weighted_sum(own) for name, own in wanted if own}, payloads[0].sparse)
 
 
 def _terms_of(name: str, terms: Sequence[tuple[Payload, float]]) -> list[tuple[Tensor, float]]:

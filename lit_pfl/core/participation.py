@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jsonargparse.typing import PositiveInt
 
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.randomness import Draws, check_share, number_of
 
 
@@ -96,8 +96,9 @@ class Participation(ABC):
         """See that these clients can be chosen from.
 
         Raises:
-            ConfigError: when a client of :attr:`joins` or :attr:`leaves` is not among them.
+            ConfigError: when an option is wrong, or a client of :attr:`joins` or :attr:`leaves` is not among them.
         """
+        check_options_of(self, "federation.participation")
         for name, rounds in (("joins", self.joins), ("leaves", self.leaves)):
             if unknown := rounds.keys() - set(clients):
                 raise ConfigError(f"federation.participation.{name}: there is no client {min(unknown)}.")
@@ -182,8 +183,8 @@ class BySize(Participation):
     """A number of clients, drawn without replacement with probabilities in proportion to their training samples.
 
     Methods that average by ``weighting`` then count all of them the same, since sizes have counted in the draw. They
-    count for less than in the paper, which draws with replacement, and the less the more clients are drawn. If all are
-    drawn, the method's own weights hold.
+    count for less than in the paper, which draws with replacement, and the less the more clients are drawn. If there
+    are no more clients than ``number``, the method's own weights hold; not if some only join late or leave.
 
     Args:
         number: number of clients; all of those that are there, if they are fewer.
@@ -195,7 +196,7 @@ class BySize(Participation):
 
     def __init__(self, number: PositiveInt = 10, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.number = int(number)
+        self.number = number
 
     def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
         if self.number >= len(clients):

@@ -15,7 +15,7 @@ from lit_pfl.core.encoding import Layout
 from lit_pfl.core.participation import Sampling
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
-from lit_pfl.core.updates import norm_of, update_norm, update_of
+from lit_pfl.core.updates import norm_of, update_norm, update_of, updated
 from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.ops.robust import clipping_factor
 from lit_pfl.randomness import Draws
@@ -108,9 +108,10 @@ class ClientPrivacy:
         self.clip, self.taken = self._first_clip, {}
         for layout in layouts.values():
             for name, (_, dtype) in layout.items():
-                if not dtype.is_floating_point:
+                if not dtype.is_floating_point or name in server.count_tensors:
+                    what = "counts" if name in server.count_tensors else dtype
                     raise ConfigError(
-                        f"federation.privacy: tensor {name!r} holds {dtype}, to which no noise is added; keep it local "
+                        f"federation.privacy: tensor {name!r} holds {what}, to which no noise is added; keep it local "
                         "(model.norm_stats=local, model.local), or use another method."
                     )
         if self.where == "central" and not (server.declares("means_only") and server.robust is None):
@@ -191,12 +192,10 @@ class ClientPrivacy:
         update = update_of(upload, center)
         factor = clipping_factor(norm_of(update), self.clip) if counts else 0.0
         rng = self.draws.generator("privacy", round, client)
-        tensors = {}
         for name, tensor in update.items():
             noise = torch.from_numpy(rng.standard_normal(tuple(tensor.shape))).to(tensor) if std else 0.0
-            start = upload[name].double() - tensor
-            tensors[name] = (start + scale * (factor * tensor + std * noise)).to(upload[name].dtype)
-        return upload.with_(tensors)
+            update[name] = scale * (factor * tensor + std * noise)
+        return updated(upload, center, update)
 
     def _noise_of_updates(self) -> float:
         """Return the noise multiplier of updates, which is more than the whole one where counts are told as well.

@@ -315,9 +315,7 @@ class MixingServer(Server):
         row = self.weights[list(self.latest).index(client)].tolist()
         mixed = [upload for upload, weight in zip(self.latest.values(), row, strict=True) if weight != 0]
         every = dict.fromkeys(name for upload in (self.latest[client], *mixed) for name in upload)
-        # what nobody in the mixture has, as it has just been unfrozen, is left out
-        names = [name for name in every if self.is_averaged(name) and any(name in upload for upload in mixed)]
-        return weighted_mean(list(self.latest.values()), row, names)
+        return weighted_mean(list(self.latest.values()), row, filter(self.is_averaged, every))
 
     def mixing(self) -> tuple[list[int], Tensor] | None:  # noqa: D102
         return (list(self.latest), self.weights) if self.latest else None

@@ -17,7 +17,7 @@ from lit_pfl.core.classifying import Classifying
 from lit_pfl.core.client import Client
 from lit_pfl.core.payload import Payload, Upload
 from lit_pfl.core.updates import update_of, updated
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.federation.federation import Federation
 from lit_pfl.ops.robust import alie_deviation
 from lit_pfl.randomness import Draws, check_share
@@ -53,7 +53,9 @@ class Attack(L.Callback, ABC):
         name = type(self).__name__
         if not isinstance(pl_module, Federation):
             raise ConfigError(f"trainer.callbacks: {name} attacks a Federation, not a {type(pl_module).__name__}.")
+        check_options_of(self, f"trainer.callbacks: {name}")
         ids = pl_module.data.clients
+        check_share(f"trainer.callbacks: {name}.share", self.share, None if self.clients else len(ids))
         if self.clients is not None and (unknown := set(self.clients) - set(ids)):
             raise ConfigError(f"trainer.callbacks: {name}(clients={list(self.clients)}): no client {min(unknown)}.")
         chosen = Draws(self.seed).choose(ids, self.share, "attackers") if self.clients is None else self.clients
@@ -245,8 +247,6 @@ class ALIE(Forgery):
         seed: NonNegativeInt = 0,
     ) -> None:
         super().__init__(clients, share, seed)
-        if knows not in ("own", "all"):
-            raise ConfigError(f"ALIE(knows={knows}): choose own, all.")
         self.deviations, self.knows = deviations, knows
 
     def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:  # noqa: D102

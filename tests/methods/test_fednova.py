@@ -61,6 +61,13 @@ def test_equally_many_steps_are_fedavg_bit_for_bit():
     assert a.traffic.elements == b.traffic.elements + 3 * 4  # a_i
 
 
+def test_the_count_of_steps_is_no_part_of_an_update():
+    federation = run(client(FedNova, optimizer=sgd(0.1)), equal(4), rounds=2, local_epochs=2, max_update_norm=5)
+    plain = run(client(FedNova, optimizer=sgd(0.1)), equal(4), rounds=2, local_epochs=2)
+    assert not federation.refused
+    assert_equal(weights(federation), weights(plain))
+
+
 def test_one_step_and_three_along_constant_gradients():
     server, first = FedNovaServer(frozenset("w")), Payload({"w": torch.zeros(2), "s": torch.zeros(1)})
     server.start({k: ClientInfo(5, first) for k in range(2)})

@@ -33,3 +33,9 @@ def test_mean_of_whole_numbers_is_rounded_to_the_nearest() -> None:
     mean = weighted_mean(payloads, [1 / 3] * 3)["n"]
     assert mean.tolist() == [3, 2**40 + 3]
     assert mean.dtype == torch.int64
+
+
+def test_a_tensor_that_nobody_with_a_weight_has_is_left_out() -> None:
+    some, more = Payload({"w": torch.ones(2)}), Payload({"w": torch.ones(2), "thawed": torch.ones(3)})
+    assert list(weighted_mean([some, more], [1.0, 0.0], ["w", "thawed"])) == ["w"]
+    assert list(weighted_mean([some, more], [0.5, 0.5], ["w", "thawed"])) == ["w", "thawed"]

@@ -97,6 +97,10 @@ class FedNovaServer(Server):
     def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != STEPS
 
+    def center(self, client: int, upload: Payload) -> Payload:
+        """Return the model, and the upload's own count of steps, which is no change of anything."""
+        return self.model.with_({STEPS: upload[STEPS]})
+
     def averaged(self, uploads: Mapping[int, Payload], weights: list[float]) -> Payload:  # noqa: D102
         mean = super().averaged(uploads, weights)
         factors = per_step(weights, [float(upload[STEPS]) for upload in uploads.values()])
