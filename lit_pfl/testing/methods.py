@@ -262,10 +262,16 @@ def a_client_that_runs_away_begins_again_from_its_last_good_state(tester: Method
 
 
 def what_a_trainer_offers_works(tester: MethodTester) -> None:
-    """Gradient clipping, mixed precision, and evaluation after aggregation."""
+    """Gradient clipping and mixed precision."""
     assert_finite(tester.run(client_trainer={"gradient_clip_val": 0.5}))
     assert_finite(tester.run(client_trainer={"precision": "bf16-mixed"}))
-    assert_finite(tester.run(evaluate="after"))
+
+
+def scoring_after_aggregation_changes_nothing(tester: MethodTester) -> None:
+    """A run is the same in whichever state its clients are scored, the absent ones too."""
+    before, after = (tester.run(rounds=3, participation=2, evaluate=state) for state in ("before", "after"))
+    assert_equal(weights(after), weights(before), "weights")
+    assert_equal(after.coordinator.state_dict(), before.coordinator.state_dict(), "server")
 
 
 def other_networks_work_or_are_refused(tester: MethodTester) -> None:
@@ -326,6 +332,7 @@ METHOD_CHECKS: tuple[Callable[[MethodTester], None], ...] = (
     a_bad_upload_is_refused_and_the_round_goes_on,
     a_client_that_runs_away_begins_again_from_its_last_good_state,
     what_a_trainer_offers_works,
+    scoring_after_aggregation_changes_nothing,
     other_networks_work_or_are_refused,
     running_statistics_may_be_averaged,
     schedules_work,

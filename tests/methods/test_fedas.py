@@ -109,11 +109,6 @@ def test_without_alignment_and_with_equal_weights_it_is_fedper(monkeypatch):
     assert_equal(learners(ours), weights(theirs))
 
 
-def test_an_evaluation_after_aggregation_leaves_clients_as_they_are():
-    runs = [run(client(FedAS), skewed(), rounds=3, evaluate=when, participation=0.5) for when in ("before", "after")]
-    assert_equal(*map(weights, runs))
-
-
 def test_a_network_without_a_head_module_is_refused():
     with pytest.raises(ConfigError, match=r"model\.head: FedAS has to know which parameters"):
         run(client(FedAS, backbone=lambda channels, classes: Parts(nn.Linear(8, classes), nn.Flatten())), rounds=1)

@@ -358,14 +358,6 @@ def test_traffic_is_that_of_the_models(num_models):
         assert 0 <= size - 4 * count < 0.15 * 4 * count  # names and shapes
 
 
-def test_evaluation_after_aggregation_changes_nothing():
-    """It shows the mixture, which has been made for it alone."""
-    before, after = (run(client(FedFOMO), rounds=3, evaluate=when, participation=0.75) for when in ("before", "after"))
-    assert_equal(weights(before), weights(after))
-    assert_equal(before.coordinator.state_dict(), after.coordinator.state_dict())
-    assert before.rows != after.rows
-
-
 def test_who_does_not_take_part_stays_as_it_is_and_is_sent_to_others():
     federation = run(client(FedFOMO), digits(4), rounds=4, participation=0.5)
     part = chosen(federation, 4)

@@ -23,7 +23,7 @@ from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, Scaffold
 from lit_pfl.methods.global_model.scaffold import CONTROL, ScaffoldServer
-from tiny import assert_equal, client, run, step_schedule, weights
+from tiny import assert_equal, client, run, step_schedule
 
 
 def by_the_formulas(
@@ -227,8 +227,7 @@ def test_the_reported_loss_is_that_of_the_model():
     )
 
 
-def test_evaluation_after_aggregation_and_mixed_precision_leave_the_run_as_it_is():
+def test_control_variates_agree_in_mixed_precision():
     options = {"participation": 0.5, "rounds": 3, "client_trainer": {"precision": "bf16-mixed"}}
-    a, b = (run(client(Scaffold, optimizer=sgd(0.1)), evaluate=when, **options) for when in ("before", "after"))
-    assert_equal(weights(a), weights(b))
-    np.testing.assert_allclose(controls(a).mean(0), flat(a.coordinator.server.control), atol=1e-6)
+    federation = run(client(Scaffold, optimizer=sgd(0.1)), **options)
+    np.testing.assert_allclose(controls(federation).mean(0), flat(federation.coordinator.server.control), atol=1e-6)
