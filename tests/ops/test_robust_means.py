@@ -72,16 +72,6 @@ def test_the_geometric_median_is_where_scipy_finds_it(weights):
     assert p.sum() == pytest.approx(1)
 
 
-def test_three_steps_of_the_geometric_median_are_weiszfeld_s():
-    x = points(5, 4, seed=1)
-    v = x.numpy().mean(0)
-    for _ in range(3):
-        beta = 0.2 / np.maximum(1e-6, np.linalg.norm(x.numpy() - v, axis=1))
-        v = (beta[:, None] * x.numpy()).sum(0) / beta.sum()
-    p = geometric_median_weights([x[:, :2], x[:, 2:]], torch.full((5,), 0.2, dtype=torch.float64), 3, 1e-6)
-    np.testing.assert_allclose((p @ x).numpy(), v, rtol=1e-10)
-
-
 def test_points_that_are_all_equal_keep_their_weights():
     p = geometric_median_weights([torch.ones(3, 4)], torch.tensor([0.5, 0.25, 0.25]), 3, 1e-6)
     assert p.tolist() == [0.5, 0.25, 0.25]
