@@ -6,7 +6,7 @@ from heads import learners, skewed
 
 from lit_pfl.methods import FedAvg, FedDBE
 from lit_pfl.methods.partial.feddbe import MEAN, FedDBEServer, Shift
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, run, weights
 
 
 def test_without_the_term_and_a_vector_it_is_fedavg(monkeypatch):
@@ -83,7 +83,3 @@ def test_what_is_evaluated_has_the_vector():
     with torch.no_grad():
         own = member.extra["bias"].vector
         torch.testing.assert_close(shifted, member.backbone.head(member.backbone.body(images) + own))
-
-
-def test_labels_may_differ():
-    assert run(client(FedDBE), digits(2, permute_labels=True, train_fraction=0.1)).rows

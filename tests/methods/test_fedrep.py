@@ -70,17 +70,6 @@ def test_nothing_is_frozen_between_rounds():
         assert all(weight.grad is None for weight in member.parameters())
 
 
-@pytest.mark.parametrize("mode", ["alternating", "joint"])
-@pytest.mark.parametrize("permuted", [False, True])
-def test_heads_stay_at_home(mode, permuted):
-    federation = run(client(FedRep, mode=mode), digits(2, permute_labels=permuted), rounds=2, local_epochs=2)
-    assert set(federation.clients[0].upload()) == {
-        f"backbone.body.{i}.{leaf}" for i in (0, 1) for leaf in ("weight", "bias")
-    }
-    heads = [member.backbone.head.weight for member in federation.clients.values()]
-    assert not torch.equal(*heads)
-
-
 def test_errors():
     task = spec(channels=1, image_size=8)
     with pytest.raises(ConfigError, match=r"model\.body_epochs=1 leaves none of federation\.local_epochs=1"):

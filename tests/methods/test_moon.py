@@ -10,7 +10,7 @@ from heads import skewed
 from lit_pfl.methods import MOON, FedAvg
 from lit_pfl.methods.global_model.moon import contrast
 from lit_pfl_callbacks.tensors import tensors_of
-from tiny import assert_equal, client, digits, run, weights
+from tiny import assert_equal, client, run, weights
 
 
 def test_mu_of_zero_is_fedavg_bit_for_bit():
@@ -82,7 +82,3 @@ def test_running_statistics_follow_the_trained_network_only():
     batches = member.backbone.body[1].num_batches_tracked.clone()
     member.objective(next(iter(member.data.train)), 0)
     assert member.backbone.body[1].num_batches_tracked == batches + 1
-
-
-def test_labels_may_differ():
-    assert run(client(MOON), digits(2, permute_labels=True, train_fraction=0.1)).rows

@@ -165,11 +165,6 @@ def test_a_factorization_is_refused():
         FedKD(factorization=Factorization())
 
 
-def test_labels_may_differ():
-    for method in (FML, FedKD):
-        assert run(client(method), digits(2, permute_labels=True, train_fraction=0.1)).rows
-
-
 def test_changes_in_factors_are_in_a_checkpoint(tmp_path):
     """On a network that is large enough for them; those of the generic tests are not."""
 

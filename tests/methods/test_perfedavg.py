@@ -266,12 +266,6 @@ def test_testing_a_checkpoint_gives_the_last_round_s_scores(tmp_path, evaluate):
             assert float((z.argmax(1) == labels).double().mean()) == pytest.approx(federation.rows[k].scores["acc"])
 
 
-def test_heads_stay_at_home_under_permuted_labels():
-    federation = run(client(PerFedAvg), digits(2, permute_labels=True))
-    assert not [name for name in federation.clients[0].upload() if ".head." in name]
-    assert not torch.equal(*[member.backbone.head.weight for member in federation.clients.values()])
-
-
 @pytest.mark.parametrize("order", ["first", "hessian_free", "exact"])
 def test_inner_batches_do_not_count_in_the_learner_s_metrics(order):
     class Counts(L.LightningModule):
