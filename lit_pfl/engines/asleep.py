@@ -41,6 +41,31 @@ class States(Protocol):
     def put(self, client: int, state: Content, trained: bool) -> None: ...  # noqa: D102
 
 
+class Carried:
+    """States that come with a worker's work, and go back with what came of it: another process has the files.
+
+    Attributes:
+        sent: by client id the state of a client that is to work next; None for one that is as it was made.
+        changed: by client id the state that came of it.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Mapping[int, Content | None] = {}
+        self.changed: dict[int, Content] = {}
+
+    def read(self, client: int) -> Content | None:
+        """Return a client's state.
+
+        Raises:
+            KeyError: when it has not been sent: a client must not begin again that has trained before.
+        """
+        return self.sent[client]
+
+    def put(self, client: int, state: Content, trained: bool) -> None:
+        """Take note of the state of a client that has trained."""
+        self.changed[client] = state
+
+
 class Asleep:
     """Lets the clients of an engine sleep on disk, those first that have not been needed for longest.
 

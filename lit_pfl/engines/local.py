@@ -18,10 +18,8 @@ from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
 from lit_pfl.engines.frozen import FrozenWeights, constant, keep_apart, share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.last_good import LastGoodState, overwritten
-from lit_pfl.engines.replaced import Replaced
-from lit_pfl.engines.resuming import refuse_another_network
+from lit_pfl.engines.states import Replaced, Unfreezing, refuse_another_network
 from lit_pfl.engines.trainers import AlreadyJoined
-from lit_pfl.engines.unfreezing import Unfreezing
 from lit_pfl.engines.validation import check_monitored, warn_of_unused
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError, check_options_of

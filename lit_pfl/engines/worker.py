@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
-from lit_pfl.engines.carried import Carried
+from lit_pfl.engines.asleep import Carried
 from lit_pfl.engines.client_logger import ElsewhereLogger
 from lit_pfl.engines.engine import Trained
 from lit_pfl.engines.local import Local
