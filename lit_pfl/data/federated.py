@@ -29,7 +29,7 @@ class ClientData:
         num_classes: number of classes this client distinguishes; None where its task is not a classification.
         labels_agree: whether label c means the same at every client, so that heads may be shared.
         module: the client's own data module, where it has one: its Trainer's ``datamodule``, whose hooks its
-            batches pass, see :mod:`lit_pfl.data.transfer`.
+            batches pass, see :mod:`lit_pfl.learners.scoring`.
     """
 
     train: Any

@@ -1,5 +1,6 @@
 """How well a learner does, by its own steps."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,7 +15,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lit_pfl.data.transfer import BATCH_HOOKS, batch_hook
 from lit_pfl.errors import WRONG, ConfigError, first_line
 from lit_pfl.learners import (
     Recorder,
@@ -38,6 +38,8 @@ Split = Literal["val", "test"]
 STAGES: dict[str, str] = {"val": "validation", "test": "test"}
 #: what a learner's Trainer says that it does
 RUNNING: dict[str, RunningStage] = {"val": RunningStage.VALIDATING, "test": RunningStage.TESTING}
+#: what a batch meets between its loader and the model, in the order in which a Trainer calls them
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 @dataclass(frozen=True)
@@ -157,13 +159,18 @@ def _tell(learner: L.LightningModule, hook: str, *args: Any) -> None:
 def transferred(learner: L.LightningModule, batch: Any) -> Any:
     """Return a batch as a Trainer hands it to a learner: on its device, after the hooks that it meets on the way.
 
-    A hook of the client's own data module comes before the learner's, as in Lightning.
+    A hook of the client's own data module takes the place of the learner's, as in Lightning. It may change a dict or a
+    list in place, as torchgeo's does, which deletes what is not a tensor. It gets a copy of those, not of what is
+    inside, since a client's example batch is handed on again and again.
     """
     data = getattr(learner._trainer, "datamodule", None)
     for name in BATCH_HOOKS:
+        of_data = data is not None and is_overridden(name, data, L.LightningDataModule)
+        if of_data and isinstance(batch, dict | list):
+            batch = copy.copy(batch)
         device = [learner.device] if name == "transfer_batch_to_device" else []
         with in_hook(learner, name):
-            batch = batch_hook(name, data, learner)(batch, *device, 0)
+            batch = getattr(data if of_data else learner, name)(batch, *device, 0)
     return batch
 
 
