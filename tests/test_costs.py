@@ -217,17 +217,6 @@ def test_the_size_follows_the_threshold_as_in_the_paper(threshold, millions):
     assert (sent.elements - norms) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-def test_parameter_counts():
-    network = ResNet9(3, 10)
-    assert sum(p.numel() for p in network.parameters()) == 2_571_338
-    assert sum(t.numel() for t in network.state_dict().values()) == 2_574_290
-    member = FactorizedFL(backbone=ResNet9).build(spec())
-    body = [layer for _, layer in factorized_layers(member.backbone.body)]
-    assert sum(layer.u.numel() + layer.v.numel() for layer in body) == 270_616
-    assert sum(layer.u.numel() for layer in body) == 88
-    assert member.learner.get_parameter(member.criterion).numel() == 65_536
-
-
 DOCS = ROOT / "docs/psi_net.md"
 
 

@@ -24,15 +24,9 @@ from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedAvg, FedMA, SimFed, StandAlone
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from lit_pfl_callbacks.run_folder import read_rows
-from tiny import Backwards, TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
+from tiny import TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
 
 METHODS = [StandAlone, FedAvg, SimFed]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_order_of_clients_does_not_matter(method):
-    backwards = Backwards(num_clients=4, image_size=8, batch_size=64)
-    assert_equal(weights(run(client(method))), weights(run(client(method), backwards)))
 
 
 def test_other_clients_in_the_process_do_not_matter():
@@ -321,13 +315,6 @@ class Broken(FedAvg):
         return payload
 
 
-def test_a_nan_upload_is_refused_and_the_round_goes_on():
-    with pytest.warns(UserWarning, match=r"Client 2: tensor 'backbone\.\S+' holds NaN"):
-        federation = run(client(Broken), rounds=3)
-    assert federation.coordinator.round == 3
-    assert all(tensor.isfinite().all() for tensor in federation.coordinator.server.model.values())
-
-
 def test_too_few_usable_uploads_end_the_run():
     with pytest.raises(UploadError, match="fewer than the quorum"), pytest.warns(UserWarning, match="Client 2"):
         run(client(Broken), rounds=3, quorum=1.0)
@@ -479,11 +466,7 @@ def test_what_a_reply_draws_when_a_client_is_scored_is_its_own(evaluate):
     assert all(torch.equal(a, b) for a, b in zip(network, same, strict=True))
 
 
-def test_heads_never_travel_under_permuted_labels():
-    federation = run(client(FedAvg), digits(permute_labels=True))
-    assert not [name for name in federation.clients[0].shared_parameters() if "head" in name]
-    heads = [state["backbone.head.weight"] for state in weights(federation).values()]
-    assert not torch.equal(heads[0], heads[1])
+def test_heads_cannot_be_sent_under_permuted_labels():
     with pytest.raises(ConfigError, match="share_head"):
         run(client(FedAvg, share_head=True), digits(permute_labels=True))
 

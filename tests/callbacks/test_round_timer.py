@@ -102,13 +102,6 @@ def test_phases_of_ones_own(tmp_path):
     assert timer.seconds["upload"] == pytest.approx(0.002)
 
 
-def test_where_code_is_only_tried_out_nothing_is_written(tmp_path):
-    timer = RoundTimer()
-    plain_trainer(tmp_path, 1, [timer], fast_dev_run=True).fit(SlowLine(), batches(), batches())
-    assert not list(tmp_path.rglob("times.csv"))
-    assert timer.seconds["train"] > 0
-
-
 def test_a_plain_trainer_s_rows_line_up_with_lightning_s(tmp_path):
     class Logs(Line):
         def training_step(self, batch, batch_idx):

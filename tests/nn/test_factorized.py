@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.nn import FactorizedConv2d, FactorizedLinear, factorize, factorized_layers, l1_norm_of_masks
+from lit_pfl.nn import FactorizedConv2d, FactorizedLinear, factorize, l1_norm_of_masks
 
 
 def filled(layer):
@@ -111,19 +110,6 @@ def test_without_mask():
     assert layer.mu is None
     assert layer.weight.shape == (6, 4, 3, 3)
     assert l1_norm_of_masks(layer) == 0
-
-
-@pytest.mark.parametrize("form", ["IFxOF", "FFxIO"])
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "vgg11"])
-def test_factorize_a_torchvision_model_in_place(name, form):
-    model = getattr(torchvision.models, name)(num_classes=5)
-    dense = [type(m) for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-    assert factorize(model.eval(), form) is model
-    layers = [layer for _, layer in factorized_layers(model)]
-    assert len(layers) == len(dense)
-    assert not [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-    assert not any(m.training for m in model.modules())
-    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 5)
 
 
 def test_errors():
