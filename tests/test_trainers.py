@@ -438,14 +438,9 @@ class Elsewhere(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class OneEpoch(L.Callback):
-    def on_train_epoch_end(self, trainer, pl_module):
-        trainer.should_stop = True
-
-
 def test_the_short_way_brings_batches_to_the_device():
     """A DataLoader makes them on the CPU."""
-    module, own = Elsewhere(), OneEpoch()
+    module, own = Elsewhere(), Ends()
     fitting = trainer(1, callbacks=[own])
     make_endless(fitting, own, lambda: None, lambda: True)
     make_lean(fitting, module, own)

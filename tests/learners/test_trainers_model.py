@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lit_pfl.methods
+from learners.test_asking_the_trainer import Rows
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
@@ -49,18 +50,6 @@ class Template(Plain):
 
     def trained(self) -> Any:
         return self.trainer.model.parameters()
-
-
-class Rows(L.LightningDataModule):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(seed)
-        self.rows = [(torch.randn(6, generator=draw), i % 3) for i in range(12)]
-
-    def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(self.rows, batch_size=6)
-
-    val_dataloader = train_dataloader
 
 
 def run(method: str, kind: type[Plain]) -> Any:

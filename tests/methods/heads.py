@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from lit_pfl import Federation
+from lit_pfl.core.server import Server, UniformServer
 from lit_pfl.data import Digits, Dirichlet
+from lit_pfl.methods import FedAvg
 from tiny import digits, weights
 
 
@@ -32,6 +34,13 @@ def features(federation: Federation, client: int) -> np.ndarray:
     network = federation.clients[client].backbone.eval()
     with torch.no_grad():
         return network.body(whole_data(federation, client)[0]).double().numpy()
+
+
+class Uniform(FedAvg):
+    """FedAvg in which all clients count the same."""
+
+    def configure_server(self) -> Server:
+        return UniformServer()
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

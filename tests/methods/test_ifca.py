@@ -2,19 +2,15 @@
 
 import numpy as np
 import torch
+from heads import Uniform
 from quadratic import Quadratics, equal, flat, quadratic
 from torch import nn
 
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import ClientInfo, UniformServer
-from lit_pfl.methods import IFCA, FedAvg
+from lit_pfl.core.server import ClientInfo
+from lit_pfl.methods import IFCA
 from lit_pfl.methods.similarity.ifca import CLUSTER, IFCAServer, by_cluster, draw_anew
 from tiny import assert_equal, client, run, weights
-
-
-class Uniform(FedAvg):
-    def configure_server(self):
-        return UniformServer()
 
 
 def test_one_model_is_fedavg_with_equal_weights_bit_for_bit():

@@ -3,17 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from heads import Uniform
 from quadratic import Quadratics, equal, flat, quadratic
 
-from lit_pfl.core.server import UniformServer
-from lit_pfl.methods import L2GD, FedAvg, StandAlone
+from lit_pfl.methods import L2GD, StandAlone
 from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, run, weights
-
-
-class Uniform(FedAvg):
-    def configure_server(self):
-        return UniformServer()
 
 
 @pytest.mark.parametrize(("mix", "other"), [(0.0, StandAlone), (1.0, Uniform)])

@@ -5,24 +5,18 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from heads import learners, skewed, softmax
+from heads import Uniform, learners, skewed, softmax
 
 from lit_pfl import Federation
-from lit_pfl.core.server import UniformServer
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
-from lit_pfl.methods import FML, FedAvg, FedKD, StandAlone
+from lit_pfl.methods import FML, FedKD, StandAlone
 from lit_pfl.methods.knowledge.fedkd import CHANGE, in_factors, needed_rank
 from lit_pfl.methods.knowledge.fml import divergence
 from lit_pfl.models import MLP
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, client, digits, run, trainer, weights
-
-
-class Uniform(FedAvg):
-    def configure_server(self):
-        return UniformServer()
 
 
 def personal(federation):

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from heads import Uniform
 from quadratic import Quadratics, chosen, equal, flat, quadratic, sgd
 
 from lit_pfl.core import ServerAdam
-from lit_pfl.core.server import UniformServer
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import FedAvg, PFedMe
+from lit_pfl.methods import PFedMe
 from tiny import assert_equal, client, run
 
 
@@ -73,10 +73,6 @@ def test_running_statistics_are_those_of_the_personal_model():
 
 
 def test_it_sends_what_fedavg_sends():
-    class Uniform(FedAvg):
-        def configure_server(self):
-            return UniformServer()
-
     a, b = run(plain(inner_lr=0.01), rounds=2), run(client(Uniform, optimizer=sgd(0.01)), rounds=2)
     assert_equal(a.traffic.state_dict(), b.traffic.state_dict())
 

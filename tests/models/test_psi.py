@@ -11,11 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lit_pfl.errors import ConfigError
 from lit_pfl.models import CNN, MLP, VGG9, VGG16, Backbone, MobileNetV1, ResNet9, ResNet18, TorchvisionModel, psi
 from lit_pfl.nn import GroupedBatchNorm, GroupedConv2d, GroupedNorm, grouped_layers, row_groups, trim
-
-
-class Some(Backbone):
-    def __init__(self, body: nn.Module, head: nn.Module) -> None:
-        super().__init__(body, head)
+from tiny import Parts
 
 
 def torchvision_model(name: str):
@@ -264,7 +260,7 @@ def test_a_lazy_layer_has_to_know_its_shape():
 )
 def test_what_mixes_channels_is_refused(body, words):
     with pytest.raises(ConfigError, match=f"channels through {words}"):
-        psi(Some(body, nn.Linear(6, 3)), 3)
+        psi(Parts(body, nn.Linear(6, 3)), 3)
 
 
 @pytest.mark.parametrize("name", ["densenet121", "shufflenet_v2_x0_5", "convnext_tiny", "vit_b_16"])
@@ -276,12 +272,12 @@ def test_networks_of_torchvision_that_cannot_be_divided(name):
 
 def test_a_head_of_another_kind():
     with pytest.raises(ConfigError, match="Sequential"):
-        psi(Some(nn.Sequential(nn.Conv2d(3, 6, 3)), nn.Sequential(nn.Linear(6, 3))), 3)
+        psi(Parts(nn.Sequential(nn.Conv2d(3, 6, 3)), nn.Sequential(nn.Linear(6, 3))), 3)
 
 
 def with_norms(norm, layer=lambda: nn.Conv2d(8, 10, 3)):
     body = nn.Sequential(nn.Conv2d(3, 7, 3), norm(7), nn.Conv2d(7, 8, 3), norm(8), layer(), nn.AdaptiveAvgPool2d(1))
-    return Some(nn.Sequential(*body, nn.Flatten()), nn.Linear(10, 4))
+    return Parts(nn.Sequential(*body, nn.Flatten()), nn.Linear(10, 4))
 
 
 @pytest.mark.parametrize("structure", ["grouped", "dense"])
