@@ -12,6 +12,7 @@ from lit_pfl import Federation
 from lit_pfl.core.server import Server
 from lit_pfl.data import PerClient
 from lit_pfl.learners import unchanged
+from lit_pfl.learners.scoring import transferred
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import Ditto, FedAvg, FedSpa, PerFedAvg, StandAlone
 from lit_pfl_callbacks import FederatedLoop
@@ -142,6 +143,24 @@ def test_batches_of_scores_go_through_the_learner_s_hooks(kind):
     assert fitting.callback_metrics["val/loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
     (predicted,) = fitting.predict(federation, datamodule=data)
     assert torch.equal(predicted[0], torch.cat(trainer().predict(own, InOrder().val_dataloader())))
+
+
+class Halved(InOrder):
+    """Has a batch hook of its own, which takes apart what it is given."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"x": batch.pop(0) / 2, "y": batch.pop(0)}
+
+
+def test_hooks_of_the_client_s_data_module_take_the_place_of_the_learner_s():
+    federation, own, fitting = Federation(StandAlone(learner=Scaled()), seed=0, threads=1), Scaled(), trainer(1)
+    fitting.fit(federation, datamodule=PerClient([Halved()]))
+    own.load_state_dict(federation.clients[0].learner.state_dict())
+    (expected,) = trainer().validate(own, datamodule=Halved(), verbose=False)
+    assert fitting.callback_metrics["val/loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
+    batch = [X, Y]
+    transferred(federation.clients[0].learner, batch)
+    assert len(batch) == 2
 
 
 @pytest.mark.parametrize("method", [PerFedAvg, FedSpa])
