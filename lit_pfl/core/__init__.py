@@ -34,7 +34,6 @@ __all__ = [
     "UniformServer",
     "Weighting",
     "as_payload",
-    "averaging",
     "mean_of_rows",
     "needs_head",
     "weighted_mean",
