@@ -34,7 +34,7 @@ class CommunicationLedger(Listening):
             default a client says itself (``roles()``); a tensor of which nobody says anything is of the group that
             its name begins with, up to the first dot.
         per_client: whether every client has lines of its own.
-        monitor: the metric to hold against bytes; a site that does not log it takes the first of its ``val...``.
+        monitor: the metric to hold against bytes. By default ``val/acc``, or else the first ``val...`` that there is.
 
     Raises:
         MisconfigurationException: for a pattern that is not a regular expression.
@@ -47,7 +47,7 @@ class CommunicationLedger(Listening):
     """
 
     def __init__(
-        self, groups: dict[str, str] | None = None, per_client: bool = False, monitor: str = "val/acc"
+        self, groups: dict[str, str] | None = None, per_client: bool = False, monitor: str | None = None
     ) -> None:
         try:
             self.groups = {name: re.compile(pattern) for name, pattern in (groups or {}).items()}
@@ -65,7 +65,7 @@ class CommunicationLedger(Listening):
         self._roles: Mapping[str, str] = {}
         self._names: dict[str, str] = {}
         self._scored = False
-        self._shown = monitor
+        self._shown = ""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen, before anything is sent."""
@@ -124,10 +124,12 @@ class CommunicationLedger(Listening):
             self._dashboard.curve(trainer, f"{self._shown} over bytes", points)
 
     def _monitored(self, trainer: L.Trainer) -> str | None:
-        metrics = trainer.callback_metrics
-        if self.monitor in metrics or isinstance(trainer.lightning_module, HasTraffic):
-            return self.monitor if self.monitor in metrics else None
-        return next((name for name in metrics if name.startswith("val")), None) if loop_of(trainer) else None
+        names = list(trainer.callback_metrics)
+        if self.monitor is not None:
+            return self.monitor if self.monitor in names else None
+        if loop_of(trainer) is None and not isinstance(trainer.lightning_module, HasTraffic):
+            return None
+        return "val/acc" if "val/acc" in names else next((name for name in names if name.startswith("val")), None)
 
     def _write(self, trainer: L.Trainer, last: int) -> None:
         keys = [key for key in self._bytes if key[0] <= last]

@@ -277,7 +277,7 @@ class FederatedCLI(LightningCLI):
             command(model, **kwargs)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             if not loading.going_on or kwargs.get("ckpt_path") is None:
-                refuse_unknown_metrics(self.trainer)
+                refuse_unknown_metrics(self.trainer, error)
                 raise
             raise ConfigError(f"{kwargs['ckpt_path']} is not a whole checkpoint: {error!r}.") from error
 

@@ -129,16 +129,16 @@ def open_wandb(loggers: Iterable[Any]) -> None:
                 ) from error
 
 
-def refuse_unknown_metrics(trainer: L.Trainer) -> None:
-    """See that callbacks watch metrics that there are, once some are logged.
+def refuse_unknown_metrics(trainer: L.Trainer, error: Exception) -> None:
+    """See that an error is not of a callback that watches a metric which is not there, once some are logged.
 
     Raises:
-        ConfigError: when one watches another.
+        ConfigError: when it is, as it names the metric.
     """
     known = sorted(trainer.callback_metrics)
     for monitor, callback in monitors(trainer).items() if known else ():
-        if monitor not in known:
+        if monitor not in known and monitor in str(error):
             raise ConfigError(
                 f"trainer.callbacks: {callback}(monitor={monitor}): there is no such metric; choose one of "
                 f"{', '.join(known)}."
-            )
+            ) from error

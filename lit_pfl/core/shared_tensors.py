@@ -1,9 +1,11 @@
 """The tensors that are sent and received, of a learner and of what a method trains next to it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lit_pfl.core.sharing import NORM_STATISTICS, Role, names_found
 from lit_pfl.errors import ConfigError
@@ -51,7 +53,7 @@ class SharedTensors:
         kept = frozenset() if local is None else names_found(learner, local, "local", roles)
         if only is not None:
             kept = kept | (roles.keys() - names_found(learner, only, "shares", roles))
-        self.names = frozenset(shared) - kept
+        self.names = frozenset(shared) - kept - infinite_buffers(learner, shared)
         #: by name, the module that each tensor belongs to and what it is called there: it may be put in another's place
         self._owners = [self._owner(n) for n in shared if n in self.names and n not in self.frozen]
         if shared and not self._owners:
@@ -129,6 +131,16 @@ class SharedTensors:
                 "tensors are chosen; make its layers in __init__ or configure_model."
             )
         self._known = None
+
+
+def infinite_buffers(learner: nn.Module, shared: Collection[str]) -> frozenset[str]:
+    """Return which shared buffers hold infinity, as causal masks and bounds do: constants, which no upload may hold."""
+    buffers = {name: x for name, x in learner.named_buffers(remove_duplicate=False) if name in shared}
+    known = {name: x for name, x in buffers.items() if not is_lazy(x) and not x.is_meta and x.is_floating_point()}
+    found = frozenset(name for name, x in known.items() if x.isinf().any() and not x.isnan().any())
+    if found:
+        rank_zero_warn(f"{type(learner).__name__}: infinity cannot be averaged; not sent: {', '.join(sorted(found))}.")
+    return found
 
 
 def extra_tensors(extra: nn.ModuleDict, names: Iterable[str], statistics: bool) -> dict[str, Tensor]:

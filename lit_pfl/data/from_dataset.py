@@ -1,6 +1,8 @@
 """Any PyTorch dataset, assigned to clients."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
+from lit_pfl.data.batches import labels_in
 from lit_pfl.data.datamodule import PartitionedDataModule
 from lit_pfl.data.loaders import example_of, in_order
 from lit_pfl.data.partition import Partition, Uniform
@@ -17,8 +20,8 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.randomness import FixedDraws, random_state, same_state
 
 #: how something is found of every sample: a column, an attribute or a key, a function of a sample, or a sequence
-Lookup = Callable[[Any], Any] | str | Sequence[Any]  # in the order in which the command line tries them
-#: of how many classes a sample is looked at, whether it ends with its label
+Lookup = str | Sequence[Any] | Callable[[Any], Any]  # in the order in which the command line tries them
+#: of how many classes a sample is looked at, whether it ends with its label; and how many of a named class
 LOOKED_AT = 5
 #: how many samples are read twice, to see whether reading them draws random numbers
 READ_TWICE = 16
@@ -119,6 +122,7 @@ class FromDataset(PartitionedDataModule):
                 f"data.dataset: no batches can be made of samples of {type(self.dataset).__name__}; give it a "
                 f"transform to tensors (such as torchvision's ToTensor), or set data.collate_fn. {error}."
             ) from error
+        names = names and self._in_own_order(names, labels)
         return SampleSet(self._content(), labels, num_classes, groups, names)
 
     def _found(self, lookup: Lookup, option: str) -> np.ndarray:
@@ -146,6 +150,9 @@ class FromDataset(PartitionedDataModule):
         keys = columns or (list(first) if isinstance(first, Mapping) else [])
         if name in keys:
             return lambda sample: sample[name]
+        with suppress(ImportError, AttributeError, ValueError):  # a function, as the command line names it
+            if callable(function := resolve_name(name)):
+                return function
         there = f"it has {', '.join(map(str, keys))}" if keys else "give one, a function of a sample, or a sequence"
         kind = type(self.dataset).__name__
         raise ConfigError(f"data.{option}={name!r}: {kind} has no such column, attribute or key; {there}.")
@@ -168,6 +175,17 @@ class FromDataset(PartitionedDataModule):
         if len(found) and found.min() < 0:
             raise ConfigError(f"data.labels: classes are numbered from 0; there is a {found.min()}.")
         return torch.from_numpy(found), int(found.max(initial=-1)) + 1, None
+
+    def _in_own_order(self, names: tuple[str, ...], labels: Tensor) -> tuple[str, ...] | None:
+        """Return the names in the order of the numbers that batches have; None if those number something else."""
+        samples, collate = FixedDraws(self.dataset), self.collate_fn or default_collate
+        own: list[int] = []
+        for members in (np.flatnonzero(labels == c) for c in range(len(names))):
+            try:
+                own += {int(labels_in(collate([samples[int(i)]]))) for i in members[:LOOKED_AT]}
+            except (ConfigError, TypeError):
+                return names  # there are none, and the module numbers the classes itself
+        return tuple(names[c] for c in np.argsort(own)) if sorted(own) == list(range(len(names))) else None
 
     def _renumbers(self, num_classes: int | None, groups: Tensor | None) -> str:
         """Return the option for which clients number classes in their own way; empty if none does."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal
 
@@ -11,14 +12,17 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core.coordinator import Coordinator
-from lit_pfl.data import ClientData, identity_of
+from lit_pfl.data import ClientData, identity_of, samples_of
 from lit_pfl.engines import Engine
 from lit_pfl.engines.work import HasData
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, SavedStates, StateFiles
+from lit_pfl_callbacks.tensors import bytes_of
 
 #: what only the checkpoints of some runs hold
 OPTIONAL = ("deadline", "asynchronous", "privacy")
+#: how often samples that differ from a checkpoint's are read again, to see whether they always do
+READ_AGAIN = 4
 
 
 def save_whole(trainer: L.Trainer, if_not_saved: Literal["stop", "continue"], states: StateFiles | None) -> None:
@@ -120,25 +124,39 @@ def trained_in(state: Mapping[str, Any]) -> set[int]:
 
 
 def fingerprint(data: ClientData) -> str:
-    """Return a hash of which samples a client trains on and is scored on, under which labels, and of their kind."""
+    """Return hashes of which samples a client trains on and is scored on, under which labels, and of their kind.
+
+    The second one, after a dash, is of their places in the data set alone.
+    """
     digest = hashlib.sha256(repr((data.num_classes, data.labels_agree)).encode())
+    places = digest.copy()
     for batches in (data.train, data.val, data.test):
         digest.update(identity_of(batches))
-    return digest.hexdigest()
+        with suppress(ConfigError):  # of a stream they are not known
+            places.update(b"" if batches == () else bytes_of(samples_of(batches)))
+    return f"{digest.hexdigest()}-{places.hexdigest()[:16]}"
 
 
 class Fingerprints(dict[int, str]):
     """The :func:`fingerprint` of every client's data, by id. It does not change, so its text is made once."""
 
+    def __init__(self, data: HasData) -> None:
+        super().__init__({client: fingerprint(data.client(client)) for client in data.clients})
+        self._data = data
+
+    def tells(self, client: int) -> bool:
+        """Say whether it is always the same: not with transforms that draw from generators of their own."""
+        return all(fingerprint(self._data.client(client)) == self[client] for _ in range(READ_AGAIN))
+
+    def differs(self, client: int, saved: str) -> bool:
+        """Say whether a client's data are not those of a fingerprint in a checkpoint."""
+        (samples, _, places), (before, _, places_before) = self[client].partition("-"), saved.partition("-")
+        return samples != before and (places != places_before or self.tells(client))
+
     @cached_property
     def text(self) -> str:
         """The table as JSON."""
         return json.dumps(self)
-
-
-def fingerprints(data: HasData) -> Fingerprints:
-    """Return the fingerprints of all clients' data."""
-    return Fingerprints({client: fingerprint(data.client(client)) for client in data.clients})
 
 
 def refuse_other_data(data: HasData, known: Mapping[int, str]) -> None:
@@ -151,7 +169,8 @@ def refuse_other_data(data: HasData, known: Mapping[int, str]) -> None:
     Raises:
         ConfigError: when they are other samples, or assigned otherwise.
     """
-    if fingerprints(data) != known:
+    own = Fingerprints(data)
+    if own.keys() != known.keys() or any(own.differs(client, known[client]) for client in own):
         raise ConfigError(
             "datamodule: the clients of this federation were made with other data, or other labels; give the "
             "data module that they were made with, or a new Federation."
@@ -184,8 +203,8 @@ def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: 
             f"data: the checkpoint holds {len(saved['data'])} clients and the data has {len(own['data'])}; "
             "give the options of the run that wrote it."
         )
-    for client, samples in own["data"].items():
-        if saved["data"][client] != samples:
+    for client in own["data"]:
+        if own["data"].differs(client, saved["data"][client]):
             raise ConfigError(
                 f"data: client {client} had other samples, or other labels, in the run that wrote the checkpoint; "
                 "give its data.seed, data.partition and so on, and data that are the same whenever they are read."

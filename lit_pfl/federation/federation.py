@@ -29,7 +29,6 @@ from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.federation.checkpoint import (
     OPTIONAL,
     Fingerprints,
-    fingerprints,
     refuse_other_data,
     resume,
     save_whole,
@@ -534,4 +533,4 @@ class Federation(QuickModule):
     @cached_property
     def _fingerprints(self) -> Fingerprints:
         assert self._work is not None
-        return fingerprints(self._work.data)
+        return Fingerprints(self._work.data)

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal, TypeVar
@@ -116,12 +116,29 @@ def _show(learner: L.LightningModule, record: Recorder) -> None:
 
 
 def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]:
-    """Return what a learner's ``predict_step`` gives for each batch; the learner is left as it was."""
+    """Return what a learner's ``predict_step`` gives for each batch; the learner is left as it was.
+
+    Lightning's own hands the whole batch to ``forward``. Where that fails, it is handed the first part, the inputs.
+
+    Raises:
+        ConfigError: when it can do with neither.
+    """
     with _evaluated(learner, "predict", RunningStage.PREDICTING):
-        return [
-            call_step(learner, "predict_step", transferred(learner, batch), index)
-            for index, batch in enumerate(batches)
-        ]
+        return [_predicted(learner, transferred(learner, batch), index) for index, batch in enumerate(batches)]
+
+
+def _predicted(learner: L.LightningModule, batch: Any, index: int) -> Any:
+    if is_overridden("predict_step", learner):
+        return call_step(learner, "predict_step", batch, index)
+    try:
+        with suppress(*WRONG) if isinstance(batch, list | tuple) else nullcontext():
+            return call_step(learner, "predict_step", batch, index)
+        return call_step(learner, "predict_step", batch[0], index)
+    except WRONG as error:
+        raise ConfigError(
+            f"model.learner: forward of {type(learner).__name__} cannot do with a batch, {_described(batch)}, to "
+            f"predict from; give it a predict_step. {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager

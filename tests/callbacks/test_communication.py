@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -89,6 +90,28 @@ def test_the_curve_holds_scores_against_bytes(tmp_path):
     metrics = rows(tmp_path / "run" / "metrics.csv")
     expected = [(int(float(m["comm/total_bytes"])), float(m["val/acc"])) for m in metrics]
     assert ledger.curve == expected
+
+
+def test_the_curve_is_of_another_score_where_there_is_no_accuracy(tmp_path):
+    """Also of one whose name is nearly that of the default."""
+
+    class Regression(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+        def training_step(self, batch, batch_idx):
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch, batch_idx):
+            self.log("mae", self.training_step(batch, batch_idx))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    _, ledger, _ = fit(tmp_path, FedAvg(learner=Regression()), rounds=2)
+    metrics = rows(tmp_path / "run" / "metrics.csv")
+    assert ledger.curve == [(int(float(m["comm/total_bytes"])), float(m["val/mae"])) for m in metrics]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before the loop", "after the loop"])

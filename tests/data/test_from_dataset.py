@@ -261,6 +261,24 @@ def test_labels_may_be_names():
     assert [len({i % 3 for i in of(data, k, "train")}) for k in range(3)] == [1, 1, 1]
 
 
+def test_names_of_classes_stand_in_the_order_of_the_samples_own_numbers():
+    names = ("zebra", "cat", "dog", "ant", "bee")
+    data = ready(labels=lambda sample: names[int(sample[1])])
+    assert data.label_names(0) == list(names)
+    halves = ready(labels=[("even", "odd")[i % 2] for i in range(N)])  # no numbers of these classes
+    assert halves.label_names(0) == ["0", "1"]
+
+
+def parity(sample) -> int:
+    return int(sample[0]) % 2
+
+
+def test_a_function_is_found_by_its_name():
+    """As the command line writes it into ``config.yaml``."""
+    data = ready(labels=f"{__name__}.parity", partition=ClassShards(1), num_clients=2)
+    assert [len({i % 2 for i in of(data, k, "train")}) for k in range(2)] == [1, 1]
+
+
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int32])
 def test_labels_may_be_of_any_whole_type(kind):
     labels = (torch.arange(30) % 3).to(kind)

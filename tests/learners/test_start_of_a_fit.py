@@ -3,12 +3,13 @@
 import copy
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from lit_pfl import Federation
-from lit_pfl.data import FromDataset
+from lit_pfl.data import FromDataset, PerClient
 from lit_pfl.engines import Local, visitors
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import Ditto, FedAvg, KNNPer
@@ -112,3 +113,68 @@ def test_one_that_can_do_with_neither_is_refused():
         fit(Never())
     with pytest.raises(ConfigError, match=r"Never has no training loss for a batch .*float32\[1, 3\].*ValueError: no"):
         fit(Never(), method=KNNPer)
+
+
+def test_a_buffer_of_infinity_stays_at_home():
+    """A causal mask, or a bound of GPyTorch: a constant that no mean can be taken of."""
+
+    class Masked(Scored):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+            self.register_buffer("seen", torch.zeros(1))
+
+    with pytest.warns(UserWarning, match="Masked: infinity cannot be averaged; not sent: mask"):
+        federation, _ = fit(Masked(), rounds=1)
+    assert "seen" in federation.coordinator.server.model
+    assert "mask" not in federation.coordinator.server.model
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Samples with a random transform that has a generator of its own."""
+
+    def __init__(self, seed=None):
+        self.rng = np.random.default_rng(seed)
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, i):
+        return torch.full((3,), i / 30) + torch.from_numpy(self.rng.normal(size=3)).float(), i % 2
+
+
+@pytest.mark.parametrize("kind", ["unseeded", "seeded", "of other size"])
+def test_runs_on_samples_that_draw_on_their_own_are_resumed(tmp_path, kind):
+    def run(rounds, path=None, more=0):
+        data = Drawn(1 if kind == "seeded" else None)
+        parts = [Subset(data, range(k, 30 - 2 * more * k, 2)) for k in range(2)]
+        modules = [L.LightningDataModule.from_datasets(part, batch_size=5) for part in parts]
+        trainer = L.Trainer(max_epochs=rounds, accelerator="cpu", logger=False, enable_checkpointing=False,
+                            enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+        trainer.fit(Federation(FedAvg(learner=Scored()), seed=0), datamodule=PerClient(modules), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return trainer
+
+    run(1)
+    if kind == "of other size":
+        with pytest.raises(ConfigError, match="client 1 had other samples"):
+            run(2, tmp_path / "last.ckpt", more=1)
+    else:
+        assert run(2, tmp_path / "last.ckpt").current_epoch == 2
+
+
+def test_predictions_without_a_step_of_its_own():
+    class Calls(Scored):
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    class Whole(Scored):
+        def forward(self, x):
+            return x.no_such_part
+
+    federation, trainer = fit(Calls(), rounds=1)
+    found = trainer.predict(federation, datamodule=trainer.datamodule)
+    assert all(logits.shape[1:] == (2,) for part in found for logits in part.values())
+    federation, trainer = fit(Whole(), rounds=1)
+    with pytest.raises(ConfigError, match="forward of Whole cannot do with a batch, .* give it a predict_step"):
+        trainer.predict(federation, datamodule=trainer.datamodule)
