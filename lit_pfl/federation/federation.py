@@ -489,6 +489,8 @@ class Federation(QuickModule):
         """Tell the Trainer and its callbacks; the loggers only if asked to."""
         self.round_log.name_axes(self.trainer.loggers, metrics)
         metrics = {"round": self.coordinator.round, **metrics}
+        if write:
+            metrics["step"] = self.coordinator.round  # which Lightning takes for the loggers' step: in a fit it is this
         # as tensors, since byte counts do not fit the 32 bits that Lightning gives to plain numbers
         values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
         self.log_dict(values, logger=None if write else False, batch_size=1, on_step=False, on_epoch=True)
