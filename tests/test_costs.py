@@ -228,7 +228,7 @@ def rows_of(section: str) -> list[list[str]]:
 
 def test_psi_nets_page_has_the_parameters_of_its_networks():
     """Those of psi's documentation, which a test of its own counts."""
-    documented = re.findall(r"^ +(\w+ +\d+(?:  +[\d,]+)+)$", psi.__doc__ or "", re.MULTILINE)
+    documented = re.findall(r"^ *(\w+ +\d+(?:  +[\d,]+)+)$", psi.__doc__ or "", re.MULTILINE)
     assert rows_of("Parameters") == [line.split() for line in documented]
 
 

@@ -195,7 +195,7 @@ def test_the_added_norm_follows_its_convolution():
 
 def test_the_table_of_parameters():
     """Every row of psi's documentation, counted by the tensors of its networks."""
-    rows = re.findall(r"^ +(\w+) +(\d+)  +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)$", psi.__doc__, re.MULTILINE)
+    rows = re.findall(r"^ *(\w+) +(\d+)  +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)$", psi.__doc__, re.MULTILINE)
     assert len(rows) == 9
     with torch.device("meta"):
         for name, depth, *numbers in rows:
