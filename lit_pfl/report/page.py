@@ -135,7 +135,8 @@ def _title(groups: Sequence[Group]) -> str:
 
 def _lead(groups: Sequence[Group]) -> str:
     apart = differing([group.options for group in groups])
-    options = {name: value for name, value in groups[0].options.items() if name not in apart}
+    everyone = groups[0].options if all(group.options for group in groups) else {}
+    options = {name: value for name, value in everyone.items() if name not in apart}
     number = sum(len(group.runs) for group in groups)
     said = [f"{number} run{'s' * (number > 1)}"]
     if "data" in options:

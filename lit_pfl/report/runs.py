@@ -185,12 +185,14 @@ def _is_number(text: str | None) -> bool:
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of those options that have not the same value everywhere, except for the seed."""
-    names = dict.fromkeys(name for one in options for name in one)
+    """Return the names of those options that have not the same value everywhere, except for the seed.
+
+    A run without any options tells of no difference: nobody knows what made it.
+    """
+    known = [one for one in options if one]
+    names = dict.fromkeys(name for one in known for name in one)
     return [
-        name
-        for name in names
-        if name != SEED and any(name not in o or o[name] != options[0].get(name) for o in options)
+        name for name in names if name != SEED and any(name not in o or o[name] != known[0].get(name) for o in known)
     ]
 
 

@@ -148,10 +148,12 @@ def options_that_differ(groups: Sequence[Group]) -> Table | None:
 
 
 def options_in_common(groups: Sequence[Group]) -> Table:
-    """Return the options of which all groups have the same value."""
-    apart = {*differing([group.options for group in groups]), SEED}
-    rows = [[name, short(value)] for name, value in groups[0].options.items() if name not in apart]
-    return Table("What all have in common", ["option", "value"], rows)
+    """Return the options of which all groups have the same value, except for those whose options nobody knows."""
+    known = [group.options for group in groups if group.options]
+    apart = {*differing(known), SEED}
+    rows = [[name, short(value)] for name, value in (known[0] if known else {}).items() if name not in apart]
+    whose = "all" if len(known) == len(groups) else "all with a configuration"
+    return Table(f"What {whose} have in common", ["option", "value"], rows)
 
 
 def runs_there(groups: Sequence[Group]) -> Table:

@@ -12,7 +12,7 @@ from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, pair
 from lit_pfl.report.charts import SPARSITY, client_by_client, distributions, layers, losses, over_rounds
 from lit_pfl.report.maps import similarities
 from lit_pfl.report.numbers import Metric, best_validated, byte_unit, curve, last_scores
-from lit_pfl.report.tables import runs_there, written
+from lit_pfl.report.tables import options_in_common, options_that_differ, runs_there, written
 from lit_pfl_callbacks.run_folder import latest_config
 from report.made import make_run, make_runs, write
 
@@ -66,6 +66,17 @@ def test_what_is_not_the_methods_names_all():
 
 def test_runs_without_a_configuration_go_by_their_folders():
     assert [group.name for group in grouped([Run(Path("a/x"), {}), Run(Path("a/y"), {})])] == ["x", "y"]
+
+
+def test_a_run_without_a_configuration_differs_from_no_other_one():
+    options = {"model.tau": 0.5, "data.alpha": 1}
+    runs = [Run(Path("a/x"), {}), run_with("a", **options), run_with("b", **options | {"model.tau": 0.9})]
+    groups = grouped(runs)
+    assert [group.name for group in groups] == ["x", "SimFed, tau=0.5", "SimFed, tau=0.9"]
+    assert [row[0] for row in options_that_differ(groups).rows] == ["model.tau"]
+    common = options_in_common(groups)
+    assert common.title == "What all with a configuration have in common"
+    assert ["data.alpha", "1"] in common.rows
 
 
 def test_the_table_is_what_numpy_says(groups):
