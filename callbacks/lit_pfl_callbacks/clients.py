@@ -156,7 +156,8 @@ class ClientsTable(L.Callback):
         self._dashboard.table(trainer, rows[0].round, f"clients/{rows[0].split}", self._records(pl_module))
         if not self.show:
             return
-        console = Console(width=max(80, Console().width))
+        # folders and metrics may have any names: no part of one is markup, as [bold] and :smile: would be
+        console = Console(width=max(80, Console().width), markup=False, emoji=False)
         others = [row for row in _others(pl_module) if row.n]
         traffic = pl_module.traffic.clients if isinstance(pl_module, HasTraffic) else {}
         print_scores(console, rows, others, pl_module.higher_is_better, traffic, self.most)

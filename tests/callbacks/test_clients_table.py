@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.plain import Group, Line, Score, batches, rows, trainer
-from lit_pfl_callbacks import ClientsTable
+from lit_pfl_callbacks import ClientsTable, resume_command
 
 
 class Scored(Group):
@@ -35,6 +35,26 @@ def test_a_module_that_tells_no_scores_has_a_file_of_what_it_logs_and_no_table(t
     ]
     assert float(lines[0]["acc"]) < float(lines[1]["acc"])
     assert "client" not in capsys.readouterr().out
+
+
+def test_names_are_printed_as_they_are(tmp_path, capsys):
+    class Named(Scored):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.rows = [row._replace(scores={"[acc]": 0.5, ":x:": 1.0}) for row in self.rows]
+
+    folder = tmp_path / "[brackets]* :x:"
+    fitting = trainer(folder, 1, [ClientsTable()])
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    for name in ("config.yaml", "checkpoints/last.ckpt"):
+        (folder / "run" / name).touch()
+    fitting.fit(Named(), batches(), batches())
+    shown = capsys.readouterr().out
+    assert f"Run folder: {folder}/run\n" in shown
+    assert f"  {resume_command(folder / 'run')} --trainer.max_epochs 2\n" in shown
+    assert shown.count(str(folder)) == 3
+    assert "[acc]" in shown
+    assert " :x: " in shown.partition("Run folder")[0]
 
 
 @pytest.mark.parametrize(("start", "data"), [("fit", [batches(), batches()]), ("validate", [batches()])])
