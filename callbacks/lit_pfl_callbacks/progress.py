@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lit_pfl_callbacks.own_scores import OwnScores
 from lit_pfl_callbacks.protocols import HasClients, HasTraffic, Transfer
 from lit_pfl_callbacks.rounds import loop_of
 from lit_pfl_callbacks.scores_shown import TITLES, human_bytes
@@ -18,7 +19,7 @@ class RoundProgress(ProgressBar):
     """One line: round r of R, client k of K, the validation score, bytes sent so far, time left.
 
     On a terminal the line is live; elsewhere a line is printed after every round. Under a Trainer without clients it
-    counts batches, and with a :class:`~lit_pfl_callbacks.FederatedLoop` that site's bytes.
+    counts batches, and with a :class:`~lit_pfl_callbacks.FederatedLoop` that site's bytes; without either, none.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,8 @@ class RoundProgress(ProgressBar):
         self._scored: int | None = None  # rounds before the one that was last validated
         self._score = ""
         self._trained = 0  # clients in this round
-        self._own = 0  # bytes of a site
+        self._own: int | None = None  # bytes of a site, if it is one
+        self._validated = OwnScores()
 
     def disable(self) -> None:
         """Show nothing."""
@@ -42,12 +44,14 @@ class RoundProgress(ProgressBar):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Count what a site sends."""
         loop = None if isinstance(pl_module, HasTraffic) else loop_of(trainer)
-        if loop is not None and self._note not in loop.watchers:
+        if loop is None:
+            self._own = None
+        elif self._note not in loop.watchers:
             self._own = 0
             loop.watchers.append(self._note)
 
     def _note(self, sent: Transfer) -> None:
-        self._own += sent.nbytes
+        self._own = (self._own or 0) + sent.nbytes
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put up the line."""
@@ -57,7 +61,11 @@ class RoundProgress(ProgressBar):
         self._bar = Progress(
             TextColumn("round {task.fields[round]}"),
             BarColumn(),
-            TextColumn("{task.fields[unit]} {task.fields[client]} · {task.fields[score]} · {task.fields[sent]} · left"),
+            # a metric's name is no markup
+            TextColumn(
+                "{task.fields[unit]} {task.fields[client]} · {task.fields[score]}{task.fields[sent]} · left",
+                markup=False,
+            ),
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
@@ -67,7 +75,7 @@ class RoundProgress(ProgressBar):
             "", total=clients * rounds if clients and rounds > 0 else None,
             completed=(clients or 0) * trainer.current_epoch,
             unit=_units(pl_module)[0], round=self._rounds(trainer), client=_of(0, clients), score="not validated",
-            sent="0 B",
+            sent=self._sent(pl_module),
         )  # fmt: skip
         self._bar.start()
 
@@ -82,14 +90,18 @@ class RoundProgress(ProgressBar):
             client, sent = _of(self._trained, self._clients(trainer)), self._sent(pl_module)
             self._bar.update(self._task, advance=each, round=self._rounds(trainer), client=client, sent=sent)
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take note of what is there before."""
+        self._validated.begin(trainer)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take note of the round's score: the accuracy, or the first metric that there is."""
-        found = trainer.callback_metrics
-        start = "val/" if any(name[:4] == "val/" for name in found) else "val_"  # as other projects name theirs
-        metrics = {name[4:]: value for name, value in found.items() if name[:4] == start}
-        if not trainer.sanity_checking and metrics:
-            name = "acc" if "acc" in metrics else next(iter(metrics))
-            self._scored, self._score = trainer.current_epoch, f"{TITLES.get(name, name)} {float(metrics[name]):.4f}"
+        self._validated.end(trainer, "val")
+        if trainer.sanity_checking or not self._validated.rows:
+            return
+        scores = self._validated.rows[0].scores
+        name = "acc" if "acc" in scores else next(iter(scores))
+        self._scored, self._score = trainer.current_epoch, f"{TITLES.get(name, name)} {scores[name]:.4f}"
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the round's score, or the latest and of which round it is."""
@@ -106,8 +118,8 @@ class RoundProgress(ProgressBar):
                 left = f" · {seconds:.0f} s left"
             clients = self._clients(trainer)
             some = "" if clients is None else f" · {clients} {_units(pl_module)[1]}"
-            sent = f"{self._sent(pl_module)} so far"
-            print(f"round {self._rounds(trainer)}{some} · {shown} · {sent}{left}", flush=True)
+            sent = f"{sent} so far" if (sent := self._sent(pl_module)) else ""
+            print(f"round {self._rounds(trainer)}{some} · {shown}{sent}{left}", flush=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the line down."""
@@ -142,7 +154,9 @@ class RoundProgress(ProgressBar):
         return f"{trainer.current_epoch + 1}/{rounds}" if rounds and rounds > 0 else str(trainer.current_epoch + 1)
 
     def _sent(self, pl_module: L.LightningModule) -> str:
-        return human_bytes(pl_module.traffic.total if isinstance(pl_module, HasTraffic) else self._own)
+        """Return the bytes sent, behind what stands before them; nothing where nobody sends any."""
+        sent = pl_module.traffic.total if isinstance(pl_module, HasTraffic) else self._own
+        return "" if sent is None else f" · {human_bytes(sent)}"
 
 
 def _units(pl_module: L.LightningModule) -> tuple[str, str]:
