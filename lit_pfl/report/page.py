@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import altair as alt
 import vl_convert
 
 from lit_pfl.report import charts, maps, tables
@@ -75,7 +74,7 @@ def write(groups: Sequence[Group], metric: Metric | None, path: Path, pictures: 
         pictures: the folder of the pictures as files, SVG and PNG; None for none.
     """
     parts = sections(groups, metric)
-    drawn = {p.name: specification(p.chart) for part in parts for p in part.pictures if p is not None}
+    drawn = {p.name: specification(p) for part in parts for p in part.pictures if p is not None}
     write_whole(path, page(groups, parts, drawn))
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
@@ -83,11 +82,11 @@ def write(groups: Sequence[Group], metric: Metric | None, path: Path, pictures: 
             write_picture(spec, pictures / name)
 
 
-def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
-    """Return a chart as Vega-Lite."""
-    spec = chart.to_dict()
+def specification(picture: Picture) -> dict[str, Any]:
+    """Return a chart as Vega-Lite, described for those who do not see it."""
+    spec = picture.chart.to_dict()
     spec.pop("config", None)  # the page has one for all
-    return spec
+    return {**spec, "description": f"{spec['title']}. {picture.says}"}
 
 
 def write_picture(spec: dict[str, Any], path: Path) -> None:
@@ -100,7 +99,8 @@ def write_picture(spec: dict[str, Any], path: Path) -> None:
     whole = json.loads(printable(json.dumps({**spec, "config": {**CONFIG, "background": "white"}})))
     if whole.get("width") == "container":
         whole["width"] = 520
-    svg = vl_convert.vegalite_to_svg(whole)
+    label = html.escape(whole.get("description", path.name))
+    svg = vl_convert.vegalite_to_svg(whole).replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     write_whole(path.with_name(f"{path.name}.svg"), svg)
     write_whole(path.with_name(f"{path.name}.png"), vl_convert.svg_to_png(svg, scale=SCALE))
 

@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
     "font": FONT,
     "view": {"stroke": None, "continuousWidth": 460, "continuousHeight": 300},
     "title": {
-        "color": "var(--ink)", "fontSize": 15, "fontWeight": 600, "anchor": "start", "offset": 12, "frame": "group",
+        "color": "var(--ink)", "fontSize": 15, "fontWeight": 600, "anchor": "start", "offset": 12, "frame": "bounds",
     },
     "axis": {
         "labelColor": "var(--soft)", "titleColor": "var(--ink)", "gridColor": "var(--grid)",

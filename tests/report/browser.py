@@ -26,7 +26,7 @@ def opened(path: Path, **options: Any) -> Iterator[Any]:
             pytest.skip("no Chromium here")
         browser = tool.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=PATIENCE)
         try:
-            page = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
+            page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
             page.set_default_timeout(PATIENCE)
             said: list[str] = []
             asked: list[str] = []

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from html import unescape
 from itertools import combinations
 from pathlib import Path
 
@@ -67,6 +68,25 @@ def test_every_chart_has_title_axes_and_legend_and_nothing_leaves_the_page(compa
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280
         ids = page.evaluate("[...document.querySelectorAll('[id]')].map(node => node.id)")
         assert len(ids) == len(set(ids))
+
+
+def test_every_chart_is_described_to_who_does_not_see_it(comparison):
+    said = unescape(comparison.read_text().partition('<script id="charts"')[0])
+    described = {name: spec["description"] for name, spec in specs(comparison).items()}
+    assert all(f"<figcaption>{says.partition('. ')[2]}</figcaption>" in said for says in described.values())
+    assert described["loss"].startswith("Training loss over rounds. Mean over the samples ")
+    with opened(comparison) as page:
+        for name, says in described.items():
+            svg = page.query_selector(f"#chart-{name} svg")
+            assert (svg.get_attribute("role"), svg.get_attribute("aria-label")) == ("img", says)
+
+
+def test_titles_are_whole_on_a_narrow_screen(comparison):
+    beyond = """chart => Math.max(...[...chart.querySelectorAll('.role-title-text text')].map(
+        text => text.getBoundingClientRect().right)) - chart.querySelector('svg').getBoundingClientRect().right"""
+    with opened(comparison, viewport={"width": 375, "height": 800}) as page:
+        cut = {chart.get_attribute("id"): chart.evaluate(beyond) for chart in page.query_selector_all(".chart")}
+        assert not {name: by for name, by in cut.items() if by > 0}
 
 
 def test_the_slider_shows_another_round(comparison):
@@ -179,7 +199,7 @@ def test_pictures_are_files_in_the_colours_for_paper(tmp_path):
     report_of(tmp_path / "run", pictures=True)
     for name in CHARTS:
         svg = (tmp_path / f"run/report/{name}.svg").read_text()
-        assert svg.startswith("<svg")
+        assert svg.startswith('<svg role="img" aria-label="')
         assert "var(--" not in svg
         assert (tmp_path / f"run/report/{name}.png").read_bytes().startswith(b"\x89PNG")
 
