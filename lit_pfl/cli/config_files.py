@@ -40,7 +40,7 @@ def find(name: str, beside: Path = Path()) -> Path | None:
 def hint(name: str) -> str:
     """Return what to do about a name that :func:`find` does not know."""
     known = {one.rpartition("/")[2]: one for one in reversed(names())} | {one: one for one in names()}
-    near = get_close_matches(name.removeprefix("configs/").removesuffix(ENDING).lower(), known, n=1)
+    near = get_close_matches(name.removeprefix("configs/").removesuffix(ENDING).lower(), known, n=1, cutoff=0.7)
     return f"Did you mean {known[near[0]]}?" if near else "`lit-pfl configs` lists all."
 
 

@@ -2,9 +2,11 @@
 
 import inspect
 import re
+import shlex
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 import lightning as L
@@ -24,6 +26,7 @@ from lit_pfl.data import Augment, FederatedDataModule, Partition
 from lit_pfl.engines.engine import Engine
 from lit_pfl.errors import ConfigError
 from lit_pfl.models import Backbone
+from lit_pfl_callbacks.run_folder import latest_config
 
 #: the options whose value is the name of a class
 CLASSES: dict[str, type] = {
@@ -49,7 +52,9 @@ CLASSES: dict[str, type] = {
 }
 #: classes that are no choice all the same: only to be built on; a federation's own and Lightning's; one that would have
 #: to be told a metric
-NO_CHOICE = {"Optimizer", "LRScheduler", "ServerStep", "DummyLogger", "ReduceLROnPlateau"}
+NO_CHOICE = {
+    "Optimizer", "LRScheduler", "ServerStep", "ClientLogger", "ElsewhereLogger", "DummyLogger", "ReduceLROnPlateau",
+}  # fmt: skip
 #: options of which no names are listed: most classes of their kinds are no choice there
 UNLISTED = ("learner", "callbacks")
 #: options that take something else than a class as well
@@ -122,10 +127,14 @@ def explained(message: str, known: list[str]) -> str:
         example = EXAMPLES.get(lacking[1], "--config RUN/config.yaml --ckpt_path RUN/checkpoints/last.ckpt")
         return f"model: give --model NAME, or a configuration that names it, such as: lit-pfl {lacking[1]} {example}"
     if not option:
+        word = re.match(r"unrecognized arguments: ([^-]\S*)", message)
+        if word and (config := latest_config(Path(word[1]))).is_file():
+            given = shlex.join(["--config", str(config), "--ckpt_path", f"{Path(word[1])}/checkpoints/last.ckpt"])
+            return f"{word[1]} is a run's folder; give {given}"
         return message + _did_you_mean(re.findall(r"(?:\s--?|accept option ')([a-z][\w.]*)", message), known)
     if unknown := re.search(r"Option '([\w.]+)' is not accepted", reason):
         there = _parameters(reason)
-        meant = _did_you_mean([unknown[1]], there, elsewhere=option in ("model", "data"))
+        meant = _did_you_mean([unknown[1]], there, elsewhere=option in ("model", "data"), within=f"{option}.")
         return f"{option}: {unknown[0]}." + (meant or (f" It has {', '.join(there)}." if there else ""))
     found, kind = GIVEN.search(reason), option.rpartition(".")[2]
     given = (found[1] or found[2]) if found else ""
@@ -193,11 +202,24 @@ def _parameters(reason: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _did_you_mean(words: list[str], known: list[str], elsewhere: bool = True) -> str:
+def _did_you_mean(words: list[str], known: list[str], elsewhere: bool = True, within: str = "") -> str:
+    """Ask whether something else was meant, if something is near, and it is not what was typed itself.
+
+    Args:
+        words: what was typed.
+        known: names that there are.
+        elsewhere: whether names of other libraries are understood.
+        within: what stood before the words.
+    """
     plain = {name.lower(): name for name in known}
+    groups = {name.partition(".")[0] for name in known if "." in name}
     for word in words:
         near = [ELSEWHERE[word]] if elsewhere and word in ELSEWHERE else []
         near += [plain[name] for name in get_close_matches(word.lower(), plain, n=1)]
-        if near and near[0] != word:
+        first, dot, _ = word.partition(".")
+        if dot and first not in groups:  # the whole group is called otherwise
+            near += get_close_matches(first, groups, n=1)
+        near = [name for name in near if name not in (word, within + word)]
+        if near:
             return f" Did you mean {near[0]}?"
     return ""

@@ -25,6 +25,16 @@ REFUSED = [
     ("--lr 3", "unrecognized arguments: --lr 3 Did you mean model.optimizer.lr?"),
     ("--model.lr 3", "model: Option 'lr' is not accepted. Did you mean model.optimizer.lr?"),
     ("-modle FedAvg", "unrecognized arguments: -modle FedAvg Did you mean model?"),
+    ("--data Digits --data.root X", "data: Option 'root' is not accepted. It has "),
+    ("--config group.yaml", "Subcommand 'fit' does not accept option 'modle.init_args.tau' Did you mean model?"),
+    ("fit --config nope.yaml", "config=nope.yaml: there is no such file, and no configuration of this name. "
+                               "`lit-pfl configs` lists all."),
+    ("fit --config simfd.yaml", "config=simfd.yaml: there is no such file, and no configuration of this name. "
+                                "Did you mean simfed?"),
+    *((f"{command} finished/run", "finished/run is a run's folder; give --config finished/run/config.yaml --ckpt_path "
+                                  "finished/run/checkpoints/last.ckpt")
+      for command in ("test", "predict", "validate", "fit")),
+    ("test nowhere", "unrecognized arguments: nowhere"),
     ("--data.partition Dirichlet --data.partition.lr 3",
      "data.partition: Option 'lr' is not accepted. It has alpha, "),
     ("--model fedavg", "model: there is no 'fedavg'; choose one of APFL, "),
@@ -126,6 +136,8 @@ REFUSED = [
 #: what they are about, in the current folder
 FILES = {
     "key.yaml": "federation: {local_epoch: 3}",
+    "group.yaml": "modle: {class_path: SimFed, init_args: {tau: 0.5}}",
+    "finished/run/config.yaml": "model: FedAvg",
     "no_yaml.yaml": "[1",
     "loggers.yaml": "trainer: {logger: [{class_path: RunLogger}, {class_path: WandbLogger, init_args: {offlin: 1}}]}",
     "table.csv": "round,acc\n1,0.5\n",
@@ -155,6 +167,7 @@ class Narrow(L.LightningModule):
 @pytest.mark.parametrize(("words", "said"), REFUSED)
 def test_a_mistake_is_named_in_one_line(words, said, capsys):
     for name, text in FILES.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     Path("last.ckpt").write_bytes(b"PK\x80")
     came = typed(capsys, *(["fit", *TINY] if words.startswith("-") else []), *words.split())
@@ -170,6 +183,9 @@ def test_nothing_is_offered_that_cannot_be_chosen():
     offered = {name for kind in ("optimizer", "scheduler") for name in names_to_choose(CLASSES[kind])}
     assert offered > {"SGD", "StepLR"}
     assert not {"Optimizer", "ServerStep", "ReduceLROnPlateau"} & offered
+    loggers = set(names_to_choose(CLASSES["logger"]))
+    assert loggers > {"RunLogger", "WandbLogger"}
+    assert not {"ClientLogger", "ElsewhereLogger", "DummyLogger"} & loggers
 
 
 def test_a_class_of_one_s_own_is_offered_beside_the_one_it_builds_on():
