@@ -623,3 +623,14 @@ def test_what_is_sent_on_joining_is_made_once():
 
     run(client(Counted), digits(3), rounds=2)
     assert sorted(made) == [0, 0, 1, 2]  # the first time of one that stands for all, to see what the data need
+
+
+def test_clients_that_are_not_there_are_named():
+    federation = Federation(client(FedAvg), seed=3, threads=1)
+    with pytest.raises(ConfigError, match=r"^There is no client 0 yet; clients are there once this is fitted or test"):
+        federation.standalone(0)
+    trainer(1).fit(federation, datamodule=digits(2))
+    with pytest.raises(ConfigError, match=r"^There is no client '0'; ids are whole numbers\.$"):
+        federation.standalone("0")
+    with pytest.raises(ConfigError, match=r"^There is no client 2; there are 0, 1\.$"):
+        federation.standalone(2)

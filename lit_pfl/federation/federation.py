@@ -302,6 +302,11 @@ class Federation(QuickModule):
         """
         there = self.client_ids
         clients = there if clients is None else list(clients)
+        for client in clients:
+            if isinstance(client, str):
+                raise ConfigError(f"There is no client {client!r}; ids are whole numbers.")
+        if clients and not there:
+            raise ConfigError(f"There is no client {clients[0]} yet; clients are there once this is fitted or tested.")
         if unknown := set(clients).difference(there):
             some = ", ".join(map(str, there[:10])) + (", ..." if len(there) > 10 else "")
             raise ConfigError(f"There is no client {min(unknown)}; there are {some}.")
