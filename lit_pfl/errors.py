@@ -6,8 +6,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from inspect import signature
 from numbers import Number
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 #: what code of others may raise for what does not suit it
 WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
@@ -74,7 +74,7 @@ def first_line(error: BaseException) -> str:
 def check_options_of(thing: object, prefix: str) -> None:
     """See that a thing's options are what its constructor's annotations say, as the command line does.
 
-    Looked at are those that are words of a list (``Literal``) or numbers, and attributes of the same name.
+    Looked at are those that are words of a list (``Literal``) or numbers in a range, and attributes of the same name.
 
     Args:
         thing: the thing.
@@ -95,9 +95,9 @@ def check_options_of(thing: object, prefix: str) -> None:
 
 
 def _range(kind: Any) -> str:
-    """Return which numbers are of a kind: Python's, or a range of jsonargparse."""
-    limits = [f" {_WORDS.get(test, test.__name__)} {limit}" for test, limit in getattr(kind, "_restrictions", ())]
-    return f"{'whole ' if issubclass(kind, int) else ''}number{' and'.join(limits)}"
+    """Return which numbers are in a range of jsonargparse."""
+    limits = " and ".join(f"{_WORDS.get(compare, compare.__name__)} {limit}" for compare, limit in kind._restrictions)
+    return f"{'whole ' if kind._type is int else ''}number {limits}"
 
 
 @cache
@@ -110,17 +110,13 @@ def _annotated(kind: type) -> dict[str, list[Any]]:
         with suppress(NameError, TypeError, AttributeError):  # of names that are imported for type checkers alone
             hints = get_type_hints(make) if make else {}
         for name, hint in hints.items():
-            kinds = [hint] if get_origin(hint) is Literal else get_args(hint) or (hint,)
+            kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
             none = NoneType in kinds or getattr(signature(make).parameters.get(name), "default", ...) is None
             kinds = [one for one in kinds if one is not NoneType]
             found.pop(name, None)
-            if kinds and all(get_origin(one) is Literal or _is_number(one) for one in kinds):
+            if kinds and all(get_origin(one) is Literal or hasattr(one, "_restrictions") for one in kinds):
                 found[name] = kinds + [NoneType] * none
     return found
-
-
-def _is_number(kind: Any) -> bool:
-    return kind in (int, float) or hasattr(kind, "_restrictions")
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -128,11 +124,11 @@ def _is_of(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if value is None or kind is NoneType:
         return value is None and kind is NoneType
-    value = getattr(value, "item", lambda: value)()  # also numpy's numbers, and tensors of one
     try:
-        return not isinstance(value, str) and bool(kind(value) == value or value != value)
-    except (TypeError, ValueError, OverflowError):
+        kind(getattr(value, "item", lambda: value)())  # also numpy's numbers, and tensors of one
+    except (TypeError, ValueError):
         return False
+    return not isinstance(value, str)
 
 
 def refuse_other_lightning(option: str, thing: object, kind: str) -> None:

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from lit_pfl import Federation
 from lit_pfl.core import ServerAdam
@@ -63,7 +64,7 @@ def test_methods(method, message):
         ({"local_epochs": 0}, "federation.local_epochs=0: give a whole number above 0."),
         ({"local_epochs": 2.5}, "federation.local_epochs=2.5: give a whole number above 0."),
         ({"seed": 1.5}, "federation.seed=1.5: give a whole number from 0."),
-        ({"quorum": None}, "federation.quorum=None: give a number."),
+        ({"quorum": None}, "federation.quorum=None: give a share from 0 to 1."),
         ({"quorum": 2}, "federation.quorum=2: give a share from 0 to 1."),
         (
             {"participation": "all"},
@@ -98,13 +99,13 @@ def test_an_attribute_may_be_what_the_constructor_has_made_of_an_option():
 
 def test_a_default_of_none_is_right_whatever_the_annotation_says():
     class Loose(FedAvg):
-        def __init__(self, factor: float = None, steps: int = 3, **kwargs: Any) -> None:  # type: ignore[assignment]  # noqa: RUF013
+        def __init__(self, factor: PositiveFloat = None, steps: PositiveInt = 3, **kwargs: Any) -> None:  # type: ignore[assignment]
             super().__init__(**kwargs)
             self.factor, self.steps = factor, steps
 
     check_options_of(Loose(), "model")
-    for steps in (None, 2.5, "3"):
-        with pytest.raises(ConfigError, match=f"model.steps={steps!r}: give a whole number.$"):
+    for steps in (None, 2.5, "3", 0):
+        with pytest.raises(ConfigError, match=f"model.steps={steps!r}: give a whole number above 0.$"):
             check_options_of(Loose(steps=steps), "model")
 
 

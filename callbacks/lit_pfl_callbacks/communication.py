@@ -65,7 +65,7 @@ class CommunicationLedger(Listening):
         self._roles: Mapping[str, str] = {}
         self._names: dict[str, str] = {}
         self._scored = False
-        self._shown = ""
+        self._shown = monitor or "val/acc"
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen, before anything is sent."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -14,6 +15,7 @@ from lit_pfl_callbacks.tensors import load_tensors
 
 #: what names of tensors begin with that are of further modules, not of the learner
 EXTRA = "extra."
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SharedTensors:
@@ -53,7 +55,7 @@ class SharedTensors:
         kept = frozenset() if local is None else names_found(learner, local, "local", roles)
         if only is not None:
             kept = kept | (roles.keys() - names_found(learner, only, "shares", roles))
-        self.names = frozenset(shared) - kept - infinite_buffers(learner, shared)
+        self.names = frozenset(shared) - kept - infinite_buffers(learner, frozenset(shared) - kept)
         #: by name, the module that each tensor belongs to and what it is called there: it may be put in another's place
         self._owners = [self._owner(n) for n in shared if n in self.names and n not in self.frozen]
         if shared and not self._owners:
@@ -136,7 +138,8 @@ class SharedTensors:
 def infinite_buffers(learner: nn.Module, shared: Collection[str]) -> frozenset[str]:
     """Return which shared buffers hold infinity, as causal masks and bounds do: constants, which no upload may hold."""
     buffers = {name: x for name, x in learner.named_buffers(remove_duplicate=False) if name in shared}
-    known = {name: x for name, x in buffers.items() if not is_lazy(x) and not x.is_meta and x.is_floating_point()}
+    # of others PyTorch does not know: numbers of 8 bits, for instance
+    known = {name: x for name, x in buffers.items() if not is_lazy(x) and not x.is_meta and x.dtype in FLOATS}
     found = frozenset(name for name, x in known.items() if x.isinf().any() and not x.isnan().any())
     if found:
         rank_zero_warn(f"{type(learner).__name__}: infinity cannot be averaged; not sent: {', '.join(sorted(found))}.")

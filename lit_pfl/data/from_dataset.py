@@ -150,8 +150,8 @@ class FromDataset(PartitionedDataModule):
         keys = columns or (list(first) if isinstance(first, Mapping) else [])
         if name in keys:
             return lambda sample: sample[name]
-        with suppress(ImportError, AttributeError, ValueError):  # a function, as the command line names it
-            if callable(function := resolve_name(name)):
+        with suppress(Exception):  # a function, as the command line names it
+            if "." in name and callable(function := resolve_name(name)):
                 return function
         there = f"it has {', '.join(map(str, keys))}" if keys else "give one, a function of a sample, or a sequence"
         kind = type(self.dataset).__name__

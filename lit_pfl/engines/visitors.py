@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 from weakref import WeakSet
 
 import lightning as L
@@ -18,6 +18,7 @@ from lit_pfl.engines.frozen import share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.trainers import AlreadyJoined, client_trainer
 from lit_pfl.learners import call_hook
+from lit_pfl.learners.scoring import STAGES, Split, mean_loss, on_first, score
 from lit_pfl.learners.unchanged import put_back
 from lit_pfl.lightning_internals import MemoryCheckpointIO, forget_scores, lend_data, lent_trainer, show_progress
 from lit_pfl.randomness import random_state_kept
@@ -44,6 +45,7 @@ class Visitors:
         self._trainer: L.Trainer | None = None
         self._twin: Client | None = None
         self._begun: WeakSet[Client] = WeakSet()
+        self._needs_start: bool | None = None  # not known yet
 
     @contextmanager
     def lent(self, client: Client, state: Mapping[str, Any] = NOTHING, joins: bool = False) -> Iterator[None]:
@@ -73,7 +75,10 @@ class Visitors:
                 for logger in trainer.loggers:
                     logger.__dict__.update(client=client, muted=True)
                 with as_at_first(outer):
-                    _begin(client)
+                    self._needs_start = _needs_start(client) if self._needs_start is None else self._needs_start
+                    if self._needs_start:
+                        _begin(client)
+                forget_scores(trainer)
             if not joins:
                 trainer.state.fn = TrainerFn.VALIDATING
                 trainer.state.stage = outer.state.stage if outer.sanity_checking else None
@@ -110,6 +115,21 @@ class Visitors:
             share_frozen(self._twin, client)
 
 
+def _needs_start(client: Client) -> bool:
+    """Say whether a learner has hooks at the start of a fit without which its steps fail."""
+    learner, data = client.learner, client.data
+    if data is None or not any(is_overridden(hook, learner) for hook in STARTS):
+        return False
+    splits: list[Split] = [split for split in get_args(Split) if is_overridden(f"{STAGES[split]}_step", learner)]
+    try:
+        on_first(learner, data.to_try(), lambda batch: mean_loss(learner, [batch]))
+        for split in splits:
+            on_first(learner, data.to_try(), lambda batch, split=split: score(learner, [batch], split))  # type: ignore[misc]
+    except Exception:
+        return True
+    return False
+
+
 def _begin(client: Client) -> None:
     """Let learners set what they set at the start of a fit, and read in their steps; their tensors stay as they are.
 
@@ -119,8 +139,11 @@ def _begin(client: Client) -> None:
         for learner in client.learners.values():
             if is_overridden(hook, learner):
                 tensors = {**dict(learner.named_parameters()), **dict(learner.named_buffers())}
-                with put_back(learner, [name for name, x in tensors.items() if not is_lazy(x)]), suppress(Exception):
+                trained = [(weight, weight.requires_grad) for weight in learner.parameters()]
+                with suppress(Exception), put_back(learner, [name for name, x in tensors.items() if not is_lazy(x)]):
                     call_hook(learner, hook, muted=True, **given)
+                for weight, trains in trained:
+                    weight.requires_grad_(trains)
 
 
 @contextmanager

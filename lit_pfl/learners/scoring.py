@@ -76,12 +76,15 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
     stages = [STAGES[split], *(stage for stage in STAGES.values() if stage != STAGES[split])]
     stage = next((s for s in stages if is_overridden(f"{s}_step", learner)), None)
     if stage is None:
+        taken: list[int] = []
         try:
             with told_evaluating(learner, RUNNING[split], batches):
-                n, loss = mean_loss(learner, batches)
+                n, loss = mean_loss(learner, (taken.append(1) or batch for batch in batches))  # type: ignore[func-returns-value]
         except ConfigError:
             raise
         except WRONG as error:
+            if len(taken) > 1 or "out of memory" in str(error):
+                raise
             rank_zero_warn(
                 f"{type(learner).__name__} has no {STAGES[split]}_step, and its training_step no loss for {split} data "
                 f"({type(error).__name__}: {first_line(error)}), so it has no score."
