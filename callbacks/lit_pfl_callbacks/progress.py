@@ -18,8 +18,9 @@ from lit_pfl_callbacks.scores_shown import TITLES, human_bytes
 class RoundProgress(ProgressBar):
     """One line: round r of R, client k of K, the validation score, bytes sent so far, time left.
 
-    On a terminal the line is live; elsewhere a line is printed after every round. Under a Trainer without clients it
-    counts batches, and with a :class:`~lit_pfl_callbacks.FederatedLoop` that site's bytes; without either, none.
+    On a terminal that can draw it again the line is live; elsewhere a line is printed after every round. Under a
+    Trainer without clients it counts batches, and with a :class:`~lit_pfl_callbacks.FederatedLoop` that site's bytes;
+    without either, none.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,8 @@ class RoundProgress(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put up the line."""
         self._began, self._first_round = time.monotonic(), trainer.current_epoch
-        if not self._enabled or not self.console.is_terminal or not trainer.is_global_zero:
+        live = self.console.is_terminal and not self.console.is_dumb_terminal  # which cannot draw a line again
+        if not self._enabled or not live or not trainer.is_global_zero:
             return
         self._bar = Progress(
             TextColumn("round {task.fields[round]}"),

@@ -28,7 +28,8 @@ from lit_pfl.learners import (
     unseen,
     without_trace,
 )
-from lit_pfl.learners.scoring import mean_loss, on_first, transferred
+from lit_pfl.learners.scoring import transferred
+from lit_pfl.learners.trying import try_step
 from lit_pfl_callbacks.random_state import torch_state_kept
 from lit_pfl_callbacks.tensors import evaluating, tensors_of
 
@@ -213,7 +214,7 @@ class Classifying(Client):
         self.configure_model()
         if self.data is not None and self.spec.example is not None:
             with self.at_head() as seen:
-                on_first(self.learner, self.data.to_try(), lambda batch: mean_loss(self.learner, [batch]))
+                try_step(self.learner, self.data.to_try())
             features = seen.features  # refuses a step that does not call the head once
             if self.calls_heads or self.trains_head_on:
                 takes_features(self.head_module, features, type(self).__name__)

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lit_pfl.core.encoding import DTYPES
 from lit_pfl.core.sharing import NORM_STATISTICS, Role, names_found
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.frozen import frozen_weights, hold_apart
@@ -15,7 +15,6 @@ from lit_pfl_callbacks.tensors import load_tensors
 
 #: what names of tensors begin with that are of further modules, not of the learner
 EXTRA = "extra."
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SharedTensors:
@@ -138,8 +137,8 @@ class SharedTensors:
 def infinite_buffers(learner: nn.Module, shared: Collection[str]) -> frozenset[str]:
     """Return which shared buffers hold infinity, as causal masks and bounds do: constants, which no upload may hold."""
     buffers = {name: x for name, x in learner.named_buffers(remove_duplicate=False) if name in shared}
-    # of others PyTorch does not know: numbers of 8 bits, for instance
-    known = {name: x for name, x in buffers.items() if not is_lazy(x) and not x.is_meta and x.dtype in FLOATS}
+    # types that are not sent, such as numbers of 8 bits, PyTorch cannot ask
+    known = {name: x for name, x in buffers.items() if not is_lazy(x) and not x.is_meta and x.dtype in DTYPES}
     found = frozenset(name for name, x in known.items() if x.isinf().any() and not x.isnan().any())
     if found:
         rank_zero_warn(f"{type(learner).__name__}: infinity cannot be averaged; not sent: {', '.join(sorted(found))}.")

@@ -71,6 +71,17 @@ def labels_in(batch: Any) -> Tensor:
     return plain(labels).long()
 
 
+def described(batch: Any) -> str:
+    """Return a batch's shapes, for a message."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{name}: {described(part)}" for name, part in batch.items()) + "}"
+    if isinstance(batch, list | tuple):
+        return "(" + ", ".join(map(described, batch)) + ")"
+    return type(batch).__name__
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Return a tensor without what a subclass adds, such as MONAI's ``MetaTensor``, which all results would be of too.
 

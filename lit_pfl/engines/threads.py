@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lit_pfl.errors import WRONG, ConfigError
 from lit_pfl.learners import SkipBatch, call_hook, recorded, size_of, training_loss, unchanged, without_gradients
-from lit_pfl.learners.scoring import mean_loss, on_first, transferred
+from lit_pfl.learners.scoring import mean_loss, transferred
+from lit_pfl.learners.trying import on_first
 from lit_pfl.randomness import fixed_draws
 
 

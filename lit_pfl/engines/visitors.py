@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import lightning as L
@@ -18,7 +18,8 @@ from lit_pfl.engines.frozen import share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.trainers import AlreadyJoined, client_trainer
 from lit_pfl.learners import call_hook
-from lit_pfl.learners.scoring import STAGES, Split, mean_loss, on_first, score
+from lit_pfl.learners.scoring import STAGES, score
+from lit_pfl.learners.trying import on_first, try_step
 from lit_pfl.learners.unchanged import put_back
 from lit_pfl.lightning_internals import MemoryCheckpointIO, forget_scores, lend_data, lent_trainer, show_progress
 from lit_pfl.randomness import random_state_kept
@@ -65,26 +66,33 @@ class Visitors:
         assert client.data is not None
         trainer, outer = self._trainer, self._work.trainer
         show_progress(trainer, state, self._groups)
-        trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
         trainer.strategy.connect(client)
         lend_data(trainer, client.data.module)
-        forget_scores(trainer)
         with lent_trainer(client, trainer):
-            if client not in self._begun:
-                self._begun.add(client)
-                for logger in trainer.loggers:
-                    logger.__dict__.update(client=client, muted=True)
-                with as_at_first(outer):
-                    self._needs_start = _needs_start(client) if self._needs_start is None else self._needs_start
-                    if self._needs_start:
-                        _begin(client)
-                forget_scores(trainer)
-            if not joins:
+            self._begin(client, trainer)
+            forget_scores(trainer)
+            if joins:
+                trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
+            else:
                 trainer.state.fn = TrainerFn.VALIDATING
                 trainer.state.stage = outer.state.stage if outer.sanity_checking else None
             for logger in trainer.loggers:
                 logger.__dict__.update(client=client, muted=joins)
             yield
+
+    def _begin(self, client: Client, trainer: L.Trainer) -> None:
+        """Tell a client once that its fit starts, if it is of a kind whose steps fail without that."""
+        if self._needs_start is False or client in self._begun:
+            return
+        self._begun.add(client)
+        trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
+        for logger in trainer.loggers:
+            logger.__dict__.update(client=client, muted=True)
+        with as_at_first(self._work.trainer):
+            if self._needs_start is None:
+                self._needs_start = _needs_start(client)
+            if self._needs_start:
+                _tell_of_start(client)
 
     def _started(self, client: Client) -> L.Trainer:
         """Start the fit of a client like one that is there, and end it before its first batch.
@@ -120,17 +128,17 @@ def _needs_start(client: Client) -> bool:
     learner, data = client.learner, client.data
     if data is None or not any(is_overridden(hook, learner) for hook in STARTS):
         return False
-    splits: list[Split] = [split for split in get_args(Split) if is_overridden(f"{STAGES[split]}_step", learner)]
     try:
-        on_first(learner, data.to_try(), lambda batch: mean_loss(learner, [batch]))
-        for split in splits:
-            on_first(learner, data.to_try(), lambda batch, split=split: score(learner, [batch], split))  # type: ignore[misc]
+        try_step(learner, data.to_try())
+        for split, stage in STAGES.items():
+            if is_overridden(f"{stage}_step", learner):
+                on_first(learner, data.to_try(), lambda batch, split=split: score(learner, [batch], split))  # type: ignore[misc]
     except Exception:
         return True
     return False
 
 
-def _begin(client: Client) -> None:
+def _tell_of_start(client: Client) -> None:
     """Let learners set what they set at the start of a fit, and read in their steps; their tensors stay as they are.
 
     Where that fails, their own fit will say so.

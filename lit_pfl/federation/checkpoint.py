@@ -12,7 +12,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.core.coordinator import Coordinator
-from lit_pfl.data import ClientData, identity_of, samples_of
+from lit_pfl.data import ClientData, has_batches, identity_of, samples_of
 from lit_pfl.engines import Engine
 from lit_pfl.engines.work import HasData
 from lit_pfl.errors import ConfigError
@@ -133,7 +133,7 @@ def fingerprint(data: ClientData) -> str:
     for batches in (data.train, data.val, data.test):
         digest.update(identity_of(batches))
         with suppress(ConfigError):  # of a stream they are not known
-            places.update(b"" if batches == () else bytes_of(samples_of(batches)))
+            places.update(bytes_of(samples_of(batches)) if has_batches(batches) else b"")
     return f"{digest.hexdigest()}-{places.hexdigest()[:16]}"
 
 

@@ -3,10 +3,10 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lit_pfl.data.batches import described
 from lit_pfl.errors import WRONG, ConfigError, first_line
 from lit_pfl.learners import (
     Recorder,
@@ -31,13 +32,11 @@ from lit_pfl.learners import (
     without_trace,
 )
 from lit_pfl.lightning_internals import in_hook, show_scores, told_evaluating
-from lit_pfl.nn import composed_layers
 
-T = TypeVar("T")
 Split = Literal["val", "test"]
-STAGES: dict[str, str] = {"val": "validation", "test": "test"}
+STAGES: dict[Split, str] = {"val": "validation", "test": "test"}
 #: what a learner's Trainer says that it does
-RUNNING: dict[str, RunningStage] = {"val": RunningStage.VALIDATING, "test": RunningStage.TESTING}
+RUNNING: dict[Split, RunningStage] = {"val": RunningStage.VALIDATING, "test": RunningStage.TESTING}
 #: what a batch meets between its loader and the model, in the order in which a Trainer calls them
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -76,14 +75,21 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
     stages = [STAGES[split], *(stage for stage in STAGES.values() if stage != STAGES[split])]
     stage = next((s for s in stages if is_overridden(f"{s}_step", learner)), None)
     if stage is None:
-        taken: list[int] = []
+        taken = 0
+
+        def counted() -> Iterator[Any]:
+            nonlocal taken
+            for batch in batches:
+                taken += 1
+                yield batch
+
         try:
             with told_evaluating(learner, RUNNING[split], batches):
-                n, loss = mean_loss(learner, (taken.append(1) or batch for batch in batches))  # type: ignore[func-returns-value]
+                n, loss = mean_loss(learner, counted())
         except ConfigError:
             raise
         except WRONG as error:
-            if len(taken) > 1 or "out of memory" in str(error):
+            if taken > 1 or "out of memory" in str(error):
                 raise
             rank_zero_warn(
                 f"{type(learner).__name__} has no {STAGES[split]}_step, and its training_step no loss for {split} data "
@@ -134,12 +140,13 @@ def _predicted(learner: L.LightningModule, batch: Any, index: int) -> Any:
     if is_overridden("predict_step", learner):
         return call_step(learner, "predict_step", batch, index)
     try:
-        with suppress(*WRONG) if isinstance(batch, list | tuple) else nullcontext():
-            return call_step(learner, "predict_step", batch, index)
-        return call_step(learner, "predict_step", batch[0], index)
+        return call_step(learner, "predict_step", batch, index)
     except WRONG as error:
+        if isinstance(batch, list | tuple):
+            with suppress(*WRONG):
+                return call_step(learner, "predict_step", batch[0], index)
         raise ConfigError(
-            f"model.learner: forward of {type(learner).__name__} cannot do with a batch, {_described(batch)}, to "
+            f"model.learner: forward of {type(learner).__name__} cannot do with a batch, {described(batch)}, to "
             f"predict from; give it a predict_step. {type(error).__name__}: {error}"
         ) from error
 
@@ -240,51 +247,6 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
                 continue
             n += size
     return n, total / n if n else math.nan
-
-
-def on_first(learner: L.LightningModule, batches: Iterable[Any], act: Callable[[Any], T]) -> T:
-    """Return what comes of the first of some batches that a learner can do with.
-
-    Args:
-        learner: the learner.
-        batches: a batch of one sample, and another one: of a single sample, steps may not have a variance, or pairs.
-        act: what is done with a batch.
-
-    Raises:
-        ConfigError: when the learner can do with none of them.
-    """
-    failed: ConfigError | None = None
-    for batch in batches:
-        try:
-            return act(batch)
-        except ConfigError:
-            raise
-        except WRONG as error:
-            failed = failed or _no_loss(learner, batch, error)
-    assert failed is not None, "no batches"
-    raise failed from failed.__cause__
-
-
-def _no_loss(learner: L.LightningModule, batch: Any, error: BaseException) -> ConfigError:
-    name, composed = type(learner).__name__, next(composed_layers(learner), None)
-    hint = "" if composed is None else f" (its {composed[0]} is a {type(composed[1]).__name__} under this method)"
-    refusal = ConfigError(
-        f"model.learner: {name} has no training loss for a batch of this data, {_described(batch)}{hint}: "
-        f"{type(error).__name__}: {error}"
-    )
-    refusal.__cause__ = error
-    return refusal
-
-
-def _described(batch: Any) -> str:
-    """Return a batch's shapes, for a message."""
-    if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{name}: {_described(part)}" for name, part in batch.items()) + "}"
-    if isinstance(batch, list | tuple):
-        return "(" + ", ".join(map(_described, batch)) + ")"
-    return type(batch).__name__
 
 
 def _loss(learner: L.LightningModule, batch: Any, index: int) -> float:

@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lit_pfl import Federation
+from lit_pfl import Client, Federation
 from lit_pfl.data import FromDataset, PerClient
-from lit_pfl.engines import Local, visitors
+from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import Ditto, FedAvg, KNNPer
-from tiny import assert_equal, weights
 
 HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
 
 class Plain(L.LightningModule):
     scale = 2.0
-    begun = 0
+    begun = 0  # how often its fit has
 
     def __init__(self):
         super().__init__()
@@ -76,19 +75,49 @@ def test_clients_that_have_not_trained_are_scored(hook, options):
     assert torch.isfinite(trainer.callback_metrics["val/loss"])
 
 
-def test_hooks_that_steps_do_not_need_are_called_once(monkeypatch):
-    def resets(self):
-        self.begun += 1
-        torch.nn.init.normal_(self.head.bias)
+def test_hooks_that_steps_do_not_need_are_called_once():
+    """Called twice, this one would freeze the body before ``configure_optimizers`` looks for what trains."""
 
-    kind = type("Resets", (Scored,), {"on_fit_start": resets})
-    learner = kind()
-    looked, _ = fit(copy.deepcopy(learner))
-    monkeypatch.setattr(visitors, "_begin", lambda client: None)
-    expected, _ = fit(learner)
-    for client in looked.clients:
-        assert_equal(weights(looked)[client], weights(expected)[client])
-        assert (looked.clients[client].learner.begun, expected.clients[client].learner.begun) == (1, 1)
+    class Gradual(Scored):
+        def on_fit_start(self):
+            self.begun += 1
+            self.body.requires_grad_(False)
+
+        def on_train_epoch_start(self):
+            self.body.requires_grad_(self.current_epoch > 0)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([weight for weight in self.parameters() if weight.requires_grad], 0.1)
+
+    learner = Gradual()
+    federation, _ = fit(copy.deepcopy(learner))
+    for client in federation.clients.values():
+        assert client.learner.begun == 1
+        assert not torch.equal(client.learner.body.weight, learner.body.weight)
+
+
+def test_tensors_stay_as_they_were_when_a_hook_is_called_ahead(monkeypatch):
+    class Resets(Scored):
+        scale = property(lambda self: self.rule)
+
+        def on_fit_start(self):
+            self.rule = 2.0
+            torch.nn.init.constant_(self.head.bias, 7.0)
+            self.body.requires_grad_(False)
+
+    learner, sent = Resets(), []
+    joining = Client.joining
+
+    def noted(self):
+        payload = joining(self)
+        sent.append((self.learner.rule, self.learner.body.weight.requires_grad, payload.clone()))
+        return payload
+
+    monkeypatch.setattr(Client, "joining", noted)
+    fit(copy.deepcopy(learner), rounds=1)
+    for rule, trains, payload in sent:
+        assert (rule, trains) == (2.0, True)
+        assert torch.equal(payload["head.bias"], learner.head.bias.detach())
 
 
 class Even(Plain):

@@ -15,7 +15,8 @@ from lit_pfl.core.sharing import needs_head
 from lit_pfl.data.loaders import in_order, num_samples, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import SkipBatch, at_head, find_head, training_loss, without_trace
-from lit_pfl.learners.scoring import mean_loss, on_first, transferred
+from lit_pfl.learners.scoring import transferred
+from lit_pfl.learners.trying import try_step
 from lit_pfl.methods.adapters.fedit import FedIT
 from lit_pfl.methods.two_models.base import TwoModels
 from lit_pfl.nn.adapters import adapted_layers
@@ -95,7 +96,7 @@ class FedDPA(FedIT, TwoModels):
         self.configure_model()
         if self.instances and self.data is not None and self.spec.example is not None:
             with self._by_instance() as mixing:
-                on_first(self.personal, self.data.to_try(), lambda batch: mean_loss(self.personal, [batch]))
+                try_step(self.personal, self.data.to_try())
             if mixing.weight is None:
                 raise ConfigError(
                     f"model.instances={self.instances}: no part of {type(self.learner).__name__} that holds both head "

@@ -29,7 +29,8 @@ from lit_pfl.learners import (
     training_loss,
     unchanged,
 )
-from lit_pfl.learners.scoring import mean_loss, on_first, transferred
+from lit_pfl.learners.scoring import transferred
+from lit_pfl.learners.trying import try_step
 from lit_pfl.lightning_internals import own_copy
 from lit_pfl.methods.similarity.ifca import by_cluster, draw_anew
 from lit_pfl_callbacks.tensors import evaluating, load_tensors, tensors_of
@@ -121,7 +122,7 @@ class FedEM(Classifying):
         initial = super().initial()
         if self.components > 1 and self.data is not None and self.spec.example is not None:
             with self._mixed() as called:
-                on_first(self.learner, self.data.to_try(), lambda batch: mean_loss(self.learner, [batch]))
+                try_step(self.learner, self.data.to_try())
             if not called:
                 raise ConfigError(
                     f"model.learner: FedEM mixes what forward returns, and training_step of "
