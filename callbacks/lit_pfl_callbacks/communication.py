@@ -146,6 +146,7 @@ class CommunicationLedger(Listening):
         return {
             "total": self.total,
             "curve": list(self.curve),
+            "shown": self._shown,
             "bytes": [[*key, size] for key, size in self._bytes.items()],
             "table": self._table.state_dict(),
         }
@@ -154,6 +155,7 @@ class CommunicationLedger(Listening):
         """Take over counts."""
         self.total = state_dict["total"]
         self.curve = [(sent, value) for sent, value in state_dict["curve"]]
+        self._shown = state_dict.get("shown", self._shown)
         self._bytes = {(round, client, way, group): size for round, client, way, group, size in state_dict["bytes"]}
         self._table.load_state_dict(state_dict["table"])
 

@@ -112,6 +112,11 @@ def test_the_curve_is_of_another_score_where_there_is_no_accuracy(tmp_path):
     _, ledger, _ = fit(tmp_path, FedAvg(learner=Regression()), rounds=2)
     metrics = rows(tmp_path / "run" / "metrics.csv")
     assert ledger.curve == [(int(float(m["comm/total_bytes"])), float(m["val/mae"])) for m in metrics]
+    resumed, shown = CommunicationLedger(), []
+    resumed.load_state_dict(ledger.state_dict())
+    resumed._dashboard.curve = lambda trainer, name, points: shown.append((name, *map(sorted, points)))
+    resumed.on_train_end(trainer(1), Regression())  # of a run that has not validated since
+    assert shown == [("val/mae over bytes", ["bytes", "val/mae"], ["bytes", "val/mae"])]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before the loop", "after the loop"])
