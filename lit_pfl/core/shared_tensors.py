@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lit_pfl.core.encoding import DTYPES
 from lit_pfl.core.sharing import NORM_STATISTICS, Role, names_found
@@ -137,8 +136,8 @@ class SharedTensors:
 def infinite_buffers(learner: nn.Module, shared: Collection[str]) -> frozenset[str]:
     """Return which shared buffers hold infinity, as causal masks and bounds do: constants, which no upload may hold."""
     buffers = {name: x for name, x in learner.named_buffers(remove_duplicate=False) if name in shared}
-    # types that are not sent, such as numbers of 8 bits, PyTorch cannot ask
-    known = {name: x for name, x in buffers.items() if not is_lazy(x) and not x.is_meta and x.dtype in DTYPES}
+    # of others, such as lazy or fake tensors and numbers of 8 bits, nobody can ask it
+    known = {name: x for name, x in buffers.items() if type(x) is Tensor and not x.is_meta and x.dtype in DTYPES}
     found = frozenset(name for name, x in known.items() if x.isinf().any() and not x.isnan().any())
     if found:
         rank_zero_warn(f"{type(learner).__name__}: infinity cannot be averaged; not sent: {', '.join(sorted(found))}.")

@@ -6,9 +6,11 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Subset, TensorDataset
 
 from lit_pfl import Client, Federation
+from lit_pfl.core import ClientSpec
 from lit_pfl.data import FromDataset, PerClient
 from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError
@@ -157,6 +159,15 @@ def test_a_buffer_of_infinity_stays_at_home():
         federation, _ = fit(Masked(), rounds=1)
     assert "seen" in federation.coordinator.server.model
     assert "mask" not in federation.coordinator.server.model
+
+
+def test_buffers_without_values_are_not_asked_for_any():
+    with FakeTensorMode(), torch.device("cuda"):
+        learner = Scored()
+        learner.register_buffer("seen", torch.zeros(1))
+        client = FedAvg(learner=learner)
+        client.configure(ClientSpec(example=(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64))))
+    assert "seen" in client.shared_parameters()
 
 
 class Drawn(torch.utils.data.Dataset):
