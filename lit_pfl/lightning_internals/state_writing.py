@@ -1,10 +1,12 @@
 """States of single clients in files next to the checkpoints that refer to them, as they are written and deleted.
 
-A file's name says whose state it is and what is in it, so it is never changed: a process that is killed anywhere leaves
-every checkpoint with just the states that it was written with. A file is deleted once no checkpoint refers to it.
+A file's name says whose state it is, which run wrote it and what is in it, so it is never changed: a process that is
+killed anywhere leaves every checkpoint with just the states that it was written with. A file is deleted once no
+checkpoint refers to it.
 """
 
 import os
+import secrets
 import shutil
 import tempfile
 import weakref
@@ -69,6 +71,7 @@ class StateFiles:
         # what is there although no other run is at work is of processes that have ended: see _sweep
         self._found = set(self.folder.glob("*/*")) if lock(self._handle) else set()
         lock(self._handle, shared=True)
+        self._run = secrets.token_hex(4)  # another run of the same seed beside it has files with the same content
         self.latest: dict[int, StateFile] = {}
         self._elsewhere: set[int] = set()  # clients whose files are beside a checkpoint in another folder
         self._written: set[Path] = set()  # not known to be on the disk itself
@@ -95,10 +98,10 @@ class StateFiles:
             SaveError: when it cannot be written.
         """
         content = state.content
-        file = StateFile(self.folder, f"{client // EACH}/{client}-{digest(content)}{ENDING}", trained)
+        file = StateFile(self.folder, f"{client // EACH}/{client}-{self._run}-{digest(content)}{ENDING}", trained)
         since = self._count
         try:
-            if _is_there(file.path, len(content)):  # somebody else's checkpoint may refer to it
+            if _is_there(file.path, len(content)):  # it was the latest before, and a checkpoint may refer to it
                 since = -1
             else:
                 with replacing(file.path, sync=False) as out:  # references() waits for all of them together

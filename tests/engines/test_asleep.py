@@ -236,6 +236,14 @@ def test_what_another_run_at_work_beside_the_same_checkpoints_has_not_saved_yet_
     assert files(tmp_path / "run") == referred(last(tmp_path / "run"))
 
 
+def test_runs_with_the_same_states_beside_the_same_checkpoints_do_not_delete_each_other_s(tmp_path):
+    one, other = StateFiles(tmp_path), StateFiles(tmp_path)
+    for files in (one, other):
+        files.put(5, Content.of({"weight": torch.ones(2)}), trained=True)
+    one.put(5, Content.of({"weight": torch.zeros(2)}), trained=True)
+    assert other.read(5).state()["weight"].sum() == 2
+
+
 def test_checkpoints_of_another_folder_have_their_files_there_and_no_others(tmp_path):
     best = ModelCheckpoint(tmp_path / "best", monitor="val/loss", save_top_k=2, every_n_epochs=1)
     fit(tmp_path / "run", awake=1, rounds=8, callbacks=[best])
