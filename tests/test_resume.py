@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import TensorDataset
 
 from lit_pfl import Federation
+from lit_pfl.core import ServerMomentum
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint
@@ -122,9 +124,11 @@ def test_a_checkpoint_of_other_clients_is_refused(tmp_path):
         ({"local": "head"}, "model.local: the checkpoint is of a run with None, not head"),
         ({"shares": "body"}, "model.shares: the checkpoint is of a run with None, not body"),
         ({"norm_stats": "averaged"}, "model.norm_stats: the checkpoint is of a run with local, not averaged"),
+        ({"server_optimizer": ServerMomentum()}, "model.server_optimizer: .* a run with None, not ServerMomentum"),
+        ({"optimizer": torch.optim.Adam}, "model.optimizer: the checkpoint is of a run with SGD, not Adam"),
     ],
 )
-def test_what_clients_send_stays_the_same(tmp_path, options, said):
+def test_what_clients_and_server_send_and_step_by_stays_the_same(tmp_path, options, said):
     fitting = trainer(1)
     fitting.fit(Federation(client(FedAvg), seed=1, threads=1), datamodule=digits(3))
     fitting.save_checkpoint(tmp_path / "one.ckpt")
@@ -134,6 +138,21 @@ def test_what_clients_send_stays_the_same(tmp_path, options, said):
             datamodule=digits(3),
             ckpt_path=tmp_path / "one.ckpt",
         )
+
+
+def test_clients_keep_the_learning_rate_of_the_checkpoint_and_say_so_once(tmp_path):
+    def made(rate):
+        return client(FedAvg, scheduler=None, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate))
+
+    path, said = tmp_path / "one.ckpt", []
+    for rounds, rate in enumerate((0.1, 0.01, 0.1), start=1):
+        fitting = trainer(rounds)
+        federation = Federation(made(rate), seed=1, threads=1)
+        with warnings.catch_warnings(record=True) as caught:
+            fitting.fit(federation, datamodule=digits(3), ckpt_path=path if path.exists() else None)
+        said.append([str(one.message) for one in caught if "optimizer.lr=0.1 (not 0.01)" in str(one.message)])
+        fitting.save_checkpoint(path)
+    assert [len(lines) for lines in said] == [0, 1, 0]
 
 
 def test_test_of_a_checkpoint_gives_the_last_round_s_scores(tmp_path):

@@ -66,6 +66,7 @@ class Local(Engine):
         self.replaced, self.unfreezing = Replaced(), Unfreezing()
         self._restored: dict[int, dict[str, Any]] = {}  # states of clients' Trainers that are yet to be restarted
         self._aborted = False  # until a state is loaded, nobody trains on
+        self._said: set[str] = set()  # of optimizers that clients continue with
 
     def setup(self, work: Work, own: Sequence[int] | None = None, states: States | None = None) -> None:
         """Make the clients the first time; move them to the Trainer's device.
@@ -192,7 +193,7 @@ class Local(Engine):
         """Start a client's fit, which waits for a reply then."""
         module = self.clients[client]
         assert module.data is not None
-        memory, loop = MemoryCheckpointIO(), AlreadyJoined(self.hub.link, every_n_epochs=self.work.local_epochs)
+        memory, loop = MemoryCheckpointIO(), AlreadyJoined(self.hub.link, self.work.local_epochs, self._said)
         trainer = self.work.client_trainer(module, loop, memory)
         make_lean(trainer, module, loop, self._elsewhere(module), module.data.module)
         restored = self._restored.pop(client, None)

@@ -14,12 +14,13 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lit_pfl.core import Client
 from lit_pfl.engines.client_logger import client_loggers
+from lit_pfl.engines.made_with import continued, made_with
 from lit_pfl.engines.validation import OwnValidation
 from lit_pfl.errors import ConfigError, refuse_other_lightning
 from lit_pfl.learners import check_callbacks, place_checkpoints
 from lit_pfl.lightning_internals import NoProfiler, log_nothing, looked_up_once, make_endless, undisturbed
 from lit_pfl_callbacks import FederatedLoop, run_folder
-from lit_pfl_callbacks.federated_loop import JoinInfo
+from lit_pfl_callbacks.federated_loop import JoinInfo, Link
 
 #: what clients' weights may be trained in: they stay in 32 bits, as they are averaged and sent
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
@@ -44,7 +45,33 @@ OWNED = {
 
 
 class AlreadyJoined(FederatedLoop):
-    """The loop of a client whose server has what it sends on joining, from before it had a Trainer."""
+    """The loop of a client whose server has what it sends on joining, from before it had a Trainer.
+
+    Args:
+        link: see :class:`~lit_pfl_callbacks.FederatedLoop`.
+        every_n_epochs: likewise.
+        said: what clients have said of the optimizers that they continue with; it is added to.
+    """
+
+    def __init__(self, link: Link, every_n_epochs: int, said: set[str]) -> None:
+        super().__init__(link, every_n_epochs)
+        self._said = said
+        self._made_with: dict[str, str] = {}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Look at the optimizers, which are made and not restored yet."""
+        super().on_fit_start(trainer, pl_module)
+        self._made_with = continued(self._made_with, made_with(trainer), self._said)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return also what optimizers were made with."""
+        return {**super().state_dict(), "made_with": self._made_with}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take that, too."""
+        state = {**state_dict}
+        self._made_with = state.pop("made_with", {})
+        super().load_state_dict(state)
 
     def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
         return JoinInfo(0, {})

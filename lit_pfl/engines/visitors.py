@@ -103,7 +103,7 @@ class Visitors:
         twin = self._twin = work.fresh(number, work.data.client(number))
         self.share_frozen(client)
         hub = LocalHub(work.seed)
-        loop = AlreadyJoined(hub.link, every_n_epochs=work.local_epochs)
+        loop = AlreadyJoined(hub.link, work.local_epochs, set())
         options = {**work.options, "callbacks": None}
         trainer = client_trainer(twin, work.trainer, options, loop, MemoryCheckpointIO(), work.planned or 1, work.seed)
         for logger in trainer.loggers:

@@ -11,6 +11,7 @@ import lightning as L
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_pfl.core import Client
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.data import ClientData, has_batches, identity_of, samples_of
 from lit_pfl.engines import Engine
@@ -177,6 +178,17 @@ def refuse_other_data(data: HasData, known: Mapping[int, str]) -> None:
         )
 
 
+def sends_of(client: Client) -> dict[str, str | None]:
+    """Return which options of a method say what clients and server send, with their values in a run."""
+    step = client.server_optimizer
+    return {
+        "local": client.local,
+        "shares": client.only,
+        "norm_stats": client.norm_stats,
+        "server_optimizer": None if step is None else type(step).__name__,
+    }
+
+
 def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: list[str]) -> None:
     """Compare what a checkpoint and a run say of themselves.
 
@@ -189,7 +201,7 @@ def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: 
         ConfigError: at the first that does not.
     """
     for name, now in own["sends"].items():
-        if (before := saved.get("sends", own["sends"])[name]) != now:
+        if (before := saved.get("sends", {}).get(name, now)) != now:
             raise ConfigError(f"model.{name}: the checkpoint is of a run with {before}, not {now}.")
     for name in names:
         before, now = (identity.get(name, "none") if name in OPTIONAL else identity[name] for identity in (saved, own))

@@ -33,6 +33,7 @@ from lit_pfl.federation.checkpoint import (
     resume,
     save_whole,
     saved,
+    sends_of,
     trained_in,
 )
 from lit_pfl.federation.options import check_options, check_together
@@ -525,15 +526,14 @@ class Federation(QuickModule):
 
     def _identity(self) -> dict[str, Any]:
         """Return what a checkpoint must agree in, first of all: what made the run, and whose data is whose."""
-        client = self.prototype
         return {
-            "method": type(client).__name__,
+            "method": type(self.prototype).__name__,
             "local_epochs": self.local_epochs,
             "participation": repr(p) if isinstance(p := self.participation, Participation) else p,
             "seed": self.seed,
             "data": self._fingerprints,
             "keep_trained": self.keep_trained,
-            "sends": {"local": client.local, "shares": client.only, "norm_stats": client.norm_stats},
+            "sends": sends_of(self.prototype),
             **{name: repr(given) for name in OPTIONAL if (given := getattr(self, name)) is not None},
         }
 
