@@ -21,7 +21,19 @@ from lit_pfl.cli.export import deployment
 from lit_pfl.data import ClassShards, Table, label_permutation
 from lit_pfl.errors import ConfigError
 from lit_pfl.export.deployment import PROGRAM, SCRIPT, WEIGHTS, Deployment
-from lit_pfl.methods import APFL, Ditto, FedAvg, FedSLR, PFedPara, PsiNet, SimFed
+from lit_pfl.methods import (
+    APFL,
+    Ditto,
+    FedAvg,
+    FedCP,
+    FedProto,
+    FedRoD,
+    FedSLR,
+    KNNPer,
+    PFedPara,
+    PsiNet,
+    SimFed,
+)
 from lit_pfl.models import Backbone
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.run_folder import write_rows
@@ -153,6 +165,16 @@ def test_after_aggregation_it_is_the_model_with_the_reply(tmp_path):
     assert not torch.equal(states[0], states[1])  # the clients are as they were
     reply = federation.coordinator.server.reply(0)["backbone.body.0.weight"]
     assert all(torch.equal(federation.standalone(k).body[0].weight, reply) for k in range(3))
+
+
+@pytest.mark.parametrize("method", [FedCP, FedProto, FedRoD, KNNPer])
+def test_methods_that_change_what_a_head_makes_are_exported_for_any_number_of_images(tmp_path, method):
+    data = digits(2)
+    federation = trained(client(method), data)
+    deployment(federation, data, 0).save(tmp_path, onnx=False)
+    with torch.no_grad():
+        found = torch.export.load(tmp_path / PROGRAM).module()(raw_images(data, 0))
+    torch.testing.assert_close(found, own_logits(federation, 0), atol=1e-5, rtol=1e-5)
 
 
 def test_models_of_tables_are_exported_without_preprocessing(tmp_path):

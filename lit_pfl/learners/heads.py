@@ -161,7 +161,7 @@ class _After:
     def __call__(self, head: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         features = self.seen._features
         assert features is not None
-        if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(features):
+        if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[:1] != features.shape[:1]:
             what = f"of shape {tuple(output.shape)}" if isinstance(output, Tensor) else "no tensor"
             raise ConfigError(f"model.head: this method needs a head that returns (B, C) logits; they are {what}.")
         self.seen._count, self.seen._logits = self.seen._count + 1, plain(output)

@@ -146,7 +146,7 @@ class Gates(nn.Module):
 
     def personal(self, features: Tensor) -> Tensor:
         """Return the personal head's part, (B, d), and keep the other for :meth:`add_common`."""
-        pairs = self.policy(features * self.context).view(len(features), 2, -1)
+        pairs = self.policy(features * self.context).unflatten(1, (2, -1))
         if self.draws:  # Gumbel noise, drawn on the CPU: the same on any device
             pairs = pairs - torch.empty(pairs.shape).exponential_().log().to(pairs)
         gates = pairs.softmax(1)
