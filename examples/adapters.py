@@ -40,13 +40,16 @@ class Classifier(L.LightningModule):
         self.model = get_peft_model(BertForSequenceClassification(config), lora)
         self.lr = lr
 
+    def forward(self, words):
+        return self.model(input_ids=words).logits
+
     def training_step(self, batch, batch_idx):
         words, labels = batch
-        return nn.functional.cross_entropy(self.model(input_ids=words).logits, labels)
+        return nn.functional.cross_entropy(self(words), labels)
 
     def validation_step(self, batch, batch_idx):
         words, labels = batch
-        logits = self.model(input_ids=words).logits
+        logits = self(words)
         self.log("acc", (logits.argmax(1) == labels).float().mean(), batch_size=len(labels))
 
     def configure_optimizers(self):

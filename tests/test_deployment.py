@@ -53,6 +53,28 @@ class Net(Backbone):
         super().__init__(body, nn.Linear(20, classes))
 
 
+class Rows(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(13, 3)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Doubled(Rows):
+    """Whose batches are changed outside of its ``forward``."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return 2 * batch[0], batch[1]
+
+
 METHODS = {
     "factorized": lambda: client(SimFed, tau=-1.0, factorization=Factorization(form="FFxIO", threshold=0.01)),
     "hadamard": lambda: client(PFedPara),
@@ -177,21 +199,17 @@ def test_methods_that_change_what_a_head_makes_are_exported_for_any_number_of_im
     torch.testing.assert_close(found, own_logits(federation, 0), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [Rows, Doubled])
+def test_where_a_client_predicts_other_values_than_its_forward_that_is_said(recwarn, kind):
+    data = Table("wine", num_clients=2)
+    deployment(trained(FedAvg(learner=kind()), data), data, 0)
+    said = [
+        str(one.message) for one in recwarn if "predicts other values than the forward of Doubled" in str(one.message)
+    ]
+    assert len(said) == (kind is Doubled)
+
+
 def test_models_of_tables_are_exported_without_preprocessing(tmp_path):
-    class Rows(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(13, 3)
-
-        def forward(self, x):
-            return self.net(x)
-
-        def training_step(self, batch, batch_idx):
-            return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     data = Table("wine", num_clients=2)
     federation = trained(FedAvg(learner=Rows()), data)
     model = deployment(federation, data, 0)

@@ -2,21 +2,24 @@
 that needs nothing of this library: as safetensors, as a program of torch.export and as ONNX."""
 
 import argparse
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_pfl.cli.federated_cli import FederatedCLI
 from lit_pfl.cli.options import by_name
 from lit_pfl.cli.run import execute
+from lit_pfl.core import Client
 from lit_pfl.data import FederatedDataModule, ImageSet, has_batches, labels_of
-from lit_pfl.errors import ConfigError
-from lit_pfl.export.deployment import CARD, SCRIPT, Deployment, Pixels, check_packages, pixels_about
+from lit_pfl.errors import WRONG, ConfigError
+from lit_pfl.export.deployment import CARD, LARGEST_DIFFERENCE, SCRIPT, Deployment, Pixels, check_packages, pixels_about
 from lit_pfl.federation import Federation
+from lit_pfl.learners.scoring import predictions
 from lit_pfl.lightning_internals import undisturbed
 from lit_pfl_callbacks.clients import COLUMNS
 from lit_pfl_callbacks.run_folder import latest_config, read_rows
@@ -90,6 +93,11 @@ def deployment(
         ConfigError: when there is no such client, or its inputs are no tensors.
     """
     network = federation.standalone(client)
+    if federation.ask(_predicts_otherwise, [client], as_scored=True)[client]:
+        rank_zero_warn(
+            f"Client {client}: it predicts other values than the forward of {type(network).__name__}, which is what is "
+            "exported; what predict_step and hooks of batches (on_after_batch_transfer) do is left out."
+        )
     own, labels = data.client(client), data.label_names(client)
     facts = {
         "Client": client, "Trained on": f"{own.num_samples} samples", **(_classes(own, labels) if labels else {}),
@@ -100,11 +108,24 @@ def deployment(
         images = _images(samples, own)
         pixels = Pixels(network, samples.mean.cpu(), samples.std.cpu())
         return Deployment(pixels.cpu(), images, labels, pixels_about(images.shape[1:]), facts)
-    inputs = own.example[0] if isinstance(own.example, tuple | list) else own.example
+    batch = next(iter(own.test), own.example)
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch
     if not isinstance(inputs, torch.Tensor):
         raise ConfigError(f"Client {client}: its model takes {type(inputs).__name__}; a tensor can be exported.")
-    batch = inputs.cpu().expand(2, *inputs.shape[1:]) if len(inputs) < 2 else inputs.cpu()
-    return Deployment(network.cpu(), batch.contiguous(), labels, facts=facts)
+    inputs = inputs.cpu().expand(2, *inputs.shape[1:]) if len(inputs) < 2 else inputs.cpu()
+    return Deployment(network.cpu(), inputs.contiguous(), labels, facts=facts)
+
+
+def _predicts_otherwise(client: Client) -> bool:
+    """Say whether a client predicts other values than its network alone."""
+    assert client.data is not None
+    batch = next(iter(client.data.test), client.data.example)
+    with suppress(*WRONG), torch.no_grad():  # who cannot predict has nothing to compare
+        with client.as_evaluated(client.evaluated[0]) as learner:
+            [predicted] = predictions(learner, [batch])
+        alone = client.standalone().eval()(batch[0] if isinstance(batch, tuple | list) else batch)
+        return not torch.allclose(alone, predicted, atol=LARGEST_DIFFERENCE, equal_nan=True)
+    return False
 
 
 def _images(samples: ImageSet, own: Any) -> torch.Tensor:
