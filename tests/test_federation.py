@@ -557,6 +557,8 @@ def test_an_engine_is_as_good_for_another_federation():
 def test_several_devices_are_answered_by_the_options_that_there_are():
     with pytest.raises(ConfigError, match=r"^trainer\.devices=2: .* federation\.engine=Ray and .*engine\.workers=2, "):
         refuse_processes(trainer(1, devices=2))
+    with pytest.raises(ConfigError, match=r"^trainer\.strategy=DDPStrategy: one process runs .* its default, auto; "):
+        refuse_processes(trainer(1, strategy="ddp"))
 
 
 @pytest.mark.parametrize(

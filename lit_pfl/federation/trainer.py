@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_pfl.core import Client
@@ -81,7 +82,9 @@ def check_outer(trainer: L.Trainer) -> None:
 
 
 def refuse_processes(trainer: L.Trainer) -> None:
-    """See that a federation's own Trainer has one device: an engine runs clients in several processes.
+    """See that a federation's own Trainer has one device and no strategy that is for several.
+
+    An engine runs clients in several processes.
 
     Raises:
         ConfigError: when it has more.
@@ -90,6 +93,11 @@ def refuse_processes(trainer: L.Trainer) -> None:
         raise ConfigError(
             f"trainer.devices={trainer.num_devices}: one process runs a federation, so give 1; to train clients in "
             f"several give federation.engine=Ray and federation.engine.workers={devices}, see docs/engines.md."
+        )
+    if isinstance(trainer.strategy, ParallelStrategy):
+        raise ConfigError(
+            f"trainer.strategy={type(trainer.strategy).__name__}: one process runs a federation, so leave it at its "
+            "default, auto; to train clients in several give federation.engine=Ray, see docs/engines.md."
         )
 
 
