@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed
 from torch import Tensor
 
 from lit_pfl.core.checks import check_quorum
@@ -49,9 +50,9 @@ class ProcessGroupLink:
         coordinator: the server's side, at rank 0: rounds completed, and bytes in ``coordinator.ledger``.
 
     Raises:
-        ConfigError: for options that do not go together, and where nothing has started several processes; when a module
-            is under a method and no server is given; in all processes, when they do not train by the same method, for
-            as many epochs a round, and from the same round.
+        ConfigError: for options that do not go together, and where nothing has started several processes, or they train
+            one model (``strategy="ddp"``); when a module is under a method and no server is given; in all processes,
+            when they do not train by the same method, for as many epochs a round, and from the same round.
         ConnectionError: when another process is gone, or does not answer.
 
     Example::
@@ -97,6 +98,11 @@ class ProcessGroupLink:
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
         """Find the others and report; wait for the first turn."""
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ConfigError(
+                "ProcessGroupLink: each process is a client of its own, but here all of them train one model "
+                "(torch.distributed is initialized, as strategy='ddp' does); give Trainer(devices=1)."
+            )
         self._limit = max(FROM_FACTORS, sum(tensor.numel() for tensor in info.tensors.values()))
         if self._processes is None:
             self._processes = _started_together(self.timeout)
