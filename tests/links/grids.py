@@ -42,6 +42,7 @@ class DirectGrid:
         self.change: Callable[[Message, Message], Message | None] = lambda message, answer: answer
         self.payload_bytes = {"train": [0, 0]}
         self.asked: list[tuple[int, str]] = []
+        self.waiting: dict[str, Message] = {}  # answers that nobody has asked for yet, by the message
         self.kept: defaultdict[int, RecordDict] = defaultdict(RecordDict)  # what a node's mods keep
         self.run = SimpleNamespace(run_id=1)
 
@@ -67,6 +68,12 @@ class DirectGrid:
                 self._count(changed, 0)
                 answers.append(sent(changed))
         return answers
+
+    def push_messages(self, messages: list[Message]) -> None:
+        self.waiting |= {answer.metadata.reply_to_message_id: answer for answer in self.send_and_receive(messages)}
+
+    def pull_messages(self, message_ids: list[str]) -> list[Message]:
+        return [self.waiting.pop(message) for message in message_ids if message in self.waiting]
 
     def _count(self, message: Message, direction: int) -> None:
         if message.metadata.message_type == "train" and message.has_content():

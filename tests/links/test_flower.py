@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -20,7 +21,7 @@ from lit_pfl import Client, Federation, Payload
 from lit_pfl.core import ClientSpec
 from lit_pfl.data import Dirichlet, PerClient
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.links.flower import client_app, server_app
+from lit_pfl.links.flower import client_app, nodes, server_app
 from lit_pfl.links.flower.messages import pack, unpack
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.links.flower.server import FlowerServer
@@ -232,6 +233,31 @@ def test_a_message_that_has_expired_was_not_answered_in_time():
     flower = server(here)
     with pytest.warns(UserWarning, match="Client 2: its node has not answered within"):
         flower.run()
+
+
+def test_a_node_that_never_answers_is_not_waited_for_twice(monkeypatch):
+    """Nor at all if it has come before all clients have joined."""
+    here, waits = grid(timeout=60.0, rounds=5), []
+    monkeypatch.setattr(nodes, "LOOK", 30.0)
+    monkeypatch.setattr(nodes, "time", SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits)))
+    here.nodes[5], here.down = {}, {5, 6}
+    flower = server(here)
+    flower._begin()
+    flower._round()
+    assert not waits
+    here.nodes[6] = {}
+    flower._round()
+    assert waits == [30.0, 30.0]
+    [question] = [question for question, node in flower.nodes._asked.items() if node == 6]
+    here.waiting[question] = SimpleNamespace(
+        metadata=SimpleNamespace(reply_to_message_id=question),
+        error=Error(ErrorCode.MESSAGE_UNAVAILABLE, "expired"),
+        has_content=lambda: False,
+    )
+    flower.run()
+    assert waits == [30.0, 30.0]
+    assert here.asked.count((5, "query")) == 1
+    assert here.asked.count((6, "query")) == 2  # once more in the next round
 
 
 def test_clients_that_do_not_join_are_counted():

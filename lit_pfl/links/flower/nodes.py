@@ -51,6 +51,8 @@ class Nodes:
         self.refused: dict[int, str] = {}
         self._homes: dict[int, int] = {}
         self._known: set[int] = set()
+        self._asked: dict[str, int] = {}  # who has been asked who lives there and not answered yet, by message
+        self._silent: set[int] = set()  # who has not answered in time, and is not waited for again
 
     def begin(self, run: str, clients: Iterable[int], answered: Mapping[int, int] | None = None) -> None:
         """Take note of the run and of its clients, and of what they have answered if they continue."""
@@ -61,19 +63,43 @@ class Nodes:
         infos: dict[int, ClientInfo] = {}
         until = time.monotonic() + self.timeout
         while True:
-            infos |= self._meet()
+            infos |= self._meet(waits=False)
             if len(self._homes) >= clients or time.monotonic() > until:
                 return dict(sorted(infos.items()))
             time.sleep(LOOK)
 
-    def _meet(self) -> dict[int, ClientInfo]:
-        """Ask nodes that have come who lives there; forget those that have gone."""
+    def _meet(self, waits: bool = True) -> dict[int, ClientInfo]:
+        """Ask nodes that have come who lives there, and take in those that answer; forget those that have gone.
+
+        Args:
+            waits: whether to wait for the answers of nodes that are asked for the first time.
+        """
         nodes = set(self.grid.get_node_ids())
         self._known &= nodes
+        self._silent &= nodes
         self._homes = {client: node for client, node in self._homes.items() if node in nodes}
-        new = nodes - self._known
+        self._asked = {message: node for message, node in self._asked.items() if node in nodes}
+        new = nodes - self._known - set(self._asked.values())
+        questions = [self._message(node, MessageType.QUERY, RecordDict()) for node in sorted(new)]
+        if questions:
+            self.grid.push_messages(questions)
+        self._asked |= {question.metadata.message_id: question.metadata.dst_node_id for question in questions}
+        infos, first = self._answered(), new - self._silent
+        until = time.monotonic() + self.timeout
+        while waits and first & set(self._asked.values()) and time.monotonic() < until:
+            time.sleep(LOOK)
+            infos |= self._answered()
+        return infos
+
+    def _answered(self) -> dict[int, ClientInfo]:
+        """Take in the nodes that have said by now who lives there."""
         infos: dict[int, ClientInfo] = {}
-        for node, answer in self._ask({node: self._message(node, MessageType.QUERY, RecordDict()) for node in new}):
+        replies = self.grid.pull_messages(list(self._asked)) if self._asked else ()
+        answers = {self._asked.pop(reply.metadata.reply_to_message_id): _content(reply) for reply in replies}
+        for node, answer in sorted(answers.items()):
+            if answer is None:
+                self._silent.add(node)
+                continue
             try:
                 here = _joined(answer, self.method)
             except (KeyError, TypeError, ValueError) as error:
@@ -198,9 +224,15 @@ class Nodes:
         answers = {reply.metadata.reply_to_message_id: reply for reply in replies}
         for node, message in sorted(messages.items()):
             answer = answers.get(message.metadata.message_id)
-            if answer is None or (not answer.has_content() and answer.error.code in EXPIRED):
-                continue
-            yield node, answer.content if answer.has_content() else RAISED.sub(r"\1: \2", answer.error.reason.strip())
+            if answer is not None and (content := _content(answer)) is not None:
+                yield node, content
+
+
+def _content(answer: Message) -> RecordDict | str | None:
+    """Return what a node has answered, or what was wrong; None where it has not answered in time."""
+    if answer.has_content():
+        return answer.content
+    return None if answer.error.code in EXPIRED else RAISED.sub(r"\1: \2", answer.error.reason.strip())
 
 
 def _joined(answer: RecordDict | str, method: ConfigRecord) -> dict[int, ClientInfo]:
