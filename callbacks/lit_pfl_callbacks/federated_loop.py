@@ -24,7 +24,6 @@ from lit_pfl_callbacks.tensors import copied, load_tensors, tensors_of
 # Running statistics of normalization layers describe one client's data, so they stay with the client.
 NOT_RUNNING_STATISTICS = r"^(?!.*(running_mean|running_var|num_batches_tracked)$)"
 
-
 Reply = Mapping[str, Tensor] | None
 
 
@@ -350,6 +349,7 @@ class FederatedLoop(L.Callback):
             return self.num_samples
         loader: Any = trainer.train_dataloader
         sampler = getattr(loader, "sampler", None)
+        sampler = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # within Lightning's, in DDP
         try:
             return len(sampler if isinstance(sampler, SubsetRandomSampler) else loader.dataset)
         except (AttributeError, TypeError):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.datasets import load_digits
@@ -230,6 +231,14 @@ def test_an_unknown_number_of_samples_is_asked_for():
     assert link.info.num_samples == 5
     quiet_trainer(FederatedLoop(link, num_samples=7), max_epochs=1).fit(PlainModule(), batches)
     assert link.info.num_samples == 7
+
+
+def test_samples_of_a_subset_are_counted_also_where_several_processes_share_them():
+    """There Lightning puts a sampler of its own around the loader's."""
+    subset, data = SubsetRandomSampler(range(3)), TensorDataset(torch.zeros(8, 1))
+    for sampler in (subset, DistributedSamplerWrapper(subset, num_replicas=2, rank=0)):
+        site = SimpleNamespace(train_dataloader=DataLoader(data, sampler=sampler))
+        assert FederatedLoop(Ends())._count_samples(site) == 3
 
 
 def test_a_local_link_outside_a_hub_says_so():
