@@ -341,7 +341,7 @@ class FederatedLoop(L.Callback):
         if _decides(pl_module):
             pl_module.download(reply)
         else:
-            load_tensors(pl_module, reply)
+            load_tensors(pl_module, {name: tensor for name, tensor in reply.items() if self.share(name)})
             self._frozen -= reply.keys()  # somebody has unfrozen these elsewhere
 
     def _count_samples(self, trainer: L.Trainer) -> int:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,6 +147,18 @@ class Ends:
     def exchange(self, upload):
         self.exchanged += 1
         return upload if self.exchanged < 2 else None
+
+
+def test_what_one_site_keeps_at_home_stays_also_where_others_share_it():
+    hub, modules = LocalHub(), [PlainModule() for _ in range(2)]
+    for site, share in enumerate(["", "^net.0"]):
+        fit = quiet_trainer(FederatedLoop(hub.link, share=share), max_epochs=1).fit
+        hub.add(site, partial(fit, modules[site], loaders()[site]))
+    before = copy.deepcopy(modules[1].net[3])
+    hub.run()
+    assert torch.equal(modules[0].net[0].weight, modules[1].net[0].weight)
+    assert not torch.equal(modules[0].net[3].weight, modules[1].net[3].weight)
+    assert not torch.equal(before.weight, modules[1].net[3].weight)  # it has been trained
 
 
 def test_a_reply_of_none_ends_the_fit_and_the_link_hears_of_the_samples():
