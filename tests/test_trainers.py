@@ -125,6 +125,8 @@ def test_an_error_ends_all_fits(where):
         ({"check_val_every_n_epoch": 0}, r"trainer\.check_val_every_n_epoch=0: .*limit_val_batches=0"),
         ({"gradient_clip_val": 10}, r"trainer\.gradient_clip_val=10: .*federation\.client_trainer\.gradient_clip_val"),
         ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2: .*client_trainer\.accumulate_grad_batches"),
+        ({"detect_anomaly": True}, r"trainer\.detect_anomaly=True: .*federation\.client_trainer\.detect_anomaly"),
+        ({"gradient_clip_val": 1.0, "fast_dev_run": True}, r"trainer\.gradient_clip_val=1\.0: it is clients"),
         ({"precision": "bf16-true"}, r"trainer\.precision=bf16-true: .*choose 32-true, 16-mixed, bf16-mixed"),
         ({"precision": "64-true"}, r"trainer\.precision=64-true: "),
     ],

@@ -23,6 +23,12 @@ from lit_pfl.errors import ConfigError
 _GRADIENTS = "is about gradients, which clients have; give it to them, in federation.client_trainer.callbacks"
 #: Lightning's callbacks that clients can have, and a federation's own Trainer cannot
 OF_CLIENTS = dict.fromkeys((BaseFinetuning, GradientAccumulationScheduler, SpikeDetection), _GRADIENTS)
+#: options of a Trainer that are about gradients, where it keeps each, and what that is by default
+_OF_GRADIENTS = (
+    ("gradient_clip_val", "gradient_clip_val", None),
+    ("accumulate_grad_batches", "accumulate_grad_batches", 1),
+    ("detect_anomaly", "_detect_anomaly", False),
+)
 #: held by the thread whose federation trains: all random numbers are drawn from the process's generators
 _TRAINING = threading.RLock()
 
@@ -44,6 +50,11 @@ def check_outer(trainer: L.Trainer) -> None:
                     f"trainer.callbacks: ModelCheckpoint({name}={value}) would save in the middle of a round; give "
                     "every_n_epochs, the rounds from one checkpoint to the next."
                 )
+    for name, attribute, unset in _OF_GRADIENTS:
+        if (value := getattr(trainer, attribute)) not in (unset, 0):
+            raise ConfigError(
+                f"trainer.{name}={value}: it is clients that have gradients; give federation.client_trainer.{name}."
+            )
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # limits batches, for a first try of everything
         return
     for name, allowed in (("overfit_batches", 0.0), ("limit_train_batches", 1.0)):
@@ -73,12 +84,6 @@ def check_outer(trainer: L.Trainer) -> None:
             f"trainer.check_val_every_n_epoch={trainer.check_val_every_n_epoch}: give 1 or more rounds, or "
             "trainer.limit_val_batches=0 for no validation."
         )
-    for name, unset in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
-        value = getattr(trainer, name)
-        if value not in (unset, 0):
-            raise ConfigError(
-                f"trainer.{name}={value}: it is clients that have gradients; give federation.client_trainer.{name}."
-            )
 
 
 def refuse_processes(trainer: L.Trainer) -> None:
