@@ -122,6 +122,7 @@ def test_an_error_ends_all_fits(where):
         ({"limit_test_batches": 1}, r"trainer\.limit_test_batches=1: .*tests are of all clients; give 0"),
         ({"val_check_interval": 1}, r"trainer\.val_check_interval=1: .*trainer\.check_val_every_n_epoch"),
         ({"val_check_interval": 4, "check_val_every_n_epoch": None}, r"trainer\.val_check_interval=4: "),
+        ({"val_check_interval": "00:00:00:05"}, r"trainer\.val_check_interval=5 s: .*trainer\.check_val_every_n_epoch"),
         ({"check_val_every_n_epoch": 0}, r"trainer\.check_val_every_n_epoch=0: .*limit_val_batches=0"),
         ({"gradient_clip_val": 10}, r"trainer\.gradient_clip_val=10: .*federation\.client_trainer\.gradient_clip_val"),
         ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2: .*client_trainer\.accumulate_grad_batches"),

@@ -74,9 +74,12 @@ def check_outer(trainer: L.Trainer) -> None:
             f"trainer.limit_test_batches={trainer.limit_test_batches}: a batch is a client here, and tests are of all "
             "clients; give 0 for no test."
         )
-    if trainer.check_val_every_n_epoch is None or not _is_share(trainer.val_check_interval, 1.0):
+    # of a time, Lightning keeps none before the fit
+    interval = getattr(trainer, "val_check_interval", None)
+    if trainer.check_val_every_n_epoch is None or interval is None or not _is_share(interval, 1.0):
+        given = interval if interval is not None else f"{trainer._val_check_time_interval:g} s"  # type: ignore[attr-defined]
         raise ConfigError(
-            f"trainer.val_check_interval={trainer.val_check_interval}: a batch is a client here, and some clients' "
+            f"trainer.val_check_interval={given}: a batch is a client here, and some clients' "
             "round is not over yet; give trainer.check_val_every_n_epoch, the rounds from one validation to the next."
         )
     if trainer.check_val_every_n_epoch < 1:
