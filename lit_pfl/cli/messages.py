@@ -145,6 +145,7 @@ def explained(message: str, known: list[str]) -> str:
         choice = ALSO.get(kind, "") + ("give" if kind in UNLISTED else f"choose one of {', '.join(names)}, or")
         return f"{option}: {problem}; {choice} a class path of your own.{_did_you_mean([given], names)}"
     said = [line for line in reason.split("\n") if line and not line.startswith(FRAME)]
+    said.sort(key=lambda line: line.startswith("Expected a"))  # what a class says itself goes before other kinds
     kinds = [
         "one of " + choices.replace("'", "") if choices else KINDS.get(one or other, f"a {one or other}")
         for one, choices, other in KIND.findall("\n".join(said))
