@@ -98,9 +98,16 @@ def refuse_processes(trainer: L.Trainer) -> None:
         ConfigError: when it has more.
     """
     if (devices := trainer.num_devices * trainer.num_nodes) > 1:
+        name = "devices" if trainer.num_devices > 1 else "num_nodes"
         raise ConfigError(
-            f"trainer.devices={trainer.num_devices}: one process runs a federation, so give 1; to train clients in "
-            f"several give federation.engine=Ray and federation.engine.workers={devices}, see docs/engines.md."
+            f"trainer.{name}={devices}: one process runs a federation, so give 1; to "
+            f"train clients in several give federation.engine=Ray and federation.engine.workers={devices}, see "
+            "docs/engines.md."
+        )
+    if isinstance(trainer.strategy, ParallelStrategy):
+        raise ConfigError(
+            f"trainer.strategy={type(trainer.strategy).__name__}: one process runs a federation; leave it out, and see "
+            "docs/engines.md for clients in several."
         )
     if isinstance(trainer.strategy, ParallelStrategy):
         raise ConfigError(
