@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import yaml
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -224,7 +225,7 @@ class FederatedCLI(LightningCLI):
         callbacks = [self.stops, *own, *watching, RunRecord(self.given, self.changed)]
         if self.subcommand == "predict":
             callbacks.append(Predictions())
-        if config.enable_progress_bar is not False:
+        if config.enable_progress_bar is not False and not any(isinstance(one, ProgressBar) for one in own):
             callbacks.append(RoundProgress())
         if config.enable_checkpointing is not False and not any(isinstance(one, LastCheckpoint) for one in own):
             callbacks.append(LastCheckpoint())

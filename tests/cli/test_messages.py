@@ -281,6 +281,11 @@ def test_one_callback_needs_no_list(capsys):
     )
 
 
+def test_a_progress_bar_that_is_given_takes_the_place_of_the_own_one(capsys):
+    bar = ["--trainer.enable_progress_bar", "true", "--trainer.callbacks", "RichProgressBar"]
+    assert typed(capsys, "fit", *TINY, *bar, "--trainer.max_epochs", "1").code == 0
+
+
 def test_without_a_logger_no_other_run_s_checkpoint_is_overwritten(capsys):
     words = [*TINY, "--trainer.max_epochs", "1", "--trainer.logger", "false"]
     assert typed(capsys, "fit", *words).code in (0, None)
