@@ -2,6 +2,7 @@
 them."""
 
 import importlib.util
+import re
 import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -32,6 +33,8 @@ NEEDED = {
     "MLFlowLogger": (("mlflow",), "MLflow: pip install mlflow"),
     "CometLogger": (("comet_ml",), "Comet: pip install comet-ml"),
 }
+#: names that YAML reads as whole numbers, such as 7, 0x7, 2026_11_28 and 7:30
+NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]*")
 #: loggers that have a folder for every run and add to what is there
 IN_A_FOLDER = ("RunLogger", "TensorBoardLogger")
 #: the option by which a logger is told which of its runs it goes on with
@@ -182,10 +185,12 @@ def refuse_missing(loggers: Iterable[Any]) -> None:
 
 def place(loggers: Sequence[Any], folder: Path) -> None:
     """Let every RunLogger write into a folder, and the first logger, whose folder is the run's, if it can."""
+    # the parser would make a number of it, as which it is called version_7
+    version = f"./{folder.name}" if NUMBER.fullmatch(folder.name) else folder.name
     for one in loggers:
         if is_run_logger(one) or (one is loggers[0] and name_of(one) in IN_A_FOLDER):
             options = one.init_args
-            options.save_dir, options.name, options.version = str(folder.parent), "", folder.name
+            options.save_dir, options.name, options.version = str(folder.parent), "", version
 
 
 def go_on(loggers: Iterable[Any], runs: Iterable[Sequence[Any]]) -> None:

@@ -189,6 +189,15 @@ def test_the_run_folder_is_the_one_that_is_asked_for(capsys):
     finish()
 
 
+@pytest.mark.parametrize("name", ["7", "2026_11_28"])
+def test_a_run_folder_may_be_called_by_a_number(name, capsys):
+    words = ["fit", *TINY, f"--folder=seeds/{name}", "--ckpt_path=last"]
+    for rounds in (1, 2):
+        assert typed(capsys, *words, f"--trainer.max_epochs={rounds}").code == 0
+    assert [path.name for path in Path("seeds").iterdir()] == [name]
+    assert [row["round"] for row in rows(Path("seeds", name, "metrics.csv"))] == ["1", "2"]
+
+
 TENSORBOARD = """
 trainer:
   logger:
