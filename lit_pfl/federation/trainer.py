@@ -97,18 +97,13 @@ def refuse_processes(trainer: L.Trainer) -> None:
     Raises:
         ConfigError: when it has more.
     """
-    if (devices := trainer.num_devices * trainer.num_nodes) > 1:
-        name = "devices" if trainer.num_devices > 1 else "num_nodes"
-        raise ConfigError(
-            f"trainer.{name}={devices}: one process runs a federation, so give 1; to "
-            f"train clients in several give federation.engine=Ray and federation.engine.workers={devices}, see "
-            "docs/engines.md."
-        )
-    if isinstance(trainer.strategy, ParallelStrategy):
-        raise ConfigError(
-            f"trainer.strategy={type(trainer.strategy).__name__}: one process runs a federation; leave it out, and see "
-            "docs/engines.md for clients in several."
-        )
+    for name, number in (("devices", trainer.num_devices), ("num_nodes", trainer.num_nodes)):
+        if number > 1:
+            raise ConfigError(
+                f"trainer.{name}={number}: one process runs a federation, so give 1; to train clients in several give "
+                f"federation.engine=Ray and federation.engine.workers={trainer.num_devices * trainer.num_nodes}, see "
+                "docs/engines.md."
+            )
     if isinstance(trainer.strategy, ParallelStrategy):
         raise ConfigError(
             f"trainer.strategy={type(trainer.strategy).__name__}: one process runs a federation, so leave it at its "

@@ -83,7 +83,7 @@ REFUSED = [
     ("--trainer.max_epochs -2", "trainer.max_epochs=-2: give the number of rounds, or -1 for no end."),
     ("--trainer.callbacks EarlyStopping", "trainer.callbacks: the following arguments are required: monitor."),
     ("--trainer.num_nodes 2", "trainer.num_nodes=2: one process runs a federation, so give 1; "),
-    ("--trainer.strategy ddp", "trainer.strategy=DDPStrategy: one process runs a federation; leave it out, "),
+    ("--trainer.strategy ddp", "trainer.strategy=DDPStrategy: one process runs a federation, so leave it at "),
     ("--trainer.devices 4", "trainer.devices=4: one process runs a federation, so give 1; to train clients in "),
     ("--federation.engine stacked", "federation.engine: there is no 'stacked'; choose one of Local, Ray, Stacked, or"),
     ("--federation.engine Stacked --federation.engine.workers 3",
