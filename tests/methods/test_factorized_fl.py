@@ -9,7 +9,7 @@ from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.data import label_permutation
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import FactorizedFL, FedAvg, StandAlone
+from lit_pfl.methods import FactorizedFL, FedAvg
 from lit_pfl.methods.factorized.factorized_fl import FactorizedFLServer, MatchingRule
 from lit_pfl.nn import factorized_layers
 from lit_pfl.nn.factorization import Factorization
@@ -106,14 +106,6 @@ def test_sequential_mixing_uses_what_is_mixed_already():
         torch.from_numpy(np.corrcoef(np.stack([u[V].ravel() for u in own.values()]))), np.random.default_rng()
     )
     assert torch.allclose(w.sum(1), torch.ones(6, dtype=w.dtype))
-
-
-@pytest.mark.parametrize("options", [{"match": "none"}, {"tau": 1.1}])
-@pytest.mark.parametrize("mixes", ["u", "uvm"])
-def test_without_partners_it_is_stand_alone_bit_for_bit(options, mixes):
-    kind = Factorization(form="FFxIO", l1=1e-3)
-    matched = run(client(FactorizedFL, mixes=mixes, factorization=kind, **options), rounds=3)
-    assert_equal(weights(matched), weights(run(client(StandAlone, factorization=kind), rounds=3)))
 
 
 class EvenServer(Server):

@@ -4,21 +4,14 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from heads import learners, skewed, softmax, whole_data
+from heads import skewed, softmax, whole_data
 from torch import nn
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import FedAvg, FedEM
+from lit_pfl.methods import FedEM
 from lit_pfl.methods.similarity.fedem import log_mixture, responsibilities
 from lit_pfl.nn.factorization import Factorization
-from lit_pfl.testing import assert_equal
-from tiny import client, run, weights
-
-
-def test_one_component_is_fedavg():
-    a, b = (run(client(method, **options), skewed(), rounds=3) for method, options in
-            ((FedEM, {"components": 1}), (FedAvg, {})))  # fmt: skip
-    assert_equal(learners(a), weights(b))
+from tiny import client, run
 
 
 def test_responsibilities_and_mixture_equal_the_formulas():

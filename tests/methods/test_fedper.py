@@ -4,7 +4,7 @@ import pytest
 from two_layers import ALL, BODY, SGD, Recorded, assert_close, gradient, scores
 
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import FedAvg, FedPer, StandAlone
+from lit_pfl.methods import FedPer, StandAlone
 from lit_pfl.models import CNN, ResNet9
 from lit_pfl.nn.factorization import Factorization
 from tiny import assert_equal, client, digits, run, spec, weights
@@ -48,22 +48,6 @@ def test_last_layers_of_networks_of_several_kinds():
     assert len(personal(lambda *c: ResNet9(*c, width=2), 4)) == 7
 
 
-def test_with_nothing_personal_it_is_fedavg_bit_for_bit():
-    personal, fedavg = run(client(FedPer, personal_layers=0)), run(client(FedAvg))
-    assert_equal(weights(personal), weights(fedavg))
-    assert scores(personal) == scores(fedavg)
-
-
-@pytest.mark.parametrize("norm_stats", ["local", "averaged"])
-def test_where_labels_differ_it_is_fedavg_bit_for_bit(norm_stats):
-    """Which is why SimFed's table by local epochs has no rows of it (configs/paper/simfed/tables.yaml)."""
-    personal, fedavg = (
-        run(client(kind, norm_stats=norm_stats), digits(permute_labels=True)) for kind in (FedPer, FedAvg)
-    )
-    assert_equal(weights(personal), weights(fedavg))
-    assert scores(personal) == scores(fedavg)
-
-
 @pytest.mark.parametrize("permuted", [False, True])
 def test_alone_it_does_not_matter_which_statistics_would_be_sent(permuted):
     """Which is why that table has one run of Stand-Alone for both."""
@@ -73,16 +57,6 @@ def test_alone_it_does_not_matter_which_statistics_would_be_sent(permuted):
     )
     assert_equal(weights(local), weights(averaged))
     assert scores(local) == scores(averaged)
-
-
-def test_with_everything_personal_it_is_stand_alone_bit_for_bit():
-    personal, alone = run(client(FedPer, personal_layers=2)), run(client(StandAlone))
-    assert_equal(weights(personal), weights(alone))
-
-
-def test_under_permuted_labels_it_is_fedavg_bit_for_bit():
-    personal, fedavg = (run(client(method), digits(3, permute_labels=True)) for method in (FedPer, FedAvg))
-    assert_equal(weights(personal), weights(fedavg))
 
 
 @pytest.mark.parametrize("personal_layers", [0, 1])

@@ -8,9 +8,9 @@ from torch import nn
 
 from lit_pfl.core import ClientInfo, Payload
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import FedAvg, PFedSim
+from lit_pfl.methods import PFedSim
 from lit_pfl.methods.similarity.pfedsim import PFedSimServer, similarity_of_rows, weights_by_similarity
-from tiny import Parts, assert_equal, client, digits, run, weights
+from tiny import Parts, assert_equal, client, digits, run
 
 BODY, HEAD = "body.weight", "head.weight"
 
@@ -70,12 +70,6 @@ def test_opposite_and_empty_rows_are_not_similar():
     found = similarity_of_rows([head, -head, torch.eye(2)])
     assert found[0, 1] == 0
     assert float(found[0, 2]) == pytest.approx(0.5 / 5**0.5)
-
-
-def test_while_the_warm_up_lasts_it_is_fedavg_bit_for_bit():
-    runs = [run(client(kind, **more), skewed(), rounds=3) for kind, more in
-            ((PFedSim, {"warmup_rounds": 3}), (FedAvg, {}))]  # fmt: skip
-    assert_equal(*map(weights, runs))
 
 
 def test_clients_with_nobody_alike_train_alone_and_heads_stay_at_home(monkeypatch):

@@ -7,10 +7,10 @@ import torch
 from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import SimFed, StandAlone
+from lit_pfl.methods import SimFed
 from lit_pfl.methods.similarity.simfed import EMBEDDING, SimFedServer
 from lit_pfl.nn.factorization import Factorization
-from tiny import assert_equal, client, digits, run, weights
+from tiny import client, run, weights
 
 
 def payloads(num_clients: int, spread: float = 0.3) -> dict[int, Payload]:
@@ -85,18 +85,6 @@ def test_what_a_client_does_after_its_upload_changes_no_reply():
     before = server.reply(1)["u"].clone()
     uploads[0]["u"].add_(100)
     assert torch.equal(server.reply(1)["u"], before)
-
-
-@pytest.mark.parametrize("num_clients", [1, 4])
-def test_without_matches_it_is_stand_alone_bit_for_bit(num_clients):
-    """With tau above 1; and with a single client, whatever tau."""
-    tau = 1.1 if num_clients > 1 else 0.0
-    simfed = run(client(SimFed, tau=tau), digits(num_clients), rounds=3)
-    alone = run(client(StandAlone, factorization=Factorization()), digits(num_clients), rounds=3)
-    for k, state in weights(alone).items():
-        assert_equal(
-            state, {name: t for name, t in weights(simfed)[k].items() if not name.startswith("criteria_input.")}
-        )
 
 
 def test_lambda_zero_and_no_scale_is_the_mean_of_all():

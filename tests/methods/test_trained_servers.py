@@ -11,12 +11,12 @@ from torch import nn
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import CCVR, FedAvg, FedGen, FedGH, PFedHN, StandAlone
+from lit_pfl.methods import CCVR, FedGen, FedGH, PFedHN, StandAlone
 from lit_pfl.methods.knowledge.fedgen import GENERATOR, Generator, diversity, teacher_loss
 from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES
 from lit_pfl.methods.partial.fedgh import HEAD, FedGHServer
 from lit_pfl.methods.similarity.pfedhn import HyperNetwork, PFedHNServer
-from tiny import TinyNet, assert_equal, client, momentum_sgd, run, weights
+from tiny import TinyNet, client, momentum_sgd, run, weights
 
 # -------------------------------------------------------------------------------------------------------------- pFedHN
 
@@ -128,11 +128,6 @@ def test_a_network_that_is_too_large_is_refused():
 
 
 # -------------------------------------------------------------------------------------------------------------- FedGen
-
-
-def test_without_generated_samples_it_is_fedavg_bit_for_bit():
-    a, b = run(client(FedGen, alpha=0.0, beta=0.0), skewed(), rounds=3), run(client(FedAvg), skewed(), rounds=3)
-    assert_equal(learners(a), weights(b))
 
 
 def test_the_teacher_s_loss_equals_the_formula():
