@@ -332,14 +332,6 @@ def test_an_error_in_a_client_names_the_client():
     assert caught.value.__notes__ == ["(in the fit of client 1)"]
 
 
-@pytest.mark.parametrize("evaluate", ["before", "after"])
-def test_one_client_and_clients_with_a_single_batch(evaluate):
-    one = run(client(SimFed), digits(1), rounds=1, evaluate=evaluate)
-    assert_equal(weights(one), weights(run(client(SimFed, tau=2), digits(1), rounds=1)))
-    many = run(client(FedAvg), digits(40, batch_size=500), rounds=2)
-    assert many.clients[39].trainer.global_step == 2
-
-
 def test_empty_clients_take_no_part():
     data = digits(40, partition=Dirichlet(0.02, min_samples=0))
     federation = run(client(FedAvg), data, rounds=1)

@@ -1,6 +1,5 @@
 """What a project's own Trainer offers goes on working once its module is under a method."""
 
-import copy
 import csv
 from pathlib import Path
 from typing import Any
@@ -29,27 +28,17 @@ def method(kind: type[Client]) -> Client:
     return kind(learner=learner, head=r"^net\.3\.")
 
 
-def fit(
-    kind: type[Client],
-    sites: int = 2,
-    rounds: int = 3,
-    path: Path | None = None,
-    hub_options: dict[str, Any] | None = None,
-    **options: Any,
-) -> list[Client]:
+def fit(kind: type[Client], rounds: int = 3, **options: Any) -> list[Client]:
     """Run sites under their own Trainers, the first with further options."""
-    hub, modules = LocalHub(), [method(kind) for _ in range(sites)]
+    hub, modules = LocalHub(), [method(kind) for _ in range(2)]
     for site, module in enumerate(modules):
         loop = FederatedLoop(hub.link, every_n_epochs=EPOCHS)
         own = {**options, "callbacks": [*options.get("callbacks", []), loop]} if site == 0 else {"callbacks": [loop]}
         fitting, data = trainer(rounds * EPOCHS, **own), Loaders(diabetes()[site])
         in_order = DataLoader(Subset(diabetes()[site], range(40)), 8)
         batches = in_order, data.val_dataloader()
-        start = path if site == 0 else None
-        hub.add(
-            site, lambda t=fitting, m=module, b=batches, p=start: t.fit(m, *b, ckpt_path=p, weights_only=p is not None)
-        )
-    hub.run(modules[0].configure_server(), **(hub_options or {}))
+        hub.add(site, lambda t=fitting, m=module, b=batches: t.fit(m, *b))
+    hub.run(modules[0].configure_server())
     return modules
 
 
@@ -85,17 +74,6 @@ def test_validation_is_of_the_personalized_model(kind, tmp_path):
     fresh = method(kind)
     [loaded] = trainer().validate(fresh, Loaders(diabetes()[0]).val_dataloader(), tmp_path / "mine.ckpt", verbose=False)
     assert loaded == scores
-
-
-@pytest.mark.parametrize("kind", METHODS)
-def test_a_site_goes_on_from_its_own_checkpoint(kind, tmp_path):
-    whole, states = fit(kind, sites=1, rounds=4), []
-    last = ModelCheckpoint(tmp_path, filename="last", save_on_train_epoch_end=True)
-    keep = {"after_round": lambda coordinator: states.append(copy.deepcopy(coordinator.state_dict()))}
-    fit(kind, sites=1, rounds=2, hub_options=keep, callbacks=[last], enable_checkpointing=True)
-    assert [state["round"] for state in states] == [1, 2]
-    resumed = fit(kind, sites=1, rounds=4, hub_options={"state": states[-1]}, path=tmp_path / "last.ckpt")
-    assert_equal(resumed[0].state_dict(), whole[0].state_dict())
 
 
 @pytest.mark.parametrize("kind", METHODS)
