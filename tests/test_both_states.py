@@ -1,11 +1,11 @@
 """A test scores models as trained, as aggregated and, where there is one, the global model, in one go."""
 
-import csv
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from cli.typed import rows
 from lit_pfl import Federation
 from lit_pfl.engines import Local
 from lit_pfl.methods import Ditto, FedAvg, FedPer, FedSLR, PsiNet, StandAlone
@@ -23,11 +23,6 @@ def fitted(folder: Path, evaluate: str, method=FedAvg, data=None, callbacks=(), 
         federation, datamodule=data or digits(permute_labels=True)
     )
     return federation
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 def metrics(folder: Path, prefix: str = "test/") -> dict[str, str]:

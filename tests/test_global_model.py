@@ -1,11 +1,10 @@
 """The one model of all, scored on everybody's data at once."""
 
-import csv
-
 import pytest
 import torch
 from torch import nn
 
+from cli.typed import rows
 from lit_pfl import Federation
 from lit_pfl.data import ClassShards
 from lit_pfl.errors import ConfigError
@@ -72,16 +71,13 @@ def test_without_validation_data_test_data_are_scored_every_round(tmp_path):
     logger = RunLogger(str(tmp_path), name="", version="run")
     federation = Federation(client(PsiNet), seed=1, threads=1, **GLOBAL)
     trainer(3, logger=logger, callbacks=[ClientsTable(show=False)]).fit(federation, datamodule=data)
-    with (tmp_path / "run/metrics.csv").open() as file:
-        rounds = list(csv.DictReader(file))
+    rounds, scored = rows(tmp_path / "run/metrics.csv"), rows(tmp_path / "run/clients.csv")
     assert "val/acc" not in rounds[0]
     assert [row["round"] for row in rounds if float(row["test/acc"]) >= 0] == ["1", "2", "3"]
-    with (tmp_path / "run/clients.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    others = [row for row in rows if row["state"] != "global"]  # of the last round
+    others = [row for row in scored if row["state"] != "global"]  # of the last round
     assert [(row["client"], row["round"], row["state"]) for row in others] == [
         (client, "3", state) for client in "012" for state in ("trained", "aggregated")
     ]
-    rows = [row for row in rows if row not in others]
-    assert [(row["client"], row["round"], row["split"]) for row in rows] == [("-1", n, "test") for n in "123"]
-    assert [float(row["acc"]) for row in rows] == [float(row["test/acc"]) for row in rounds]
+    scored = [row for row in scored if row not in others]
+    assert [(row["client"], row["round"], row["split"]) for row in scored] == [("-1", n, "test") for n in "123"]
+    assert [float(row["acc"]) for row in scored] == [float(row["test/acc"]) for row in rounds]

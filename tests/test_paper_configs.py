@@ -1,6 +1,5 @@
 """The papers' tables as configurations: every row, every column, and a cell that runs."""
 
-import csv
 import functools
 import importlib
 import re
@@ -17,6 +16,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from cli.typed import rows
 from lit_pfl import methods
 from lit_pfl.cli import main
 from lit_pfl.cli.config_files import with_fragments
@@ -333,6 +333,5 @@ def test_a_cell_runs_to_its_end(tables):
     Path("cell.yaml").write_text(table.cell("Factorized-FL", "CIFAR-10, Permuted Non-IID").run.text)
     small = ["--data", "Digits", "--data.image_size", "16", "--data.num_clients", "3", "--model.backbone.width", "2"]
     main(["fit", "--config=cell.yaml", *small, "--trainer.max_epochs", "1", "--federation.local_epochs", "1"])
-    with Path("runs/FactorizedFL-Digits/version_0/clients.csv").open(newline="") as file:
-        tested = [row for row in csv.DictReader(file) if row["split"] == "test"]
+    tested = [row for row in rows(Path("runs/FactorizedFL-Digits/version_0/clients.csv")) if row["split"] == "test"]
     assert [row["n"] for row in tested] == ["180"] * 6  # all test images for each, as trained and as aggregated

@@ -8,6 +8,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from cli.typed import rows as rows
 from lit_pfl_callbacks.protocols import transfer
 
 
@@ -112,9 +113,3 @@ def trainer(folder: Any, epochs: int, callbacks: list[L.Callback], **options: An
         "max_epochs": epochs, "accelerator": "cpu", "logger": logger, "callbacks": [*callbacks, keep],
         "log_every_n_steps": 1, **quiet, **options,
     })  # fmt: skip
-
-
-def rows(path: Any) -> list[dict[str, str]]:
-    """Read a CSV file."""
-    lines = path.read_text().splitlines()
-    return [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]

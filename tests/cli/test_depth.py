@@ -1,20 +1,12 @@
 """The configuration that suggests a sharing depth."""
 
-import csv
-from pathlib import Path
-
 import numpy as np
 import yaml
 
-from cli.typed import ROOT, TINY
+from cli.typed import ROOT, TINY, rows
 from lit_pfl.cli import main
 
 DEPTH = ["--config", str(ROOT / "configs/depth.yaml")]
-
-
-def read(folder: Path, name: str) -> list[dict[str, str]]:
-    with (folder / name).open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_the_depth_is_where_the_neurons_preferences_spread(tmp_path, notes):
@@ -23,7 +15,7 @@ def test_the_depth_is_where_the_neurons_preferences_spread(tmp_path, notes):
     folder = tmp_path / "depth/version_0"
     model = yaml.safe_load((folder / "config.yaml").read_text())["model"]
     assert model["init_args"]["factorization"] is None  # SimFed's
-    layers, neurons = read(folder, "features.csv"), read(folder, "preferences.csv")
+    layers, neurons = rows(folder / "features.csv"), rows(folder / "preferences.csv")
     assert {row["client"] for row in layers} == {"0"}  # one node alone, whatever the configuration says
     assert len(layers) == 8  # ResNet-9's convolutions; the classifier's neurons are the classes
     expected = []

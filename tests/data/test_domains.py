@@ -1,6 +1,5 @@
 """Domains: groups of clients with classes of their own."""
 
-import csv
 import pickle
 import random
 from pathlib import Path
@@ -9,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from cli.typed import rows as read
+from cli.typed import typed
 from lit_pfl.cli import main
 from lit_pfl.data import (
     CIFAR100,
@@ -320,8 +321,8 @@ def test_domains_on_the_command_line(groups):
         "--data.partition.groups", groups, "--data.partition.within", "Dirichlet", "--data.partition.within.alpha", "9",
         "--trainer.max_epochs", "1", "--model.backbone", "MLP", "--data.permute_labels", "true",
     ])  # fmt: skip
-    with Path("runs/FedAvg-Digits/version_0/clients.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == 12  # validated, and tested in both states
+    # validated, and tested in both states
+    assert len(read(Path("runs/FedAvg-Digits/version_0/clients.csv"))) == 12
 
 
 @pytest.mark.parametrize("fragment", ["domains", "superclasses"])
@@ -332,16 +333,12 @@ def test_the_configurations_of_domains(fragment, real_data):
         "--model.backbone", "MLP", "--model.backbone.hidden", "4",
         "--federation.client_trainer.limit_train_batches", "1",
     ])  # fmt: skip
-    with Path("runs/FedAvg-CIFAR100/version_0/clients.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    sizes = {(row["split"], int(row["n"])) for row in rows}
+    sizes = {(row["split"], int(row["n"])) for row in read(Path("runs/FedAvg-CIFAR100/version_0/clients.csv"))}
     assert sizes == {"domains": {("val", 600), ("test", 600)}, "superclasses": {("val", 150), ("test", 450)}}[fragment]
 
 
 def test_a_mistake_on_the_command_line_is_one_line(capsys):
-    with pytest.raises(SystemExit):
-        main(["fit", "--model", "FedAvg", "--data.partition", "Domains", "--data.partition.groups", "[[0,1],[1]]"])
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-pfl: error: ")]
-    assert errors == [
+    wrong = ["--data.partition", "Domains", "--data.partition.groups", "[[0,1],[1]]"]
+    assert typed(capsys, "fit", "--model", "FedAvg", *wrong).errors == [
         "lit-pfl: error: data.partition.groups has class 1 twice; put each class into one domain.",
     ]
