@@ -3,9 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lit_pfl import Client, Federation
 from lit_pfl.core import ClientSpec
@@ -13,6 +15,7 @@ from lit_pfl.data import BatchLoader, Digits
 from lit_pfl.models import Backbone
 from lit_pfl.testing import assert_equal as assert_equal
 from lit_pfl.testing.method_tester import GroupNet as GroupNet
+from lit_pfl.testing.method_tester import MixedNet as MixedNet
 from lit_pfl.testing.method_tester import trainer as trainer
 from lit_pfl_callbacks.tensors import tensors_of
 
@@ -33,6 +36,36 @@ class Parts(Backbone):
 
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
         super().__init__(body, head)
+
+
+class Learner(L.LightningModule):
+    """Somebody's classifier, of which a test overrides what it is about."""
+
+    def __init__(self, body: nn.Module, head: nn.Module, **sgd: float) -> None:
+        super().__init__()
+        self.body, self.head, self.sgd = body, head, {"lr": 0.1, **sgd}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), **self.sgd)
+
+
+class Site(L.LightningDataModule):
+    """A client's samples, the same batches in training, validation and testing."""
+
+    def __init__(self, samples: Any, batch_size: int) -> None:
+        super().__init__()
+        self.samples, self.batch_size = samples, batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.samples, self.batch_size)
+
+    val_dataloader = test_dataloader = train_dataloader
 
 
 def momentum_sgd(parameters: Any) -> torch.optim.Optimizer:
