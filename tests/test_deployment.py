@@ -37,7 +37,7 @@ from lit_pfl.methods import (
 from lit_pfl.models import Backbone
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks.run_folder import write_rows
-from tiny import GroupNet, client, digits, trainer
+from tiny import GroupNet, Learner, client, digits, trainer
 
 with_onnx = pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="needs the extra export")
 
@@ -211,13 +211,13 @@ def test_where_a_client_predicts_other_values_than_its_forward_that_is_said(recw
 
 def test_models_of_tables_are_exported_without_preprocessing(tmp_path):
     data = Table("wine", num_clients=2)
-    federation = trained(FedAvg(learner=Rows()), data)
+    federation = trained(FedAvg(learner=Learner(nn.Identity(), nn.Linear(13, 3))), data)
     model = deployment(federation, data, 0)
     model.save(tmp_path, onnx=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "model.json", PROGRAM, WEIGHTS]
     x = next(iter(data.client(0).test))[0]
     found = torch.export.load(tmp_path / PROGRAM).module()(x)
-    torch.testing.assert_close(found, federation.clients[0].learner.net(x))
+    torch.testing.assert_close(found, federation.clients[0].learner(x))
     assert json.loads((tmp_path / "model.json").read_text())["labels"] == ["class_0", "class_1", "class_2"]
 
 

@@ -24,7 +24,7 @@ from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedAvg, FedMA, SimFed, StandAlone
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from lit_pfl_callbacks.run_folder import read_rows
-from tiny import TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
+from tiny import Learner, TinyNet, assert_equal, client, digits, momentum_sgd, run, trainer, weights
 
 METHODS = [StandAlone, FedAvg, SimFed]
 
@@ -271,24 +271,17 @@ def test_other_data_than_the_clients_were_made_with_are_refused(options):
         trainer().test(federation, datamodule=digits(**options), verbose=False)
 
 
-class Sampling(L.LightningModule):
+class Sampling(Learner):
     """Is scored by what it draws."""
 
     def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.layer(batch[0].flatten(1)), batch[1])
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
 
     def validation_step(self, batch, batch_idx):
         self.log("drawn", torch.rand(()) + random.random() + np.random.rand())  # noqa: NPY002
 
     def predict_step(self, batch, batch_idx):
         return torch.rand(len(batch[0]), 10)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_what_a_learner_draws_when_it_is_scored_is_its_own():

@@ -33,7 +33,7 @@ from lit_pfl.lightning_internals import batch_loop, make_endless, make_lean
 from lit_pfl.lightning_internals.lean_loop import LeanEpochLoop
 from lit_pfl.methods import APFL, FedAvg, PerFedAvg
 from lit_pfl_callbacks import FederatedLoop, RunLogger
-from tiny import assert_equal, client, digits, run, spec, trainer, weights
+from tiny import Learner, assert_equal, client, digits, run, spec, trainer, weights
 
 
 @pytest.mark.parametrize("name", OWNED)
@@ -61,22 +61,19 @@ def test_a_client_whose_callback_ends_its_training_takes_no_further_part():
     assert {row.client for row in federation.rows} == {0, 1, 2, 3}
 
 
-class LogsNothing(L.LightningModule):
+class LogsNothing(Learner):
     """Is trained the short way, and ends its own training in its first epoch."""
 
     def __init__(self, where):
-        super().__init__()
-        self.head, self.where = nn.Linear(64, 10), where
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.where = where
 
     def training_step(self, batch, batch_idx):
         self.trainer.should_stop |= self.where == "training_step"
-        return nn.functional.cross_entropy(self.head(batch[0].flatten(1)), batch[1])
+        return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self):
         self.trainer.should_stop |= self.where == "on_train_epoch_end"
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_train_epoch_end"])
@@ -505,21 +502,13 @@ def test_the_trainers_own_loop_gives_the_same_weights(another_lightning):
     assert_equal(weights(lean), weights(own))
 
 
-class Flat(L.LightningModule):
+class Flat(Learner):
     """Somebody's module for :class:`Digits`, without a schedule."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(64, 10)
+        super().__init__(nn.Flatten(), nn.Linear(64, 10), momentum=0.9)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-
-    def training_step(self, batch, batch_idx):
-        images, labels = batch
-        return nn.functional.cross_entropy(self.head(images.flatten(1)), labels)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Logs(Flat):

@@ -3,7 +3,6 @@
 from collections import Counter
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -17,7 +16,7 @@ from lit_pfl.methods import FedAvg, FedFOMO, Scaffold, SimFed
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops.low_rank import LowRank
 from lit_pfl_callbacks import CommunicationLedger, FederatedLoop, RunLogger
-from tiny import TinyNet, client, digits, trainer
+from tiny import Learner, TinyNet, client, digits, trainer
 
 
 def plain_sgd(parameters):
@@ -95,27 +94,18 @@ def test_the_curve_holds_scores_against_bytes(tmp_path):
 def test_the_curve_is_of_another_score_where_there_is_no_accuracy(tmp_path):
     """Also of one whose name is nearly that of the default."""
 
-    class Regression(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-
-        def training_step(self, batch, batch_idx):
-            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
+    class Scored(Learner):
         def validation_step(self, batch, batch_idx):
             self.log("mae", self.training_step(batch, batch_idx))
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    _, ledger, _ = fit(tmp_path, FedAvg(learner=Regression()), rounds=2)
+    learner = Scored(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    _, ledger, _ = fit(tmp_path, FedAvg(learner=learner), rounds=2)
     metrics = rows(tmp_path / "run" / "metrics.csv")
     assert ledger.curve == [(int(float(m["comm/total_bytes"])), float(m["val/mae"])) for m in metrics]
     resumed, shown = CommunicationLedger(), []
     resumed.load_state_dict(ledger.state_dict())
     resumed._dashboard.curve = lambda trainer, name, points: shown.append((name, *map(sorted, points)))
-    resumed.on_train_end(trainer(1), Regression())  # of a run that has not validated since
+    resumed.on_train_end(trainer(1), learner)  # of a run that has not validated since
     assert shown == [("val/mae over bytes", ["bytes", "val/mae"], ["bytes", "val/mae"])]
 
 

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
@@ -19,7 +18,7 @@ from lit_pfl import Client
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import FedBN, FedIT, FedMA, PsiNet
 from lit_pfl_callbacks import FederatedLoop
-from tiny import assert_equal, trainer
+from tiny import Learner, assert_equal, trainer
 
 METHODS = {name: getattr(lit_pfl.methods, name) for name in lit_pfl.methods.__all__}
 #: those that ask for networks of another kind, tried on them in tests of their own
@@ -57,28 +56,16 @@ def inputs(kind: str, number: int, generator: torch.Generator) -> Tensor:
 BODIES: dict[str, Callable[[], nn.Module]] = {"image": images, "table": table, "text": Pooled}
 
 
-class Classifier(L.LightningModule):
+class Classifier(Learner):
     """Somebody's module, that knows nothing of any method."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.body, self.head = BODIES[kind](), nn.Linear(6, CLASSES)
+        super().__init__(BODIES[kind](), nn.Linear(6, CLASSES), lr=0.05)
         example = inputs(kind, 4, torch.Generator().manual_seed(0))
         self.example_input_array = example, torch.arange(4) % CLASSES  # as what its training step gets
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self(x), y)
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        self.log("val_loss", self.training_step(batch, batch_idx))
 
 
 def samples(kind: str, site: int) -> DataLoader:

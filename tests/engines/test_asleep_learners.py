@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -16,31 +15,20 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedAvg, FedPer, PFedSim, StandAlone
 from lit_pfl_callbacks.tensors import copied
-from tiny import assert_equal, client, digits, trainer
+from tiny import Learner, assert_equal, client, digits, trainer
 
 
-class Net(L.LightningModule):
+class Net(Learner):
     def __init__(self):
-        super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU())
-            self.head = nn.Linear(8, 10)
-
-    def forward(self, images):
-        return self.head(self.body(images))
-
-    def training_step(self, batch, batch_idx):
-        return cross_entropy(self(batch[0]), batch[1])
+            super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU()), nn.Linear(8, 10), momentum=0.9)
 
     def validation_step(self, batch, batch_idx):
         self.log("loss", cross_entropy(self(batch[0]), batch[1]))
 
     def test_step(self, batch, batch_idx):
         self.validation_step(batch, batch_idx)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def fit(method, awake=None, rounds=6, clients=4, folder=None, resume=None, callbacks=(), scored=1.0, **options):

@@ -3,7 +3,6 @@
 import random
 from functools import partial
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -17,22 +16,12 @@ from lit_pfl.engines import Local, Stacked
 from lit_pfl.engines.stack import Epoch, Stack, train_together
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.tensors import copied, tensors_of
-from tiny import GroupNet, Parts, assert_equal, client, digits, run, spec, trainer, weights
-
-
-class Normed(Parts):
-    """A convolution, batch norm and a classifier; nothing random."""
-
-    def __init__(self, channels: int = 1, classes: int = 10) -> None:
-        body = nn.Sequential(
-            nn.Conv2d(channels, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
-        )
-        super().__init__(body, nn.Linear(16, classes))
+from tiny import GroupNet, Learner, MixedNet, Parts, assert_equal, client, digits, run, spec, trainer, weights
 
 
 def both(method, rounds=3, data=None, size=32, **options):
     """Return a federation that was trained one client after another, and one that was trained stacked."""
-    make = {"backbone": Normed, **options.pop("model", {})}
+    make = {"backbone": MixedNet, **options.pop("model", {})}
     return [
         run(client(method, **make), (data or digits)(), rounds=rounds, engine=engine, **options)
         for engine in (Local(), Stacked(size))
@@ -101,7 +90,7 @@ def test_clients_that_sleep_come_to_the_same_bits(method, channels_last, tmp_pat
     """And a checkpoint with states in files resumes with all in memory."""
 
     def fit(engine, rounds, path=None):
-        make = {"backbone": Normed, "channels_last": channels_last}
+        make = {"backbone": MixedNet, "channels_last": channels_last}
         federation = Federation(client(method, **make), seed=3, threads=1, participation=3, engine=engine)
         fitting = trainer(rounds)
         fitting.fit(federation, datamodule=digits(6), ckpt_path=path, weights_only=False)
@@ -178,7 +167,7 @@ def test_networks_of_the_same_shapes_that_compute_other_things_are_in_stacks_of_
     ],
 )
 def test_only_what_is_of_one_kind_is_stacked(change, stacks):
-    clients = [client(M.FedAvg, backbone=Normed).build(spec(k, 1, 8)) for k in range(3)]
+    clients = [client(M.FedAvg, backbone=MixedNet).build(spec(k, 1, 8)) for k in range(3)]
     for one in clients:
         one.backbone.table = np.zeros(2000)
     change(clients[1].backbone)
@@ -187,7 +176,7 @@ def test_only_what_is_of_one_kind_is_stacked(change, stacks):
 
 
 def test_optimizers_with_rates_that_differ_in_a_late_digit_are_in_stacks_of_their_own():
-    learner = client(M.FedAvg, backbone=Normed).build(spec(0, 1, 8))
+    learner = client(M.FedAvg, backbone=MixedNet).build(spec(0, 1, 8))
     rates = (torch.tensor(0.1), torch.tensor(0.10000001), torch.tensor(0.1))
     epochs = [Epoch(learner, torch.optim.SGD(learner.learner.parameters(), lr=rate), []) for rate in rates]
     assert len({epoch.kind() for epoch in epochs}) == 2
@@ -209,7 +198,7 @@ def test_in_double_precision_nothing_differs(method, optimizer):
     trained = []
     for stacked in (False, True):
         torch.manual_seed(0)
-        made = client(method, backbone=Normed, optimizer=optimizer, scheduler=None)
+        made = client(method, backbone=MixedNet, optimizer=optimizer, scheduler=None)
         epochs = []
         for k, sizes in enumerate([(8, 8, 8), (8, 8, 5), (8, 8, 5), (8, 3), ()]):
             one = made.build(spec(k, 1, 8)).double()
@@ -240,7 +229,7 @@ def test_a_stack_is_what_trains(monkeypatch):
     sizes = []
     of = Stack.of
     monkeypatch.setattr(Stack, "of", lambda epochs: sizes.append(len(epochs)) or of(epochs))
-    run(client(M.FedAvg, backbone=Normed), digits(5), rounds=2, engine=Stacked(size=3))
+    run(client(M.FedAvg, backbone=MixedNet), digits(5), rounds=2, engine=Stacked(size=3))
     assert sizes == [3, 2, 3, 2]
 
 
@@ -249,28 +238,21 @@ def test_methods_with_more_than_a_learners_loss_are_refused(method):
     with pytest.raises(
         ConfigError, match=rf"^federation\.engine=Stacked: {method.__name__} minimizes more than its"
     ) as e:
-        run(client(method, backbone=Normed, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), engine=Stacked())
+        run(client(method, backbone=MixedNet, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), engine=Stacked())
     assert str(e.value).endswith("use federation.engine=Local.")
     assert "\n" not in str(e.value)
 
 
-class Mine(L.LightningModule):
+class Mine(Learner):
     def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(64, 10)
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.head(batch[0].flatten(1)), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
 
 
 def random_layers(channels, classes):
     return Parts(nn.Sequential(nn.Flatten(), nn.Dropout(0.5)), nn.Linear(64, classes))
 
 
-class Outside(Normed):
+class Outside(MixedNet):
     """Its ``forward`` does to something else than PyTorch's tensors what Python could do for all clients only once."""
 
     def __init__(self, what: str, *sizes: int) -> None:
@@ -333,7 +315,7 @@ class StepSchedule(M.FedAvg):
 )
 def test_what_is_about_single_clients_is_refused(method, model, options, reason):
     with pytest.raises(ConfigError, match=rf"^federation\.engine=Stacked: {reason}") as error:
-        run(client(method, **{"backbone": Normed, **model}), engine=Stacked(), **options)
+        run(client(method, **{"backbone": MixedNet, **model}), engine=Stacked(), **options)
     assert str(error.value).endswith("use federation.engine=Local.")
     assert "\n" not in str(error.value)
 
@@ -341,7 +323,7 @@ def test_what_is_about_single_clients_is_refused(method, model, options, reason)
 @pytest.mark.parametrize("engines", [(Stacked, Stacked), (Local, Stacked), (Stacked, Local)])
 def test_a_run_resumes_in_either_engine(tmp_path, engines):
     def federation(engine):
-        return Federation(client(M.SimFed, backbone=Normed), seed=3, threads=1, engine=engine())
+        return Federation(client(M.SimFed, backbone=MixedNet), seed=3, threads=1, engine=engine())
 
     def fit(made, rounds, **options):
         fitting = trainer(rounds, enable_checkpointing=False)
@@ -366,7 +348,7 @@ def test_a_client_that_runs_away_costs_the_others_nothing():
                 self.learner.backbone.head.weight.data.fill_(float("nan"))
 
     with pytest.warns(UserWarning, match="Client 1: .* NaN or infinity"):
-        one = run(client(Spoilt, backbone=Normed), rounds=3)
+        one = run(client(Spoilt, backbone=MixedNet), rounds=3)
     with pytest.warns(UserWarning, match="Client 1: .* NaN or infinity"):
-        stacked = run(client(Spoilt, backbone=Normed), rounds=3, engine=Stacked())
+        stacked = run(client(Spoilt, backbone=MixedNet), rounds=3, engine=Stacked())
     assert_close(one, stacked)

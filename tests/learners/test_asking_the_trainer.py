@@ -14,25 +14,21 @@ from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError
+from tiny import Learner, Site
 
 METHODS = sorted(lit_pfl.methods.__all__)
 FIRST = ["FedAvg", "SimFed", "MOON", "FedEM", "Ditto"]
 
 
-class Asks(L.LightningModule):
+class Asks(Learner):
     def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 5), nn.ReLU())
-        self.out = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.body(x))
+        super().__init__(nn.Sequential(nn.Linear(6, 5), nn.ReLU()), nn.Linear(5, 3))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         rate = self.optimizers().param_groups[0]["lr"]
         assert rate == self.trainer.optimizers[0].param_groups[0]["lr"] == self.lr_schedulers().get_last_lr()[0]
         assert self.trainer.num_training_batches == len(self.trainer.train_dataloader) >= 1
-        assert 10 <= len(self.trainer.train_dataloader.dataset) <= len(self.trainer.datamodule.rows) == 12
+        assert 10 <= len(self.trainer.train_dataloader.dataset) <= len(self.trainer.datamodule.samples) == 12
         assert self.trainer.estimated_stepping_batches in (2, 4)
         self.logger.experiment.log_metrics({"rate": rate})
         self.logger.log_metrics({"rate": rate}, step=self.global_step)
@@ -40,7 +36,7 @@ class Asks(L.LightningModule):
         folder.mkdir(exist_ok=True, parents=True)
         (folder / "seen.txt").write_text(self.logger.log_dir)
         self.print("", end="")
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         if self.trainer.testing:
@@ -52,30 +48,23 @@ class Asks(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.trainer.estimated_stepping_batches in (2, 4)
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-class Rows(L.LightningDataModule):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(seed)
-        self.rows = [(torch.randn(6, generator=draw), i % 3) for i in range(12)]
-
-    def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(self.rows, batch_size=6)
-
-    val_dataloader = train_dataloader
+def site(seed: int) -> Site:
+    draw = torch.Generator().manual_seed(seed)
+    return Site([(torch.randn(6, generator=draw), i % 3) for i in range(12)], 6)
 
 
 def fit(method: str, folder: Any, **options: Any) -> Federation:
-    client = getattr(lit_pfl.methods, method)(learner=Asks(), head="^out", encoder="body")
+    client = getattr(lit_pfl.methods, method)(learner=Asks())
     trainer = L.Trainer(
         max_epochs=2, accelerator="cpu", logger=CSVLogger(folder), enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
     )  # fmt: skip
     federation = Federation(client, seed=0, local_epochs=1, **options)
-    trainer.fit(federation, datamodule=PerClient([Rows(k) for k in range(4)]))
+    trainer.fit(federation, datamodule=PerClient([site(k) for k in range(4)]))
     return federation
 
 
@@ -115,18 +104,12 @@ class TestsOnly(Asks):
     def configure_optimizers(self) -> Any:
         raise NotImplementedError
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
+    training_step = Learner.training_step
     test_step = Asks.validation_step
 
 
-class Held(Rows):
-    test_dataloader = Rows.train_dataloader
-
-
 def test_what_cannot_start_a_fit_can_be_tested(tmp_path):
-    federation = Federation(lit_pfl.methods.FedAvg(learner=TestsOnly(), head="^out"), seed=0, threads=1)
+    federation = Federation(lit_pfl.methods.FedAvg(learner=TestsOnly()), seed=0, threads=1)
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
-    [scores] = trainer.test(federation, datamodule=PerClient([Held(0), Held(1)]), verbose=False)
+    [scores] = trainer.test(federation, datamodule=PerClient([site(0), site(1)]), verbose=False)
     assert 0 <= scores["test/acc"] <= 1

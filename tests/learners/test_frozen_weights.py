@@ -18,27 +18,24 @@ from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import APFL, Ditto, FactorizedFL, FedAvg, FedPer, FedSLR, Scaffold, SimFed, StandAlone
+from lit_pfl.testing.method_tester import LoRALinear
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.frozen import FROZEN, frozen_weights, read_table, table_of
-from tiny import assert_equal, trainer, weights
+from tiny import Learner, assert_equal, trainer, weights
 
 
-class Pretrained(L.LightningModule):
+class Pretrained(Learner):
     """A frozen network of 20,400 weights, and a head that is trained."""
 
     def __init__(self, seed=0, train_from=None, momentum=None):
-        super().__init__()
         torch.manual_seed(seed)
-        self.body = nn.Sequential(nn.Linear(8, 100), nn.ReLU(), nn.Linear(100, 195)).requires_grad_(False)
-        self.head = nn.Linear(195, 2)
+        body = nn.Sequential(nn.Linear(8, 100), nn.ReLU(), nn.Linear(100, 195)).requires_grad_(False)
+        super().__init__(body, nn.Linear(195, 2), momentum=0.9)
         self.train_from = train_from
         if momentum:
             self.query = nn.Linear(8, 8)
             self.key = copy.deepcopy(self.query).requires_grad_(False)
             self.momentum = momentum
-
-    def forward(self, x):
-        return self.head(self.body(x))
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -47,14 +44,11 @@ class Pretrained(L.LightningModule):
                 for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
                     key.data.mul_(self.momentum).add_(query.data, alpha=1 - self.momentum)
             x = self.query(x) + self.key(x)
-        return nn.functional.cross_entropy(self(x), y)
+        return super().training_step((x, y), batch_idx)
 
     def on_train_epoch_start(self):
         if self.train_from is not None and self.current_epoch >= self.train_from:
             self.body[0].requires_grad_(True)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def samples(client):
@@ -246,26 +240,11 @@ def test_tables_of_frozen_weights():
 # ------------------------------------------------------------------------------------------------------------ adapters
 
 
-class LoRA(nn.Linear):
-    """Marks its adapters as peft does."""
-
-    adapter_layer_names = ("lora_A", "lora_B")
-
-    def __init__(self, inputs, outputs, rank=2):
-        super().__init__(inputs, outputs)
-        self.requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, outputs, bias=False)})
-
-    def forward(self, x):
-        return super().forward(x) + self.lora_B["default"](self.lora_A["default"](x))
-
-
 class Adapted(Pretrained):
     def __init__(self, **options):
         super().__init__(**options)
         torch.manual_seed(1)
-        self.body[2] = LoRA(100, 195)
+        self.body[2] = LoRALinear(100, 195)
 
 
 def test_adapters_are_a_role():

@@ -1,15 +1,14 @@
 """Modules that take gradients themselves: in a training step, as adversarial training does, or in a hook."""
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import lit_pfl.methods as methods
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
-from tiny import assert_equal, trainer
+from tiny import Learner, Site, assert_equal, trainer
 
 
 def rows(client):
@@ -17,31 +16,13 @@ def rows(client):
     return TensorDataset(torch.randn(24, 6, generator=draw), torch.randint(3, (24,), generator=draw))
 
 
-class Data(L.LightningDataModule):
-    def __init__(self, client):
-        super().__init__()
-        self.rows = rows(client)
-
-    def train_dataloader(self):
-        return DataLoader(self.rows, batch_size=8)
-
-    val_dataloader = train_dataloader
-
-
-class Net(L.LightningModule):
+class Net(Learner):
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
-        self.body, self.head = nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Linear(8, 3)
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Linear(8, 3))
 
     def loss(self, x, y):
-        return nn.functional.cross_entropy(self.head(self.body(x)), y)
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(*batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return nn.functional.cross_entropy(self(x), y)
 
 
 class Adversarial(Net):
@@ -73,16 +54,17 @@ class Fisher(Net):
 @pytest.mark.parametrize("kind", [Adversarial, Leaves, Fisher])
 def test_one_client_by_itself_is_a_plain_fit(kind):
     plain = kind()
-    trainer(2).fit(plain, Data(0).train_dataloader())
+    trainer(2).fit(plain, Site(rows(0), 8).train_dataloader())
     federation = Federation(methods.StandAlone(learner=kind()), seed=0)
-    trainer(2).fit(federation, datamodule=PerClient([Data(0)]))
+    trainer(2).fit(federation, datamodule=PerClient([Site(rows(0), 8)]))
     assert_equal(plain.state_dict(), federation.clients[0].learner.state_dict())
 
 
 @pytest.mark.parametrize("method", ["FedAvg", "FedFOMO", "Ditto", "IFCA"])
 def test_it_takes_part(method):
     federation = Federation(getattr(methods, method)(learner=Adversarial()), seed=0)
-    trainer(2).fit(federation, datamodule=PerClient([Data(k) for k in range(3)]))
+    sites = [Site(rows(k), 8) for k in range(3)]
+    trainer(2).fit(federation, datamodule=PerClient(sites))
     assert not federation.coordinator.refused
-    (scores,) = trainer().validate(federation, datamodule=PerClient([Data(k) for k in range(3)]))  # in inference mode
+    (scores,) = trainer().validate(federation, datamodule=PerClient(sites))  # in inference mode
     assert scores["val/loss"] > 0

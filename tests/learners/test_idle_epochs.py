@@ -10,22 +10,18 @@ from torch import nn
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.methods import Ditto, FedAvg, FedPHP, FedSLR, PFedMe, StandAlone
-from tiny import trainer
+from tiny import Learner, trainer
 
 
-class Collects(L.LightningModule):
+class Collects(Learner):
     """The mean over an epoch as Lightning 2's guide writes it."""
 
     def __init__(self, wrong=False):
-        super().__init__()
-        self.body, self.head, self.losses, self.wrong = nn.Linear(4, 5), nn.Linear(5, 3), [], wrong
-        self.means = 0
-
-    def forward(self, x):
-        return self.head(self.body(x).relu())
+        super().__init__(nn.Sequential(nn.Linear(4, 5), nn.ReLU()), nn.Linear(5, 3))
+        self.losses, self.wrong, self.means = [], wrong, 0
 
     def training_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        loss = super().training_step(batch, batch_idx)
         self.losses.append(loss.detach())
         return loss
 
@@ -35,9 +31,6 @@ class Collects(L.LightningModule):
         self.means += 1
         if self.wrong:
             raise RuntimeError("this is wrong")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fitted(method, **options):

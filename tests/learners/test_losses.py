@@ -6,14 +6,14 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lit_pfl import Client, Federation
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import SkipBatch, training_loss
 from lit_pfl.methods import APFL, Ditto, FactorizedFL, FedAvg, FedSLR, PerFedAvg, Scaffold
-from tiny import trainer
+from tiny import Learner, Site, trainer
 
 
 class Returning(L.LightningModule):
@@ -53,36 +53,25 @@ def test_losses(outputs):
     assert loss.shape == ()  # several are stacked, added and compared
 
 
-class Detector(L.LightningModule):
+class Detector(Learner):
     """Has losses in training mode only, as torchvision's detectors do; in evaluation it returns what it has found."""
 
     def __init__(self):
-        super().__init__()
-        self.model = nn.Sequential(nn.Conv1d(1, 1, 1), nn.BatchNorm1d(1))
+        super().__init__(nn.Conv1d(1, 1, 1), nn.BatchNorm1d(1))
 
     def training_step(self, batch, batch_idx):
-        found = self.model(batch[:, None])
+        found = self(batch[:, None])
         return sum({"box": found.square().mean()}.values() if self.training else [{}].values())
 
     def validation_step(self, batch, batch_idx):
-        self.log("found", self.model(batch[:, None]).mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Boxes(L.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(torch.arange(32.0).reshape(8, 4), batch_size=4)
-
-    val_dataloader = train_dataloader
+        self.log("found", self(batch[:, None]).mean())
 
 
 def test_a_detector_s_losses():
-    federation = Federation(FedAvg(learner=Detector()), seed=1)
-    trainer(1).fit(federation, datamodule=PerClient([Boxes(), Boxes()]))
+    federation, boxes = Federation(FedAvg(learner=Detector()), seed=1), torch.arange(32.0).reshape(8, 4)
+    trainer(1).fit(federation, datamodule=PerClient([Site(boxes, 4), Site(boxes, 4)]))
     assert federation.trainer.callback_metrics["train/loss"] > 0
-    assert federation.clients[0].learner.model[1].num_batches_tracked == 2
+    assert federation.clients[0].learner.head.num_batches_tracked == 2
 
 
 def test_none_skips_the_batch():
@@ -90,16 +79,12 @@ def test_none_skips_the_batch():
         loss_of(None)
 
 
-class Telling(L.LightningModule):
+class Telling(Learner):
     """Returns more than its loss, every other batch alone, and looks at what it returned when the batch is over."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        super().__init__(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 3))
         self.seen: list[tuple[int, dict[str, Any]]] = []
-
-    def forward(self, x):
-        return self.head(self.body(x).relu())
 
     def training_step(self, batch, batch_idx):
         logits = self(batch[0])
@@ -108,14 +93,6 @@ class Telling(L.LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen.append((batch_idx, outputs))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class Site(L.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.randn(24, 4), torch.arange(24) % 3), batch_size=8)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +104,8 @@ class Site(L.LightningDataModule):
 )  # fmt: skip
 def test_what_a_step_returns_reaches_the_end_of_the_batch(method: type[Client], options):
     federation = Federation(method(learner=Telling(), **options), seed=0, threads=1)
-    trainer(2).fit(federation, datamodule=PerClient([Site() for _ in range(2)]))
+    sites = [Site(TensorDataset(torch.randn(24, 4), torch.arange(24) % 3), 8) for _ in range(2)]
+    trainer(2).fit(federation, datamodule=PerClient(sites))
     for client in federation.clients.values():
         assert {batch_idx for batch_idx, _ in client.learner.seen} >= {0, 1}
         for batch_idx, outputs in client.learner.seen:

@@ -10,25 +10,17 @@ from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FactorizedFL, FedAvg, PFedPara, SimFed
-from tiny import trainer
+from tiny import Learner, trainer
 
 REPLACING = [SimFed, PFedPara, FactorizedFL]
 
 
-class Learner(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-        self.head = nn.Linear(8, 2)
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+class Small(Learner):
+    def __init__(self, body=None):
+        super().__init__(body or nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2))
 
 
-class MadeBefore(Learner):
+class MadeBefore(Small):
     def __init__(self):
         super().__init__()
         self.made = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -37,24 +29,24 @@ class MadeBefore(Learner):
         return self.made
 
 
-class ByName(Learner):
+class ByName(Small):
     def configure_optimizers(self):
         named = [(name, weight) for name, weight in self.named_parameters() if name.endswith(("weight", "bias"))]
         return torch.optim.SGD([weight for _, weight in named], lr=0.1)
 
 
-class Sorting(Learner):
+class Sorting(Small):
     def configure_optimizers(self):
         weights = dict(self.named_parameters())
         return torch.optim.SGD([weights["body.0.weight"]], lr=0.1)
 
 
-class HeadAlone(Learner):
+class HeadAlone(Small):
     def configure_optimizers(self):
         return torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
-class AskingForWeights(Learner):
+class AskingForWeights(Small):
     def training_step(self, batch, batch_idx):
         if not any(isinstance(part, nn.Linear) for part in self.body):
             raise ValueError("no linear layer")
@@ -72,10 +64,9 @@ class Careful(nn.Module):
         return self.layer(x)
 
 
-class OfCounts(Learner):
+class OfCounts(Small):
     def __init__(self):
-        super().__init__()
-        self.body = Careful()
+        super().__init__(Careful())
 
 
 class Pooled(nn.Module):
@@ -124,7 +115,7 @@ def test_configure_optimizers_that_fails_on_them_is_told_which_they_are(method):
 
 
 def test_other_errors_of_configure_optimizers_stay_as_they_are():
-    class Wrong(Learner):
+    class Wrong(Small):
         def configure_optimizers(self):
             raise KeyError("rate")
 
@@ -148,7 +139,5 @@ def test_an_encoder_that_cannot_take_noise_is_told():
 
 
 def test_inputs_of_different_shapes_are_told():
-    learner = Learner()
-    learner.body = Pooled()
     with pytest.raises(ConfigError, match=r"of shape \[1, 5, 4\], and client 1's input has \[1, 7, 4\]; give clients"):
-        fit(SimFed(learner=learner), PerClient([site(5, 4), site(7, 4)]))
+        fit(SimFed(learner=Small(Pooled())), PerClient([site(5, 4), site(7, 4)]))

@@ -1,27 +1,25 @@
 """A learner's tensor cannot have a name under which its method sends something else."""
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lit_pfl import Client, Federation
 from lit_pfl import methods as M
 from lit_pfl.core.sharing import is_reserved
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
-from tiny import trainer
+from tiny import Learner, Site, trainer
 
 
-class Named(L.LightningModule):
+class Named(Learner):
     """It scales what its network makes of flat images; the scale's name may be any."""
 
     example_input_array = torch.zeros(1, 64)
 
     def __init__(self, name: str = "scale") -> None:
-        super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(64, 8), nn.ReLU()), nn.Linear(8, 10)
+        super().__init__(nn.Sequential(nn.Linear(64, 8), nn.ReLU()), nn.Linear(8, 10))
         *path, leaf = name.split(".")
         for part in path:
             self.add_module(part, nn.Module())
@@ -31,27 +29,15 @@ class Named(L.LightningModule):
     def forward(self, images):
         return self.head(self.body(images) * self.get_parameter(self.name))
 
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
     def validation_step(self, batch, batch_idx):
         self.log("loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Site(L.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.randn(8, 64), torch.arange(8)), batch_size=4)
-
-    val_dataloader = train_dataloader
 
 
 def fit(method: Client) -> Federation:
     torch.manual_seed(0)
     federation = Federation(method, seed=1)
-    trainer(2).fit(federation, datamodule=PerClient([Site() for _ in range(2)], num_classes=10))
+    samples = TensorDataset(torch.randn(8, 64), torch.arange(8))
+    trainer(2).fit(federation, datamodule=PerClient([Site(samples, 4) for _ in range(2)], num_classes=10))
     return federation
 
 

@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lit_pfl import Federation
 from lit_pfl.core.server import Server
@@ -16,19 +16,15 @@ from lit_pfl.learners.scoring import transferred
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import Ditto, FedAvg, FedSpa, PerFedAvg, StandAlone
 from lit_pfl_callbacks import FederatedLoop
-from tiny import assert_equal, trainer
+from tiny import Site, assert_equal, trainer
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)
 
 
-class InOrder(L.LightningDataModule):
-    """The same batches in training, validation and testing, always in the same order."""
-
-    def _loader(self):
-        return DataLoader(TensorDataset(X, Y), 8)
-
-    train_dataloader = val_dataloader = test_dataloader = _loader
+class InOrder(Site):
+    def __init__(self):
+        super().__init__(TensorDataset(X, Y), 8)
 
 
 class Momentum(L.LightningModule):

@@ -15,24 +15,20 @@ from lit_pfl.data import FromDataset, PerClient
 from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import Ditto, FedAvg, KNNPer
+from tiny import Learner
 
 HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
 
-class Plain(L.LightningModule):
+class Plain(Learner):
     scale = 2.0
     begun = 0  # how often its fit has
 
     def __init__(self):
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+        super().__init__(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
 
     def training_step(self, batch, batch_idx):
-        loss = torch.nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
-        return self.scale * loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return self.scale * torch.nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
 
 
 class Scored(Plain):
@@ -204,15 +200,11 @@ def test_runs_on_samples_that_draw_on_their_own_are_resumed(tmp_path, kind):
 
 
 def test_predictions_without_a_step_of_its_own():
-    class Calls(Scored):
-        def forward(self, x):
-            return self.head(self.body(x))
-
     class Whole(Scored):
         def forward(self, x):
             return x.no_such_part
 
-    federation, trainer = fit(Calls(), rounds=1)
+    federation, trainer = fit(Scored(), rounds=1)
     found = trainer.predict(federation, datamodule=trainer.datamodule)
     assert all(logits.shape[1:] == (2,) for part in found for logits in part.values())
     federation, trainer = fit(Whole(), rounds=1)

@@ -4,13 +4,13 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.learners import call_with
 from lit_pfl.methods import APFL, Ditto, FedAvg, FedRep, FedSLR, PerFedAvg
-from tiny import assert_equal, trainer
+from tiny import Site, assert_equal, trainer
 
 
 class Classifier(L.LightningModule):
@@ -41,17 +41,9 @@ class Named(Classifier):
         self.body, self.head = self.net[:2], self.net[2]
 
 
-class Site(L.LightningDataModule):
-    def __init__(self, client):
-        super().__init__()
-        draw = torch.Generator().manual_seed(client)
-        samples = TensorDataset(torch.randn(16, 5, generator=draw), torch.randint(2, (16,), generator=draw))
-        self.loader = DataLoader(samples, batch_size=8)
-
-    def train_dataloader(self):
-        return self.loader
-
-    val_dataloader = test_dataloader = train_dataloader
+def site(client):
+    draw = torch.Generator().manual_seed(client)
+    return Site(TensorDataset(torch.randn(16, 5, generator=draw), torch.randint(2, (16,), generator=draw)), 8)
 
 
 METHODS = {
@@ -72,7 +64,7 @@ def test_a_second_name_changes_nothing(method):
     for kind, options in ((Classifier, {"head": r"^net\.2\.", "encoder": "net.0"}), (Named, {})):
         torch.manual_seed(0)
         federation = Federation(method(learner=kind(), **options), seed=1, threads=1)
-        trainer(2).fit(federation, datamodule=PerClient([Site(client) for client in range(2)]))
+        trainer(2).fit(federation, datamodule=PerClient([site(client) for client in range(2)]))
         learners = [learner.net for client in federation.clients.values() for learner in client.learners.values()]
         runs.append(({i: net.state_dict() for i, net in enumerate(learners)}, federation.trainer.callback_metrics))
     (plain, loss), (named, same_loss) = runs

@@ -7,7 +7,6 @@ from torch import nn
 from two_layers import (
     ALL,
     SGD,
-    NormNet,
     Recorded,
     TwoLayers,
     arrays,
@@ -26,7 +25,7 @@ from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import APFL, FedAvg, StandAlone
 from lit_pfl.nn.factorization import Factorization
-from tiny import TinyNet, assert_equal, client, digits, run, spec
+from tiny import MixedNet, TinyNet, assert_equal, client, digits, run, spec
 
 MIXINGS = ["parameters", "logits"]
 
@@ -110,7 +109,7 @@ class Attached(APFL):
 
 @pytest.mark.parametrize("wrong", [Twice, Attached])
 def test_a_common_model_that_is_stepped_twice_would_be_seen(wrong):
-    right, broken = (run(client(method, backbone=NormNet), digits(2)) for method in (FedAvg, wrong))
+    right, broken = (run(client(method, backbone=MixedNet), digits(2)) for method in (FedAvg, wrong))
     difference = right.clients[0].backbone.head.weight - broken.clients[0].backbone.head.weight
     assert float(difference.abs().max()) > 0.01
 
@@ -149,19 +148,19 @@ def test_alpha_one_is_stand_alone_for_factorized_networks():
 
 def test_statistics_of_mixed_parameters_are_the_mixture_s():
     """In training mode batch norm takes the batch's own statistics: what it then has kept is what it has seen."""
-    member = client(APFL, mixing="parameters", backbone=NormNet).build(spec(channels=1, image_size=8))
+    member = client(APFL, mixing="parameters", backbone=MixedNet).build(spec(channels=1, image_size=8))
     with torch.no_grad():
         for weight in member.personal.parameters():
             weight.add_(torch.randn_like(weight))
     images = torch.randn(50, 1, 8, 8)
     member.objective((images, torch.randint(10, (50,))), 0)
     w, v = arrays(member.backbone), arrays(member.personal.backbone)
-    mixed = NormNet()
+    mixed = MixedNet(1, 10)
     mixed.load_state_dict({name: torch.tensor((w[name] + v[name]) / 2) for name in w}, strict=False)
     mixed(images)
     torch.testing.assert_close(member.personal.backbone.body[1].running_mean, mixed.body[1].running_mean)
     torch.testing.assert_close(member.personal.backbone.body[1].running_var, mixed.body[1].running_var)
-    common = NormNet()
+    common = MixedNet(1, 10)
     common.load_state_dict({name: torch.tensor(w[name]) for name in w}, strict=False)
     common(images)
     torch.testing.assert_close(member.backbone.body[1].running_mean, common.body[1].running_mean)

@@ -1,32 +1,24 @@
 """Learners of double or bfloat16 weights, under methods that have networks of their own beside the head."""
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
 
 import lit_pfl.methods as methods
 from lit_pfl import Federation
-from tiny import digits, trainer
+from tiny import Learner, digits, trainer
 
 NAMES = ["FedCP", "CCVR", "FedGH", "FedGen", "FedKD", "GPFL"]
 
 
-class Net(L.LightningModule):
+class Net(Learner):
     def __init__(self, dtype):
-        super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Flatten(), nn.LazyLinear(16), nn.ReLU())
-        self.head = nn.Linear(16, 10)
-        self.body(torch.zeros(1, 1, 8, 8))
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU()), nn.Linear(16, 10), lr=0.05)
         self.to(dtype)
 
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return nn.functional.cross_entropy(self.head(self.body(x.to(self.dtype))), y)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+    def forward(self, images):
+        return super().forward(images.to(self.dtype))
 
 
 def fit(name, dtype):

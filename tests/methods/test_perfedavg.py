@@ -2,7 +2,6 @@
 
 import copy
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torchmetrics import SumMetric
 from two_layers import (
     ALL,
     SGD,
-    NormNet,
     Recorded,
     TwoLayers,
     arrays,
@@ -31,7 +29,7 @@ from lit_pfl.methods import FedAvg, PerFedAvg
 from lit_pfl.models import Backbone
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.tensors import tensors_of
-from tiny import Parts, assert_equal, client, digits, run, spec, trainer, weights
+from tiny import Learner, MixedNet, Parts, assert_equal, client, digits, run, spec, trainer, weights
 
 
 def divided(batch, parts):
@@ -170,8 +168,8 @@ def test_without_an_inner_step_it_is_fedavg_on_the_second_parts_bit_for_bit(orde
             return super().objective((images.tensor_split(parts)[1], labels.tensor_split(parts)[1]), batch_idx)
 
     options = {"order": order, "weighting": "samples", "inner_statistics": False}
-    ours = client(PerFedAvg, alpha=0.0, backbone=NormNet, **options)
-    federations = [run(method, digits(3, batch_size=64)) for method in (ours, client(SecondParts, backbone=NormNet))]
+    ours = client(PerFedAvg, alpha=0.0, backbone=MixedNet, **options)
+    federations = [run(method, digits(3, batch_size=64)) for method in (ours, client(SecondParts, backbone=MixedNet))]
     assert_equal(weights(federations[0]), weights(federations[1]))
     accuracy = [[row.scores["acc"] for row in federation.rows] for federation in federations]
     assert accuracy[0] == accuracy[1]
@@ -268,18 +266,15 @@ def test_testing_a_checkpoint_gives_the_last_round_s_scores(tmp_path, evaluate):
 
 @pytest.mark.parametrize("order", ["first", "hessian_free", "exact"])
 def test_inner_batches_do_not_count_in_the_learner_s_metrics(order):
-    class Counts(L.LightningModule):
+    class Counts(Learner):
         def __init__(self):
-            super().__init__()
-            self.net, self.seen = nn.Linear(2, 2), SumMetric()
+            super().__init__(nn.Identity(), nn.Linear(2, 2))
+            self.seen = SumMetric()
 
         def training_step(self, batch, batch_idx):
             self.seen(len(batch[0]))
             self.log("seen", self.seen)
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+            return super().training_step(batch, batch_idx)
 
     module = PerFedAvg(learner=Counts(), order=order)
     module.configure_model()

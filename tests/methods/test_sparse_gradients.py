@@ -9,24 +9,9 @@ import lit_pfl.methods as methods
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
-from tiny import trainer, weights
+from tiny import Learner, trainer, weights
 
 NAMES = ["PFedMe", "ElasticAggregation"]
-
-
-class Words(L.LightningModule):
-    def __init__(self, sparse):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Embedding(10, 3, sparse=sparse), nn.Flatten())
-        self.head = nn.Linear(12, 2)
-
-    def training_step(self, batch, batch_idx):
-        words, y = batch
-        return nn.functional.cross_entropy(self.head(self.body(words)), y)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def data(client):
@@ -38,7 +23,9 @@ def data(client):
 
 
 def fit(name, sparse):
-    federation = Federation(getattr(methods, name)(learner=Words(sparse)), seed=0, threads=1)
+    torch.manual_seed(0)
+    learner = Learner(nn.Sequential(nn.Embedding(10, 3, sparse=sparse), nn.Flatten()), nn.Linear(12, 2))
+    federation = Federation(getattr(methods, name)(learner=learner), seed=0, threads=1)
     trainer(2).fit(federation, datamodule=PerClient([data(k) for k in range(3)]))
     assert not federation.coordinator.refused
     return weights(federation)

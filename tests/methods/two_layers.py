@@ -26,16 +26,6 @@ class TwoLayers(Backbone):
         super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh()), nn.Linear(6, classes))
 
 
-class NormNet(Backbone):
-    """A convolution, batch norm and a classifier: nothing random either."""
-
-    def __init__(self, channels: int = 1, classes: int = 10) -> None:
-        body = nn.Sequential(
-            nn.Conv2d(channels, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
-        )
-        super().__init__(body, nn.Linear(16, classes))
-
-
 # ------------------------------------------------------------------------------------------------------- the formulas
 
 
