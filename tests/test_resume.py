@@ -126,6 +126,7 @@ def test_a_checkpoint_of_other_clients_is_refused(tmp_path):
         ({"norm_stats": "averaged"}, "model.norm_stats: the checkpoint is of a run with local, not averaged"),
         ({"server_optimizer": ServerMomentum()}, "model.server_optimizer: .* a run with None, not ServerMomentum"),
         ({"optimizer": torch.optim.Adam}, "model.optimizer: the checkpoint is of a run with SGD, not Adam"),
+        ({"scheduler": None}, "model.scheduler: the checkpoint is of a run with StepLR, not none"),
     ],
 )
 def test_what_clients_and_server_send_and_step_by_stays_the_same(tmp_path, options, said):

@@ -1,5 +1,6 @@
 """With what a client's optimizers and schedules were made: a client that is resumed has the checkpoint's."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,14 +22,14 @@ def _options(trainer: L.Trainer) -> Iterator[tuple[str, Any]]:
     optimizers = [(one, one.defaults) for one in trainer.optimizers]
     schedules = [(one.scheduler, one.scheduler.state_dict()) for one in trainer.lr_scheduler_configs]
     for kind, several in (("optimizer", optimizers), ("scheduler", schedules)):
-        for number, (one, options) in enumerate(several):
+        yield kind, ", ".join(type(one).__name__ for one, _ in several) or "none"
+        for number, (_, options) in enumerate(several):
             name = f"{kind} {number + 1}" if len(several) > 1 else kind
-            yield name, type(one).__name__
             yield from ((f"{name}.{key}", value) for key, value in options.items() if not key.startswith("_"))
 
 
 def _is_plain(value: Any) -> bool:
-    several = value if isinstance(value, list | tuple) else [value]
+    several = value if isinstance(value, list | tuple | Counter) else [value]  # milestones are counted
     return all(one is None or isinstance(one, bool | int | float | str) for one in several)
 
 
@@ -41,7 +42,8 @@ def continued(before: Mapping[str, str], now: Mapping[str, str], said: set[str])
         said: what has been said already; it is added to.
 
     Raises:
-        ConfigError: for another class of optimizer or schedule, which cannot continue from the other's state.
+        ConfigError: for other classes of optimizers or schedules, or another number of them, which cannot continue from
+            the others' state.
     """
     both = [name for name in now if before.get(name, now[name]) != now[name]]
     for name in both:
