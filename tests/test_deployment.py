@@ -75,6 +75,21 @@ class Doubled(Rows):
         return 2 * batch[0], batch[1]
 
 
+class Classes(Rows):
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0]).argmax(1)
+
+
+class Named(Rows):
+    def predict_step(self, batch, batch_idx):
+        return {"logits": self(batch[0])}
+
+
+class Fails(Rows):
+    def predict_step(self, batch, batch_idx):
+        raise ZeroDivisionError
+
+
 METHODS = {
     "factorized": lambda: client(SimFed, tau=-1.0, factorization=Factorization(form="FFxIO", threshold=0.01)),
     "hadamard": lambda: client(PFedPara),
@@ -199,14 +214,12 @@ def test_methods_that_change_what_a_head_makes_are_exported_for_any_number_of_im
     torch.testing.assert_close(found, own_logits(federation, 0), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Rows, Doubled])
+@pytest.mark.parametrize("kind", [Rows, Doubled, Classes, Named, Fails])
 def test_where_a_client_predicts_other_values_than_its_forward_that_is_said(recwarn, kind):
     data = Table("wine", num_clients=2)
     deployment(trained(FedAvg(learner=kind()), data), data, 0)
-    said = [
-        str(one.message) for one in recwarn if "predicts other values than the forward of Doubled" in str(one.message)
-    ]
-    assert len(said) == (kind is Doubled)
+    said = [one for one in recwarn if f"predicts other values than the forward of {kind.__name__}" in str(one.message)]
+    assert len(said) == (kind not in (Rows, Fails))
 
 
 def test_models_of_tables_are_exported_without_preprocessing(tmp_path):

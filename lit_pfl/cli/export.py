@@ -2,7 +2,7 @@
 that needs nothing of this library: as safetensors, as a program of torch.export and as ONNX."""
 
 import argparse
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
@@ -16,7 +16,7 @@ from lit_pfl.cli.options import by_name
 from lit_pfl.cli.run import execute
 from lit_pfl.core import Client
 from lit_pfl.data import FederatedDataModule, ImageSet, has_batches, labels_of
-from lit_pfl.errors import WRONG, ConfigError
+from lit_pfl.errors import ConfigError
 from lit_pfl.export.deployment import CARD, LARGEST_DIFFERENCE, SCRIPT, Deployment, Pixels, check_packages, pixels_about
 from lit_pfl.federation import Federation
 from lit_pfl.learners.scoring import predictions
@@ -120,11 +120,19 @@ def _predicts_otherwise(client: Client) -> bool:
     """Say whether a client predicts other values than its network alone."""
     assert client.data is not None
     batch = next(iter(client.data.test), client.data.example)
-    with suppress(*WRONG), torch.no_grad():  # who cannot predict has nothing to compare
+    try:
         with client.as_evaluated(client.evaluated[0]) as learner:
             [predicted] = predictions(learner, [batch])
-        alone = client.standalone().eval()(batch[0] if isinstance(batch, tuple | list) else batch)
-        return not torch.allclose(alone, predicted, atol=LARGEST_DIFFERENCE, equal_nan=True)
+        with torch.no_grad():
+            alone = client.standalone().eval()(batch[0] if isinstance(batch, tuple | list) else batch)
+    except Exception:  # who cannot predict has nothing to compare
+        return False
+    try:  # also classes instead of logits, or both in a dictionary
+        torch.testing.assert_close(
+            predicted, alone, rtol=1e-5, atol=LARGEST_DIFFERENCE, equal_nan=True, check_dtype=False
+        )
+    except (AssertionError, TypeError, ValueError):
+        return True
     return False
 
 
