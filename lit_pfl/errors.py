@@ -85,8 +85,8 @@ def check_options_of(thing: object, prefix: str) -> None:
     """
     for name, kinds in _annotated(type(thing)).items():  # type: ignore[arg-type]  # classes have hashes
         value: Any = vars(thing).get(name, ...)
-        plain = isinstance(value, str | Number | list | tuple | dict | None)  # not what the constructor has made of it
-        if not plain or any(_is_of(value, kind) for kind in kinds):
+        # an attribute may also be what the constructor has made of the option
+        if not isinstance(value, str | Number | None) or any(_is_of(value, kind) for kind in kinds):
             continue
         words = [str(word) for kind in kinds for word in get_args(kind)]
         raise ConfigError(
