@@ -37,6 +37,7 @@ class JoinInfo:
         method: name of the method, for a module that decides itself what is sent; empty for any other.
         local_epochs: number of its epochs in a round.
         completed: number of rounds that its Trainer has completed before, if it was resumed from a checkpoint.
+        processes: number of processes of its Trainer, which train one model (``strategy="ddp"``).
     """
 
     num_samples: int
@@ -44,6 +45,7 @@ class JoinInfo:
     method: str = ""
     local_epochs: int = 1
     completed: int = 0
+    processes: int = 1
 
 
 class Link(Protocol):
@@ -276,8 +278,8 @@ class FederatedLoop(L.Callback):
             shared = self._shared(pl_module)
             if frozen:
                 shared = {**shared, FROZEN: table_of(frozen)}
-        completed = trainer.current_epoch // self.every_n_epochs
-        return JoinInfo(self._count_samples(trainer), shared, method, self.every_n_epochs, completed)
+        samples, completed = self._count_samples(trainer), trainer.current_epoch // self.every_n_epochs
+        return JoinInfo(samples, shared, method, self.every_n_epochs, completed, trainer.world_size)
 
     def _keep(self, pl_module: L.LightningModule) -> None:
         """Keep what a reply may change, until an epoch trains from it."""

@@ -51,7 +51,7 @@ def check_outer(trainer: L.Trainer) -> None:
                     "every_n_epochs, the rounds from one checkpoint to the next."
                 )
     for name, attribute, unset in _OF_GRADIENTS:
-        if (value := getattr(trainer, attribute)) not in (unset, 0):
+        if (value := getattr(trainer, attribute)) and value != unset:
             raise ConfigError(
                 f"trainer.{name}={value}: it is clients that have gradients; give federation.client_trainer.{name}."
             )

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed
 from torch import Tensor
 
 from lit_pfl.core.checks import check_quorum
@@ -98,10 +97,10 @@ class ProcessGroupLink:
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
         """Find the others and report; wait for the first turn."""
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        if info.processes > 1:
             raise ConfigError(
-                "ProcessGroupLink: each process is a client of its own, but here all of them train one model "
-                "(torch.distributed is initialized, as strategy='ddp' does); give Trainer(devices=1)."
+                f"ProcessGroupLink: each process is a client of its own, but this Trainer has {info.processes} that "
+                "train one model; give Trainer(devices=1) and no strategy."
             )
         self._limit = max(FROM_FACTORS, sum(tensor.numel() for tensor in info.tensors.values()))
         if self._processes is None:
