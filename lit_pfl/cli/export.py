@@ -124,7 +124,8 @@ def _predicts_otherwise(client: Client) -> bool:
         with client.as_evaluated(client.evaluated[0]) as learner:
             [predicted] = predictions(learner, [batch])
         with torch.no_grad():
-            alone = client.standalone().eval()(batch[0] if isinstance(batch, tuple | list) else batch)
+            inputs = batch[0] if isinstance(batch, tuple | list) else batch
+            alone = client.standalone().eval()(inputs.to(client.device))
     except Exception:  # who cannot predict has nothing to compare
         return False
     try:  # also classes instead of logits, or both in a dictionary
