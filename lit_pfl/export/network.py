@@ -310,6 +310,7 @@ def save_program(network: nn.Module, path: str | os.PathLike[str], example: Tens
     sizes = torch.export.ShapesCollection()  # which finds the example also where forward takes *inputs
     sizes[example] = {0: torch.export.Dim("batch", max=2**31 - 1)}
     with torch.no_grad():
-        program = torch.export.export(network, (example,), dynamic_shapes=sizes.dynamic_shapes(network, (example,)))
+        shapes = sizes.dynamic_shapes(network, (example,))
+        program = torch.export.export(network, (example,), dynamic_shapes=shapes, strict=False)  # PyTorch 2.6: True
     with replacing(Path(path)) as file:
         torch.export.save(program, file)
