@@ -3,6 +3,7 @@ that needs nothing of this library: as safetensors, as a program of torch.export
 
 import argparse
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
@@ -93,12 +94,14 @@ def deployment(
         ConfigError: when there is no such client, or its inputs are no tensors.
     """
     network = federation.standalone(client)
-    if federation.ask(_predicts_otherwise, [client], as_scored=True)[client]:
+    own, labels = data.client(client), data.label_names(client)
+    batch = next(iter(own.test), own.example)
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch
+    if federation.ask(partial(_predicts_otherwise, network, batch, inputs), [client], as_scored=True)[client]:
         rank_zero_warn(
             f"Client {client}: it predicts other values than the forward of {type(network).__name__}, which is what is "
             "exported; what predict_step and hooks of batches (on_after_batch_transfer) do is left out."
         )
-    own, labels = data.client(client), data.label_names(client)
     facts = {
         "Client": client, "Trained on": f"{own.num_samples} samples", **(_classes(own, labels) if labels else {}),
         **(facts or {}),
@@ -108,24 +111,19 @@ def deployment(
         images = _images(samples, own)
         pixels = Pixels(network, samples.mean.cpu(), samples.std.cpu())
         return Deployment(pixels.cpu(), images, labels, pixels_about(images.shape[1:]), facts)
-    batch = next(iter(own.test), own.example)
-    inputs = batch[0] if isinstance(batch, tuple | list) else batch
     if not isinstance(inputs, torch.Tensor):
         raise ConfigError(f"Client {client}: its model takes {type(inputs).__name__}; a tensor can be exported.")
     inputs = inputs.cpu().expand(2, *inputs.shape[1:]) if len(inputs) < 2 else inputs.cpu()
     return Deployment(network.cpu(), inputs.contiguous(), labels, facts=facts)
 
 
-def _predicts_otherwise(client: Client) -> bool:
-    """Say whether a client predicts other values than its network alone."""
-    assert client.data is not None
-    batch = next(iter(client.data.test), client.data.example)
+def _predicts_otherwise(network: torch.nn.Module, batch: Any, inputs: Any, client: Client) -> bool:
+    """Say whether a client predicts other values of a batch than its network alone of the inputs in it."""
     try:
         with client.as_evaluated(client.evaluated[0]) as learner:
             [predicted] = predictions(learner, [batch])
         with torch.no_grad():
-            inputs = batch[0] if isinstance(batch, tuple | list) else batch
-            alone = client.standalone().eval()(inputs.to(client.device))
+            alone = network.eval()(inputs.to(client.device))
     except Exception:  # who cannot predict has nothing to compare
         return False
     try:  # also classes instead of logits, or both in a dictionary
