@@ -55,7 +55,7 @@ def _connect(address: str | None, cores: float) -> Any:
     if address is None:
         # what RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 sets, on any system: nothing but 127.0.0.1 is listened at
         ray_constants.ENABLE_RAY_CLUSTER = False
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "configure_logging": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     with signals_kept(), undisturbed():  # Ray sets handlers
         if address is not None:

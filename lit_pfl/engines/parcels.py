@@ -42,9 +42,18 @@ def unpacked(parcel: Parcel, copy: bool = True) -> Any:
         parcel: the parcel.
         copy: whether tensors may be written to; otherwise they are in the parcel's own memory, and only read.
     """
+    _let_arrays_be_read_only()
+    return _Unpickler(parcel, copy).load()
+
+
+@cache
+def _let_arrays_be_read_only() -> None:
+    """Have PyTorch's warning of arrays that are only read where nobody sees it: it comes once in a process."""
+    array = np.zeros(1, np.uint8)
+    array.flags.writeable = False
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return _Unpickler(parcel, copy).load()
+        warnings.simplefilter("ignore")
+        torch.from_numpy(array)
 
 
 @cache

@@ -20,8 +20,9 @@ from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
 from lit_pfl.engines.local import Local
 from lit_pfl.engines.parcels import Replies, alike, packed
 from lit_pfl.engines.placement import Placement
+from lit_pfl.engines.switches import Modes, Switches
 from lit_pfl.engines.work import Work
-from lit_pfl.engines.worker import Answer, Modes, Outer, Switches
+from lit_pfl.engines.worker import Answer, Outer
 from lit_pfl.engines.workforce import Handle, Workforce
 from lit_pfl.errors import ConfigError, check_options_of, first_line
 from lit_pfl.lightning_internals import ASLEEP, Content

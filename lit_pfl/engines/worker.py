@@ -1,12 +1,9 @@
 """Some of a federation's clients, in a process that another one commands."""
 
-import os
-import pickle
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,11 +14,13 @@ from lightning.pytorch.loggers import Logger
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
+from lit_pfl.engines.answers import carefully, keep_warnings
 from lit_pfl.engines.asleep import Carried
 from lit_pfl.engines.client_logger import ElsewhereLogger
 from lit_pfl.engines.engine import Trained
 from lit_pfl.engines.local import Local
 from lit_pfl.engines.parcels import Parcel, alike, packed, unpacked
+from lit_pfl.engines.switches import Modes, Switches
 from lit_pfl.engines.threads import keep_freed_memory
 from lit_pfl.engines.work import Work
 from lit_pfl.lightning_internals import Content, undisturbed
@@ -46,7 +45,7 @@ class Outer:
 
     accelerator: str
     precision: Any
-    switches: "Switches"
+    switches: Switches
     rounds: int
     seed: int
     threads: int
@@ -66,67 +65,6 @@ class Outer:
         return trainer
 
 
-class Switches(NamedTuple):
-    """PyTorch's switches of a whole process that change its numbers.
-
-    Args:
-        deterministic: whether algorithms must be deterministic.
-        warn_only: whether those that are not are only warned of.
-        dtype: the default type.
-        matmul_precision: the precision of products of float32 matrices; None where it was set for one backend.
-        mkldnn: whether oneDNN computes.
-    """
-
-    deterministic: bool
-    warn_only: bool
-    dtype: torch.dtype
-    matmul_precision: str | None
-    mkldnn: bool
-
-    @classmethod
-    def now(cls) -> "Switches":
-        """Return those of this process."""
-        precision: str | None = None
-        with suppress(RuntimeError):  # where `fp32_precision` of a backend has been set
-            precision = torch.get_float32_matmul_precision()
-        return cls(
-            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.get_default_dtype(), precision, bool(torch.backends.mkldnn.enabled),
-        )  # fmt: skip
-
-    def apply(self) -> None:
-        """Set them in this process."""
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
-        torch.set_default_dtype(self.dtype)
-        if self.matmul_precision is not None:
-            torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.backends.mkldnn.enabled = self.mkldnn  # type: ignore[assignment]
-
-
-class Modes(NamedTuple):
-    """PyTorch's switches, as they are where a question is put.
-
-    Args:
-        grad: whether gradients are computed.
-        autocast: the type that is cast to; None for none.
-    """
-
-    grad: bool
-    autocast: torch.dtype | None
-
-    @classmethod
-    def now(cls, device: str) -> "Modes":
-        """Return those of this process."""
-        on = torch.is_autocast_enabled(device)
-        return cls(torch.is_grad_enabled(), torch.get_autocast_dtype(device) if on else None)
-
-    @contextmanager
-    def active(self, device: str) -> Iterator[None]:
-        """Switch to them."""
-        with torch.set_grad_enabled(self.grad), torch.autocast(device, self.autocast, self.autocast is not None):
-            yield
-
-
 class Answer(NamedTuple):
     """What comes of a worker's round.
 
@@ -139,31 +77,6 @@ class Answer(NamedTuple):
     trained: dict[int, Trained]
     seconds: dict[int, float]
     left: set[int]
-
-
-class Failure(NamedTuple):
-    """What went wrong in a worker, and where: an error that can be raised elsewhere."""
-
-    error: Exception
-    where: str
-
-
-def carefully(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a worker's method return a packed answer, or the packed :class:`Failure` that came of it."""
-
-    def call(self: "Worker", *args: Any) -> Parcel:
-        try:
-            return packed(method(self, *args))
-        except Exception as error:
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:  # it holds something that does not travel, or cannot be made again from its arguments
-                found = RuntimeError(f"{type(error).__name__}: {error}")
-                found.__notes__ = getattr(error, "__notes__", [])
-                error = found
-            return packed(Failure(error, f"process {os.getpid()} of {platform.node()}"))
-
-    return call
 
 
 class Worker:
@@ -179,6 +92,7 @@ class Worker:
     def __init__(self, path: Sequence[str], job: Parcel, samples: Parcel, awake: int | None = None) -> None:
         sys.path[:] = dict.fromkeys([*path, *sys.path])
         keep_freed_memory()
+        self.warned = keep_warnings()
         self.prototype, self.data, self.epochs, self.options = unpacked(job)
         vars(self.data).update(unpacked(samples, copy=False))
         self.carried, self.awake = Carried(), awake

@@ -5,8 +5,8 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_pfl.engines.parcels import unpacked
-from lit_pfl.engines.worker import Failure, Worker
+from lit_pfl.engines.answers import Warned, opened
+from lit_pfl.engines.worker import Worker
 from lit_pfl.errors import ConfigError
 
 #: seconds to wait for further workers at the start, once there is one
@@ -54,6 +54,7 @@ class Workforce:
         options = {key: value for key, value in resources.items() if key in ("num_cpus", "num_gpus", "memory")}
         more = {key: value for key, value in resources.items() if key not in options}
         self._kind = ray.remote(Worker).options(**options, resources=more, max_restarts=0)
+        self._told: set[Warned] = set()  # warnings that have been given
         self.at_work: list[Handle] = []
         self.coming: list[Handle] = []
 
@@ -101,7 +102,7 @@ class Workforce:
             self.coming.remove(worker)
             try:
                 worker.where, worker.node = self.ray.get(worker.ready)
-                self._opened(self.ray.get(self._prepare(worker)))
+                opened(self.ray.get(self._prepare(worker)), True, self._told)
             except self.ray.exceptions.RayError as error:
                 rank_zero_warn(f"A worker could not be started: {str(error).strip().splitlines()[-1]}")
                 continue
@@ -159,7 +160,7 @@ class Workforce:
         answers = {}
         for worker, reference in references.items():
             try:
-                answers[worker] = self._opened(self.ray.get(reference), copy)
+                answers[worker] = opened(self.ray.get(reference), copy, self._told)
             except self.ray.exceptions.RayError as error:
                 self._lose(worker, error)
         return answers
@@ -191,11 +192,3 @@ class Workforce:
         self.at_work.remove(worker)
         self.ray.kill(worker.actor)  # it may be only its answer that is lost, and it would keep its cores
         self._lost(worker, error)
-
-    def _opened(self, parcel: Any, copy: bool = True) -> Any:
-        """Return what is in an answer; raise the error if it is one."""
-        answer = unpacked(parcel, copy)
-        if isinstance(answer, Failure):
-            answer.error.add_note(f"(in a worker: {answer.where})")
-            raise answer.error
-        return answer

@@ -2,7 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -88,20 +89,27 @@ def set_schedules_to(rounds: int, local_epochs: int, trainer: L.Trainer) -> None
     Raises:
         ConfigError: for a schedule that does not say how far it is (``last_epoch``).
     """
-    with warnings.catch_warnings():  # PyTorch's, that a newcomer's optimizer has not stepped
-        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step")
-        for config in trainer.lr_scheduler_configs:
-            if config.interval == "epoch" and not config.reduce_on_plateau:
-                if not hasattr(config.scheduler, "last_epoch"):
-                    raise ConfigError(
-                        f"model.scheduler_counts=rounds: a {type(config.scheduler).__name__} does not say how many "
-                        "epochs it has counted (last_epoch), as most of PyTorch's do; use epochs."
-                    )
-                # of its own, which is overwritten here
-                every = vars(config).setdefault("every_n_rounds", config.frequency)
-                config.frequency = local_epochs if (rounds + 1) % every == 0 else sys.maxsize
-                while config.scheduler.last_epoch < rounds // every:
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "epoch" and not config.reduce_on_plateau:
+            if not hasattr(config.scheduler, "last_epoch"):
+                raise ConfigError(
+                    f"model.scheduler_counts=rounds: a {type(config.scheduler).__name__} does not say how many "
+                    "epochs it has counted (last_epoch), as most of PyTorch's do; use epochs."
+                )
+            # of its own, which is overwritten here
+            every = vars(config).setdefault("every_n_rounds", config.frequency)
+            config.frequency = local_epochs if (rounds + 1) % every == 0 else sys.maxsize
+            while config.scheduler.last_epoch < rounds // every:
+                with _newcomer() if config.scheduler.last_epoch == 0 else nullcontext():
                     config.scheduler.step()  # type: ignore[call-arg]
+
+
+@contextmanager
+def _newcomer() -> Iterator[None]:
+    """Leave out PyTorch's warning of an optimizer that has not stepped. After it, other warnings may come again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step")
+        yield
 
 
 def extend(optimizer: torch.optim.Optimizer, twin: Callable[[nn.Parameter], nn.Parameter]) -> None:

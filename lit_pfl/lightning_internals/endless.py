@@ -45,6 +45,15 @@ class EndlessFitLoop(_FitLoop):
         finally:
             self.max_epochs = planned
 
+    def setup_data(self) -> None:
+        """Set the loader up, without a warning of rarely written metrics: a client's Trainer writes none."""
+        trainer: Any = self.trainer
+        every, trainer.log_every_n_steps = trainer.log_every_n_steps, 0
+        try:
+            super().setup_data()
+        finally:
+            trainer.log_every_n_steps = every
+
     def on_run_start(self) -> None:
         """Start training; in it the client joins, and waits for its first reply."""
         super().on_run_start()

@@ -3,7 +3,6 @@
 import logging
 import signal
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -29,9 +28,7 @@ def undisturbed() -> Iterator[None]:
     if talks := level < logging.WARNING:
         logger.setLevel(logging.WARNING)
     try:
-        with warnings.catch_warnings():  # it is about metrics, which clients' Trainers do not write
-            warnings.filterwarnings("ignore", message=r"The number of training batches .* logging interval")
-            yield
+        yield
     finally:
         if talks:
             logger.setLevel(level)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.engines import Local, Ray
 from lit_pfl.engines.parcels import packed, unpacked
 from lit_pfl.engines.placement import assigned
-from lit_pfl.engines.worker import Switches
+from lit_pfl.engines.switches import Switches
 from lit_pfl.engines.workforce import Handle, Workforce
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.testing import MethodTester
@@ -131,8 +132,7 @@ def test_who_waits_for_cores_is_told_once_what_is_lacking():
         get=lambda answer: ("here", "node") if answer == "ready" else answer,
     )
     come = iter([False, False, True])
-    crew = Workforce(fake, {"num_cpus": 1.0}, (), lambda _: None, lambda *_: None)
-    crew._opened = lambda answer: answer
+    crew = Workforce(fake, {"num_cpus": 1.0}, (), lambda _: packed((None, [])), lambda *_: None)
     crew.coming = [Handle(None, "ready")]
     with pytest.warns(match=r"no worker has started in 60 s, .* takes {'num_cpus': 1.0}; of 2 cores 0 are") as said:
         crew._wait()
@@ -302,6 +302,20 @@ def test_what_goes_wrong_with_a_client_names_it_and_its_machine(cluster):
     notes = " ".join(error.value.__notes__)
     assert "(in the fit of client " in notes
     assert f"of {os.uname().nodename}" in notes
+
+
+class Warns(torch.optim.SGD):
+    def step(self, closure=None):
+        warnings.warn("This step is a short one.", stacklevel=2)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("engine", [None, Local(awake=1), Ray(2)], ids=["Local", "awake", "Ray"])
+def test_a_warning_of_clients_is_given_once(cluster, engine):
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("default")
+        run(client(M.FedAvg, optimizer=lambda parameters: Warns(parameters, lr=0.1)), engine=engine)
+    assert sum("a short one" in str(one.message) for one in given) == 1
 
 
 class Leaves(torch.optim.SGD):
