@@ -120,11 +120,10 @@ class ClientPrivacy:
                 "alone; use local, or a method that averages, such as FedAvg or Ditto, without model.mean."
             )
         self._noise_of_updates()
-        if self.noise_multiplier or self.budget is not None:
-            self._epsilon(1)
+        first = self._epsilon(1)  # refused here where it cannot be computed
         if self.spent(0):
             raise ConfigError(
-                f"federation.privacy.budget={self.budget:g}: the first round takes {self._epsilon(1):.4g}; give a "
+                f"federation.privacy.budget={self.budget:g}: the first round takes {first:.4g}; give a "
                 "larger budget, more noise, or sample fewer of more clients."
             )
 
@@ -161,11 +160,11 @@ class ClientPrivacy:
         Args:
             round: the round's number.
             server: the method's server.
-            uploads: those that can be used, by client id.
+            uploads: those that can be used, by client id; at least one.
             planned: number of participants, also of those whose uploads cannot be used; 0 where nobody was drawn and
                 a client trains all the same, whose update is left out.
         """
-        if self.where == "local" or not uploads:
+        if self.where == "local":
             return dict(uploads)
         expected = server.mean_of = self.expected or max(planned, 1)
         weights = server.averaging_weights(round, uploads)
@@ -243,8 +242,8 @@ class ClientPrivacy:
 
     def _epsilon(self, rounds: int) -> float:
         kind = "replaced" if self.where == "local" else self.sampling.kind
-        share = self.sampling.share if kind in ("poisson", "fixed") else 1.0
-        return epsilon(rounds, self.noise_multiplier, self.delta, kind, share, self.clients, self.accountant)
+        share, clients = self.sampling.share, self.clients
+        return epsilon(rounds, self.noise_multiplier, self.delta, kind, share, clients, self.accountant)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
