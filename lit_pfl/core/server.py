@@ -207,12 +207,10 @@ class Server:
         own = {"aggregate", "averaged"} | ({"averaging_weights"} if what == "means_only" else set())
         if what == "means_only" and self.server_optimizer is not None and not self.server_optimizer.means_only:
             return False
-        if what in vars(self):
-            return bool(vars(self)[what])
-        for cls in type(self).__mro__:
-            if what in vars(cls):
-                return bool(vars(cls)[what])
-            if own & vars(cls).keys():
+        for place in (self, *type(self).__mro__):
+            if what in vars(place):
+                return bool(vars(place)[what])
+            if own & vars(place).keys():
                 break
         return False
 
