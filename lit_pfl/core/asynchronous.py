@@ -180,7 +180,7 @@ def _moved(upload: Payload, start: Mapping[str, Tensor], model: Mapping[str, Ten
     for name, own in upload.items():
         if name in start and name in model and own.is_floating_point():
             from_ = model if name.rpartition(".")[2] in NORM_STATISTICS else start
-            moved[name] = (model[name].double() + share * (own.double() - from_[name].double())).to(own.dtype)
+            moved[name] = (model[name] + share * (own.double() - from_[name])).to(own.dtype)
     return upload.with_(moved)
 
 
