@@ -28,8 +28,8 @@ class Matching:
             ``2 log(c / (J - c))``; ``released``: half of that, and c counted up to 10, as in FedMA's released code.
         average: what a global unit is: ``mean`` of those matched to it, which minimizes FedMA's Eq. 2; ``posterior``:
             its posterior mean, drawn towards zero by the prior, as in the released code.
-        max_units: a global layer grows beyond this number of units only where a client has no room in it; the released
-            code has 700.
+        max_units: beyond this number of units a client adds at most one to a global layer, or what it has no room for;
+            the released code has 700.
 
     Source:
         Yurochkin et al. 2019 (PFNM), Eq. 8; Wang et al. 2020 (FedMA), Section 2 and Algorithm 1.
