@@ -428,6 +428,7 @@ def test_a_state_that_is_taken_over_leaves_nothing_of_the_run_before():
     asynchronous.in_training = InTraining(FedBuff(1))
     asynchronous.load_state_dict(one.state_dict())  # of a run that waits for all, to be scored
     assert asynchronous.round == 1
+    started().load_state_dict(asynchronous.state_dict())  # and the other way round
 
 
 @pytest.mark.parametrize("method", [APPLE, FedFOMO])

@@ -60,8 +60,12 @@ def test_times_are_read_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["client,batch\n0,-1\n", "client,batch\n0,1\n0,2\n", "client\n0\n", "client,batch\n0,nan\n"]
-)
+    "text",
+    [
+        "client,batch\n0,-1\n", "client,batch\n0,1\n0,2\n", "client\n0\n", "client,batch\n0,nan\n",
+        "client,batch,latency\n0,1,-1\n",
+    ],
+)  # fmt: skip
 def test_a_file_that_is_none(tmp_path, text):
     with pytest.raises(ConfigError, match=r"line [23]: give the columns client and batch"):
         speeds(tmp_path, text)

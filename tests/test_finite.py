@@ -25,8 +25,10 @@ def test_infinities_of_both_signs_do_not_cancel():
 
 
 def test_complex_numbers_are_looked_at():
-    assert all_finite([torch.ones(3, dtype=torch.complex64)])
-    assert not all_finite([torch.tensor([1, complex(0, float("nan"))])])
+    good, bad = torch.ones(3, dtype=torch.complex64), torch.tensor([1, complex(0, float("nan"))])
+    assert all_finite([good, good.conj()])
+    assert not all_finite([bad])
+    assert not all_finite([bad.conj()])
 
 
 def test_nothing_is_finite():

@@ -118,6 +118,8 @@ def test_the_mapping_cannot_be_written_to():
 def test_a_name_that_the_encoding_needs_is_refused():
     with pytest.raises(ValueError, match="'n' is sparse, so 'n#mask'"):
         Payload({"n": torch.zeros(9), "n#mask": torch.zeros(9)}, sparse=["n"])
+    with pytest.raises(ValueError, match="A tensor cannot be named '__metadata__'"):
+        Payload({"__metadata__": torch.zeros(9)})
 
 
 # ----------------------------------------------------------------------------------------------------------- low rank
