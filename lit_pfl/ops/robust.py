@@ -43,7 +43,7 @@ def trimmed_mean(values: Tensor, share: float) -> Tensor:
 def _middle(values: Tensor, cut: int) -> Tensor:
     """Return the mean of every coordinate without ``cut`` values at each end."""
     ordered = values.sort(dim=0).values[cut : len(values) - cut]
-    total = ordered[0].clone()
+    total = ordered[0]
     for value in ordered[1:]:
         total += value
     return total / len(ordered)
@@ -109,9 +109,9 @@ def geometric_median_weights(
     for _ in range(iterations):
         apart = torch.zeros_like(weights)
         for part in points:
-            wide = torch.stack([tensor.detach().double().flatten() for tensor in part])
-            median = (wide * p.to(wide.device).unsqueeze(1)).sum(0)
-            apart += torch.tensor([inner_product(x - median, x - median) for x in wide], dtype=torch.float64)
+            rows = torch.stack([tensor.detach().flatten() for tensor in part])
+            median = (rows * p.to(rows.device).unsqueeze(1)).sum(0)
+            apart += torch.tensor([inner_product(x - median, x - median) for x in rows], dtype=torch.float64)
         p = weights / apart.sqrt().clamp(min=smoothing)
         p = p / p.sum()
     return p
@@ -148,7 +148,7 @@ def trust_scores(products: Tensor, norms: Tensor, norm: float) -> tuple[Tensor, 
     Source:
         Cao et al. 2021 (FLTrust), Eq. 2 and 3.
     """
-    there = (norms > 0) & (norm > 0)
+    there = norms > 0
     lengths = torch.where(there, norms, 1)
     cosines = torch.where(there, products / (lengths * (norm or 1.0)), 0)
     return cosines.clamp(0, 1), torch.where(there, norm / lengths, 0)
@@ -170,7 +170,7 @@ def alie_deviation(clients: int, attackers: int) -> float:
     """
     honest = clients - attackers
     farther = clients // 2 + 1 - attackers
-    if farther < 1 or honest <= farther:
+    if farther < 1:
         return 0.0
     share = torch.tensor((honest - farther) / honest, dtype=torch.float64)
     return max(0.0, float(torch.special.ndtri(share)))

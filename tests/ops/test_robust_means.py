@@ -115,5 +115,6 @@ def test_alie_s_deviation(clients, attackers, share):
 
 def test_alie_among_few():
     assert alie_deviation(3, 3) == 0
-    assert alie_deviation(2, 0) == 0
+    assert alie_deviation(1, 0) == alie_deviation(2, 0) == alie_deviation(2, 1) == 0
+    assert alie_deviation(10, 1) == 0  # too few to hide among
     assert alie_deviation(3, 2) == 0  # attackers that are the majority need no honest one
