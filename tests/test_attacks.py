@@ -112,6 +112,13 @@ def test_attackers_that_flip_labels_train_on_them(monkeypatch):
     attacked(LabelFlip(clients=[1]), client(FedNTD))
 
 
+@pytest.mark.parametrize("attack", [ALIE(1.0, "all"), InnerProduct()])
+def test_attackers_send_what_they_have_and_nothing_where_nobody_is_honest(attack):
+    own = {"w": torch.ones(2)}
+    assert attack.forge([0], {0: own, 1: {**own, "late": torch.ones(1)}})[0].keys() == own.keys()
+    assert attack.forge([0], {0: own}) == {0: {}}
+
+
 def test_attackers_are_drawn_by_share_and_seed():
     one, other, third = SignFlip(share=0.34, seed=1), SignFlip(share=0.34, seed=1), SignFlip(share=2, seed=2)
     attacked(one)
@@ -150,6 +157,8 @@ def test_an_update_beyond_a_bound_is_refused_by_client():
 def test_what_cannot_be_attacked():
     with pytest.raises(ConfigError, match=r"SignFlip\(clients=\[7\]\): no client 7"):
         attacked(SignFlip(clients=[7]))
+    with pytest.raises(ConfigError, match="federation.participation=9 is more than"):  # before there is a server
+        attacked(SignFlip(), participation=9)
     with pytest.raises(ConfigError, match="share=1.5: give a share"):
         SignFlip(share=1.5)
     for attack, message in (
