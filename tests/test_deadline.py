@@ -9,6 +9,7 @@ from scipy import stats
 
 from cli.typed import TINY, rows, typed
 from lit_pfl import Federation
+from lit_pfl.core.asynchronous import FedBuff
 from lit_pfl.core.deadline import Deadline, Pace, Plan, Speeds
 from lit_pfl.core.participation import Trace
 from lit_pfl.core.privacy import ClientPrivacy
@@ -57,6 +58,9 @@ def test_times_are_read_from_a_file(tmp_path):
     made.check([0, 3])
     with pytest.raises(ConfigError, match=r"speeds.file=.*: there is no row of client 1"):
         made.check([0, 1, 3])
+    for option in (Deadline(9, speeds=made), FedBuff(2, speeds=made)):
+        with pytest.raises(ConfigError, match=r"speeds.file=.*: there is no row of client 1"):
+            run(client(FedAvg), **{"deadline" if isinstance(option, Deadline) else "asynchronous": option})
 
 
 @pytest.mark.parametrize(

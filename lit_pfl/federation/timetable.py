@@ -120,5 +120,5 @@ def batches_of_round(client: int, data: ClientData, local_epochs: int, options: 
             "how long a round takes; set federation.client_trainer.limit_train_batches to a number of batches."
         )
     if isinstance(limit, float):
-        batches = max(1, int(batches * limit))
+        batches = int(batches * limit)
     return batches * local_epochs
