@@ -13,7 +13,8 @@ from lit_pfl.core.asynchronous import FedBuff, InTraining
 from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.ledger import Ledger
-from lit_pfl.core.server import ClientInfo, MixingServer, Server
+from lit_pfl.core.mixing import MixingServer
+from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.core.updates import update_of
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.methods import APPLE, FedFOMO

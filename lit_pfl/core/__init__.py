@@ -2,8 +2,9 @@
 
 from lit_pfl.core.averaging import mean_of_rows, weighted_mean
 from lit_pfl.core.client import Client
+from lit_pfl.core.mixing import MixingServer
 from lit_pfl.core.payload import Payload, as_payload
-from lit_pfl.core.server import ClientInfo, MixingServer, Server, UniformServer, Weighting
+from lit_pfl.core.server import ClientInfo, Server, UniformServer, Weighting
 from lit_pfl.core.server_optimizer import (
     ServerAdagrad,
     ServerAdam,

@@ -1,14 +1,18 @@
 """Means of payloads."""
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lit_pfl.core.payload import Payload
 
+T = TypeVar("T")
+#: tensors of at most this many elements are summed as one: a step for each takes longer than what it computes
+SMALL = 2**13
 
-@torch.no_grad()
+
 def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: Iterable[str] | None = None) -> Payload:
     """Sum payloads of equal layout, each times its weight.
 
@@ -25,9 +29,73 @@ def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: 
     Returns:
         A payload of new tensors; integer tensors are rounded to the nearest.
     """
-    terms = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight != 0]
-    wanted = ((name, _terms_of(name, terms)) for name in (payloads[0] if names is None else names))
-    return Payload({name: _weighted_sum(own) for name, own in wanted if own}, payloads[0].sparse)
+    names = list(payloads[0] if names is None else names)
+    terms = _terms(payloads, weights)
+    mixtures = Mixtures([payload for payload, _ in terms], names)
+    return Payload(mixtures.mean([weight for _, weight in terms], names), payloads[0].sparse)
+
+
+class Mixtures:
+    """Takes several means of the same payloads, each as :func:`weighted_mean` does.
+
+    Args:
+        payloads: J payloads, whose tensors do not change.
+        names: what there are means of. Of tensors that are small a copy is kept.
+    """
+
+    @torch.no_grad()
+    def __init__(self, payloads: Sequence[Payload], names: Iterable[str]) -> None:
+        self.payloads = payloads
+        packs: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name in names:
+            if _is_small(name, payloads):
+                packs.setdefault((payloads[0][name].dtype, payloads[0][name].device), []).append(name)
+        #: names, and of every payload one tensor of all that they name
+        self._packs = [
+            (pack, [torch.cat([payload[name].flatten() for name in pack]) for payload in payloads])
+            for pack in packs.values()
+            if len(pack) > 1
+        ]
+
+    @torch.no_grad()
+    def mean(self, weights: Sequence[float], names: Iterable[str]) -> dict[str, Tensor]:
+        """Return one mean.
+
+        Args:
+            weights: J numbers.
+            names: which tensors to average.
+        """
+        small: dict[str, Tensor] = {}
+        for pack, tensors in self._packs:
+            if terms := _terms(tensors, weights):
+                like = [self.payloads[0][name] for name in pack]
+                parts = _weighted_sum(terms).split([tensor.numel() for tensor in like])
+                # clones, so that whoever keeps one does not keep them all
+                small |= {n: part.view_as(one).clone() for n, part, one in zip(pack, parts, like, strict=True)}
+        of_all = _terms(self.payloads, weights)
+        own = ((name, [] if name in small else _terms_of(name, of_all)) for name in names)
+        means = ((name, _weighted_sum(terms) if terms else small.get(name)) for name, terms in own)
+        return {name: mean for name, mean in means if mean is not None}
+
+
+def _is_small(name: str, payloads: Sequence[Payload]) -> bool:
+    """Say whether a tensor has few elements, and is there in every payload in the same form."""
+    first = payloads[0].get(name) if payloads else None
+    return (
+        first is not None
+        and first.numel() <= SMALL
+        and all(
+            name in payload
+            and (own := payload[name]).layout is torch.strided
+            and (own.shape, own.dtype, own.device) == (first.shape, first.dtype, first.device)
+            and own.is_contiguous()
+            for payload in payloads
+        )
+    )
+
+
+def _terms(values: Sequence[T], weights: Sequence[float]) -> list[tuple[T, float]]:
+    return [(value, weight) for value, weight in zip(values, weights, strict=True) if weight != 0]
 
 
 def _terms_of(name: str, terms: Sequence[tuple[Payload, float]]) -> list[tuple[Tensor, float]]:

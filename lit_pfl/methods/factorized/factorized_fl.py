@@ -9,8 +9,8 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from lit_pfl.core import Client
+from lit_pfl.core.mixing import MixingServer
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import MixingServer
 from lit_pfl.core.sharing import Role
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import OptimizerCallable

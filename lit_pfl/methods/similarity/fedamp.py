@@ -8,8 +8,8 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFl
 from torch import Tensor
 
 from lit_pfl.core import Client
+from lit_pfl.core.mixing import MixingServer
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import MixingServer
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.ops import cosines, softmax_over, squared_distance, squared_distances
 

@@ -8,8 +8,9 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveInt
 from torch import Tensor
 
 from lit_pfl.core import Client
+from lit_pfl.core.mixing import MixingServer
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import MixingServer, Server
+from lit_pfl.core.server import Server
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.ops import pack_bits, unpack_bits
 

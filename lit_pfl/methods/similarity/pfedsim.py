@@ -8,8 +8,9 @@ from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
 from lit_pfl.core import Client
+from lit_pfl.core.mixing import MixingServer
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import ClientInfo, MixingServer, Server
+from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.core.sharing import EVERYTHING, needs_head
 from lit_pfl.errors import ConfigError
 

@@ -9,8 +9,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lit_pfl.core import Client
+from lit_pfl.core.mixing import MixingServer
 from lit_pfl.core.payload import Payload
-from lit_pfl.core.server import ClientInfo, MixingServer
+from lit_pfl.core.server import ClientInfo
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.batches import tensors_in
 from lit_pfl.errors import WRONG, ConfigError

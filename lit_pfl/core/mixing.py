@@ -1,0 +1,64 @@
+"""A server that sends every client a mixture of its own."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_pfl.core.averaging import Mixtures
+from lit_pfl.core.payload import Payload
+from lit_pfl.core.server import ClientInfo, Server
+
+
+class MixingServer(Server):
+    """A server that sends every client its own mixture of all clients' latest uploads.
+
+    A method says how by one K x K row-stochastic matrix, see :meth:`mixing_matrix`. A client that has never uploaded
+    takes no part in anybody's mixture, and gets the initial tensors.
+    """
+
+    one_model = False
+
+    kept: ClassVar[tuple[str, ...]] = ("weights", "latest")
+
+    latest: dict[int, Payload]
+    weights: Tensor
+    _mixed: dict[int, Payload] | None = None  # of what the mixtures are
+    _mixtures: Mixtures
+
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+        super().start(clients)
+        self.latest, self.weights = {}, torch.empty(0)
+
+    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:
+        """Return the weights of the mixtures.
+
+        Args:
+            round: the round's number, from 1.
+            latest: the latest upload of each of the J clients seen so far, by id, in increasing order.
+
+        Returns:
+            (J, J) float tensor; row i holds the weights of everybody's tensors in client i's mixture and sums to 1.
+        """
+        raise NotImplementedError
+
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+        # Copies, because an upload of this process is the client's own memory and changes when it trains on.
+        copies = {client: upload.clone() for client, upload in uploads.items()}
+        self.latest = dict(sorted((self.latest | copies).items()))
+        self.weights = self.mixing_matrix(round, self.latest)
+
+    def reply(self, client: int) -> Payload:  # noqa: D102
+        if client not in self.latest:
+            return self.model
+        row = self.weights[list(self.latest).index(client)].tolist()
+        mixed = [upload for upload, weight in zip(self.latest.values(), row, strict=True) if weight != 0]
+        every = dict.fromkeys(name for upload in (self.latest[client], *mixed) for name in upload)
+        if self._mixed is not self.latest:  # there has been a round, or a state was loaded
+            payloads = list(self.latest.values())
+            self._mixed, self._mixtures = self.latest, Mixtures(payloads, filter(self.is_averaged, payloads[0]))
+        return Payload(self._mixtures.mean(row, filter(self.is_averaged, every)), self._mixtures.payloads[0].sparse)
+
+    def mixing(self) -> tuple[list[int], Tensor] | None:  # noqa: D102
+        return (list(self.latest), self.weights) if self.latest else None
