@@ -5,7 +5,8 @@ import io
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,9 @@ class RunLogger(CSVLogger):
         super().__init__(save_dir, name=name, version=version, flush_logs_every_n_steps=1)
         self.add_only = add_only
         self._numbers_itself = version is None
-        self._rows: list[dict[str, Any]] | None = None
+        self._rows: list[dict[str, Any]] | None = None  # by round
+        self._columns: list[str] = []
+        self._lines: list[str] = []  # the rows as they are written
 
     def make_folder(self) -> Path:
         """Make the run's folder: another one if somebody else has just taken it, unless a version was given.
@@ -123,16 +126,22 @@ class RunLogger(CSVLogger):
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         round = int(values.get("round", step or 0))
         if self._rows is None:
-            self._rows = checked_rows(path, ["round"])
-            self._rows = [row for row in self._rows if self.add_only or int(float(row["round"])) <= round]
-        row = next((row for row in self._rows if int(float(row["round"])) == round), None)
-        if row is None:
-            row = {}
-            self._rows.append(row)
-            self._rows.sort(key=lambda row: int(float(row.get("round", round))))
+            rows = checked_rows(path, ["round"])
+            self._rows = sorted((row for row in rows if self.add_only or _round(row) <= round), key=_round)
+        place = bisect_left(self._rows, round, key=_round)
+        if place == len(self._rows) or _round(self._rows[place]) != round:
+            self._rows.insert(place, values | {"round": round})
+            self._lines.insert(place, "")
+        row = self._rows[place]
         kept = {name: value for name, value in row.items() if value != ""} if self.add_only else {}
         row |= values | {"round": round} | kept
-        write_rows(path, self._rows)
+        if row.keys() <= {*self._columns}:
+            self._lines[place] = _text([row], self._columns)
+        else:
+            self._columns = _columns(self._rows)
+            self._lines = [_text([row], self._columns) for row in self._rows]
+        # whole, so that a killed run leaves the former rows; to make their text anew would take longer every round
+        write_whole(path, "".join([_header(self._columns), *self._lines]))
 
     @rank_zero_only
     def save(self) -> None:
@@ -200,13 +209,27 @@ def read_rows_before(path: Path, step: int, column: str) -> list[dict[str, Any]]
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> list[str]:
     """Write a CSV file whole, under a temporary name, and rename it; return its columns."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns)
-    writer.writeheader()
-    writer.writerows(rows)
-    write_whole(path, text.getvalue())
+    columns = _columns(rows)
+    write_whole(path, _header(columns) + _text(rows, columns))
     return columns
+
+
+def _round(row: Mapping[str, Any]) -> int:
+    return int(float(row["round"]))
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _header(columns: Sequence[str]) -> str:
+    return _text([dict(zip(columns, columns, strict=True))], columns)
+
+
+def _text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, columns).writerows(rows)
+    return text.getvalue()
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:

@@ -1,5 +1,7 @@
 """Files that get rows round by round."""
 
+import csv
+
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks.plain import rows
@@ -36,3 +38,19 @@ def test_another_fit_of_the_same_callbacks_in_the_same_folder_takes_the_place_of
         trainer(2, callbacks=callbacks, logger=logger).fit(federation, datamodule=digits(3))
         written.append([rows(tmp_path / "run" / name) for name in files])
     assert written[0] == written[1]
+
+
+def test_a_round_does_not_make_the_text_of_former_rounds_anew(tmp_path, monkeypatch):
+    made = []
+    write = csv.DictWriter.writerows
+    monkeypatch.setattr(csv.DictWriter, "writerows", lambda self, rows: made.extend(rows) or write(self, rows))
+    logger = RunLogger(str(tmp_path), name="", version="run")
+    for round in range(1, 101):
+        logger.log_metrics({"round": round, "train/loss": 1 / round})
+        logger.log_metrics({"round": round, "val/acc": round / 100})
+    logger.log_metrics({"round": 50, "test/acc": 0.5})
+    assert len(made) < 600
+    table = rows(tmp_path / "run" / "metrics.csv")
+    assert [float(row["round"]) for row in table] == [*range(1, 101)]
+    assert [float(row["val/acc"]) for row in table] == [round / 100 for round in range(1, 101)]
+    assert [row["test/acc"] for row in table if row["test/acc"]] == ["0.5"]
