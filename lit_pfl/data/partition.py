@@ -115,7 +115,8 @@ class IID(Partition):
             for client in range(num_clients)
         ]
         if min(sizes) < 1 or min(map(len, shares)) < 0.8 * max(map(len, shares)):
-            shares = [np.concatenate(by_class)[client::num_clients] for client in range(num_clients)]
+            everything = np.concatenate(by_class)
+            shares = [everything[client::num_clients] for client in range(num_clients)]
         return [np.sort(share) for share in shares]
 
 
@@ -162,12 +163,14 @@ class Dirichlet(Partition):
 
     @staticmethod
     def _fill_up(clients: list[Indices], least: int) -> None:
+        sizes = np.array([len(client) for client in clients])
         for poor in range(len(clients)):
-            while len(clients[poor]) < least:
-                rich = max(range(len(clients)), key=lambda client: len(clients[client]))
-                take = min(least - len(clients[poor]), len(clients[rich]) - least)
+            while sizes[poor] < least:
+                rich = sizes.argmax()  # of equal ones the first
+                take = min(least - sizes[poor], sizes[rich] - least)
                 clients[poor] = np.concatenate([clients[poor], clients[rich][-take:]])
                 clients[rich] = clients[rich][:-take]
+                sizes[poor], sizes[rich] = len(clients[poor]), len(clients[rich])
 
 
 class BalancedDirichlet(Dirichlet):
