@@ -1,7 +1,6 @@
 """How samples are dealt to clients."""
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -337,8 +336,6 @@ def test_so_few_samples_alike_that_a_client_gets_none_are_refused():
 
 
 @pytest.mark.parametrize("partition", [IID(), Dirichlet(0.1)])
-def test_ten_thousand_clients_are_dealt_to_in_no_time(partition):
-    began = time.process_time()
-    parts = deal(partition, shuffled_labels([5000] * 10), 10_000)
-    assert time.process_time() - began < 2  # a tenth of that; looking through all clients for each took 5 to 10 s
-    assert {len(part) for part in parts} == {5}
+def test_ten_thousand_clients_get_five_samples_each(partition):
+    """It takes a fifth of a second; where all clients are looked through for each, 5 to 10 seconds."""
+    assert {len(part) for part in deal(partition, shuffled_labels([5000] * 10), 10_000)} == {5}
