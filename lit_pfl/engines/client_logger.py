@@ -156,6 +156,7 @@ class ElsewhereLogger(DummyLogger):
     def __init__(self, folder: str, kind: type[Logger]) -> None:
         super().__init__()
         self._folder, self._kind = folder, kind
+        self._experiment = _Elsewhere()  # at which Lightning looks, too
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -168,27 +169,25 @@ class ElsewhereLogger(DummyLogger):
 
     log_dir = save_dir
 
-    @property
-    def experiment(self) -> Any:
-        """Something to which everything can be written."""
-        self._warn()
-        return super().experiment
-
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
-        self._warn()
+        _warn_elsewhere()
 
     def __getattr__(self, name: str) -> Any:
-        self._warn()
-        return super().__getattr__(name)
+        return _Elsewhere().nop
 
-    @staticmethod
-    @cache
-    def _warn() -> None:
-        rank_zero_warn(
-            "federation.engine=Ray: what clients' modules write to self.logger is left out, as loggers are in the "
-            "process that was started; federation.engine=Local writes it."
-        )
+
+class _Elsewhere(DummyExperiment):
+    def nop(self, *args: Any, **kwargs: Any) -> None:
+        _warn_elsewhere()
+
+
+@cache
+def _warn_elsewhere() -> None:
+    rank_zero_warn(
+        "federation.engine=Ray: what clients' modules write to self.logger is left out, as loggers are in the process "
+        "that was started; federation.engine=Local writes it."
+    )
 
 
 def client_loggers(loggers: Sequence[Logger], client: Client) -> list[ClientLogger]:
