@@ -587,6 +587,12 @@ def test_a_learning_rate_monitor_may_watch_a_federation(tmp_path):
     assert watched.callback_metrics["lr-ServerStep"] == 1
 
 
+def test_a_script_with_a_logger_is_not_warned_of_rare_logs(tmp_path, recwarn):
+    fitting = trainer(1, logger=CSVLogger(tmp_path))
+    fitting.fit(Federation(client(FedAvg), seed=3, threads=1), datamodule=digits())
+    assert not [one for one in recwarn if "logging interval" in str(one.message)]
+
+
 def test_a_client_without_a_batch_is_named():
     message = "Client 0: its fit ended before it had joined. Its training loader must give a batch"
     with pytest.raises(ConfigError, match=message) as error:

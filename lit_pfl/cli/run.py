@@ -49,7 +49,6 @@ def execute(held: ExitStack, args: ArgsType) -> FederatedCLI:
             "devices": 1,
             "num_sanity_val_steps": 0,
             "enable_model_summary": False,
-            "log_every_n_steps": 1,
         },
         auto_configure_optimizers=False,
         parser_class=Parser,

@@ -151,8 +151,10 @@ def leave_to_clients(trainer: L.Trainer) -> None:
     """Take from a Trainer what clients do themselves.
 
     Scaling losses in ``16-mixed``: a server's step has none. And inference mode: what is scored may need gradients, as
-    a method that adapts to test data does.
+    a method that adapts to test data does. And 50 steps between logs, the default: a round has few, and is logged.
     """
+    if trainer.log_every_n_steps == 50:  # type: ignore[attr-defined]
+        trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
     if isinstance(trainer.precision_plugin, MixedPrecision):
         trainer.precision_plugin.scaler = None
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
