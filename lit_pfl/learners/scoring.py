@@ -186,14 +186,14 @@ def _tell(learner: L.LightningModule, hook: str, *args: Any) -> None:
 def transferred(learner: L.LightningModule, batch: Any) -> Any:
     """Return a batch as a Trainer hands it to a learner: on its device, after the hooks that it meets on the way.
 
-    A hook of the client's own data module takes the place of the learner's, as in Lightning. It may change a dict or a
-    list in place, as torchgeo's does, which deletes what is not a tensor. It gets a copy of those, not of what is
+    A hook of the client's own data module takes the place of the learner's, as in Lightning. Either may change a dict
+    or a list in place, as torchgeo's does, which deletes what is not a tensor. It gets a copy of those, not of what is
     inside, since a client's example batch is handed on again and again.
     """
     data = getattr(learner._trainer, "datamodule", None)
     for name in BATCH_HOOKS:
         of_data = data is not None and is_overridden(name, data, L.LightningDataModule)
-        if of_data and isinstance(batch, dict | list):
+        if isinstance(batch, dict | list):
             batch = copy.copy(batch)
         device = [learner.device] if name == "transfer_batch_to_device" else []
         with in_hook(learner, name):

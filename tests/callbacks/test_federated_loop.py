@@ -162,10 +162,13 @@ def test_what_one_site_keeps_at_home_stays_also_where_others_share_it():
 
 
 def test_a_reply_of_none_ends_the_fit_and_the_link_hears_of_the_samples():
-    link = Ends()
-    trainer = quiet_trainer(FederatedLoop(link, every_n_epochs=3), max_epochs=-1)
+    link, told = Ends(), []
+    loop = FederatedLoop(link, every_n_epochs=3)
+    loop.watchers.append(lambda transfer: told.append((transfer.round, transfer.direction)))
+    trainer = quiet_trainer(loop, max_epochs=-1)
     trainer.fit(PlainModule(), loaders()[3])
     assert (trainer.current_epoch, link.exchanged, link.info.num_samples) == (6, 2, 100)
+    assert told == [(1, "down"), (1, "up"), (2, "down"), (2, "up")]
 
 
 class Never(Ends):

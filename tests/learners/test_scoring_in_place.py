@@ -154,9 +154,10 @@ def test_hooks_of_the_client_s_data_module_take_the_place_of_the_learner_s():
     own.load_state_dict(federation.clients[0].learner.state_dict())
     (expected,) = trainer().validate(own, datamodule=Halved(), verbose=False)
     assert fitting.callback_metrics["val/loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
-    batch = [X, Y]
-    transferred(federation.clients[0].learner, batch)
-    assert len(batch) == 2
+    learner, batch = type("Pops", (Scaled,), {"on_before_batch_transfer": Halved.on_before_batch_transfer})(), [X, Y]
+    for one in (federation.clients[0].learner, learner):  # one has the hook itself
+        transferred(one, batch)
+        assert len(batch) == 2
 
 
 @pytest.mark.parametrize("method", [PerFedAvg, FedSpa])

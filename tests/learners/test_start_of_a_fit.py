@@ -14,6 +14,7 @@ from lit_pfl.core import ClientSpec
 from lit_pfl.data import FromDataset, PerClient
 from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners.scoring import score
 from lit_pfl.methods import Ditto, FedAvg, KNNPer
 from tiny import Learner
 
@@ -129,6 +130,20 @@ def test_a_step_that_cannot_do_with_one_sample_is_tried_on_a_batch():
     fit(type("Pairs", (Even,), scored)(), rounds=1)
     with pytest.warns(UserWarning, match="no validation_step, and its training_step no loss for val data .*pairs only"):
         fit(Even(), rounds=1)
+
+
+def test_a_step_that_fails_on_a_later_batch_or_for_want_of_memory_fails():
+    def batch(samples):
+        return torch.zeros(samples, 3), torch.zeros(samples, dtype=torch.int64)
+
+    class Large(Plain):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with pytest.raises(AssertionError, match="pairs only"):
+        score(Even(), [batch(2), batch(1)], "val")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        score(Large(), [batch(2)], "val")
 
 
 def test_one_that_can_do_with_neither_is_refused():
