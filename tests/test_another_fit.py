@@ -73,6 +73,17 @@ def test_another_trainer_goes_on_with_the_rounds(tmp_path, method, options):
     assert_equal(resumed.traffic.state_dict(), whole.traffic.state_dict())
 
 
+def test_the_same_trainer_with_more_epochs_goes_on_with_the_rounds():
+    whole, federation = (Federation(client(FedAvg), seed=3, threads=1, participation=0.5) for _ in range(2))
+    trainer(5).fit(whole, datamodule=digits())
+    fitting = trainer(2)
+    fitting.fit(federation, datamodule=digits())
+    fitting.fit_loop.max_epochs = 5
+    fitting.fit(federation, datamodule=digits())
+    assert federation.coordinator.round == 5
+    assert federation.traffic.clients == whole.traffic.clients
+
+
 def test_federations_of_one_privacy_have_each_a_clip_of_its_own():
     pytest.importorskip("dp_accounting")
     privacy = ClientPrivacy(clip=1.0, noise_multiplier=1.0, quantile=0.5, count_noise=1.0)

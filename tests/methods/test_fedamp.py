@@ -6,10 +6,10 @@ import torch
 from quadratic import Quadratics, equal, flat, quadratic
 
 from lit_pfl.core.payload import Payload
-from lit_pfl.methods import FedAMP
+from lit_pfl.methods import FedAMP, HeurFedAMP
 from lit_pfl.methods.similarity.fedamp import FedAMPServer, HeurFedAMPServer
 from lit_pfl.ops import cosines, squared_distances
-from tiny import run
+from tiny import client, run, weights
 
 
 def payloads(points):
@@ -70,3 +70,8 @@ def test_rounds_equal_the_formula(start):
     for k, member in federation.clients.items():
         np.testing.assert_allclose(flat(member.learner.state_dict()), points[k], rtol=1e-9)
         np.testing.assert_allclose(flat(federation.coordinator.server.reply(k)), mixtures[k], rtol=1e-9)
+
+
+def test_heurfedamp_s_rounds_begin_at_the_mixture_if_asked_to():
+    own, mixture = (weights(run(client(HeurFedAMP, lam=0.0, start=start)))[0] for start in ("own", "mixture"))
+    assert not torch.equal(own["backbone.head.weight"], mixture["backbone.head.weight"])

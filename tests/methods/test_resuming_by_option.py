@@ -5,12 +5,14 @@ from functools import partial
 import pytest
 import torch
 
+from lit_pfl.core import ServerAdam
 from lit_pfl.methods import (
     APFL,
     ClusteredFL,
     Ditto,
     FactorizedFL,
     FedADMM,
+    FedAvg,
     FedDyn,
     FedFOMO,
     FedSLR,
@@ -35,6 +37,7 @@ CASES = [
     (ClusteredFL, {"start_round": 0, "eps1": 9.0, "eps2": 0.1, "min_size": 2}),
     (Ditto, {"schedule": "separate"}),
     (FactorizedFL, SMALL_ENTRIES),
+    (FedAvg, {"server_optimizer": ServerAdam()}),
     (FedADMM, {"start": "own"}),
     (FedADMM, {"start": "global"}),
     (FedDyn, {"by_samples": True}),

@@ -19,6 +19,8 @@ from quadratic import (
 from torch import nn
 
 from lit_pfl import Payload
+from lit_pfl.core.averaging import weighted_mean
+from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, Scaffold
@@ -231,3 +233,18 @@ def test_control_variates_agree_in_mixed_precision():
     options = {"participation": 0.5, "rounds": 3, "client_trainer": {"precision": "bf16-mixed"}}
     federation = run(client(Scaffold, optimizer=sgd(0.1)), **options)
     np.testing.assert_allclose(controls(federation).mean(0), flat(federation.coordinator.server.control), atol=1e-6)
+
+
+def test_a_robust_mean_of_some_clients_changes_controls_by_their_share_of_all():
+    class Mean(RobustMean):
+        """The plain one."""
+
+        def __call__(self, uploads, weights, names, center):
+            return weighted_mean(list(uploads.values()), weights, names)
+
+    plain, robust = (
+        run(client(Scaffold, optimizer=sgd(0.1), mean=mean), participation=0.5).coordinator.server.control
+        for mean in (None, Mean())
+    )
+    assert any(control.any() for control in plain.values())
+    torch.testing.assert_close(robust, plain)
