@@ -156,7 +156,7 @@ def test_hooks_of_the_client_s_data_module_take_the_place_of_the_learner_s():
     assert fitting.callback_metrics["val/loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
     learner, batch = type("Pops", (Scaled,), {"on_before_batch_transfer": Halved.on_before_batch_transfer})(), [X, Y]
     for one in (federation.clients[0].learner, learner):  # one has the hook itself
-        transferred(one, batch)
+        assert torch.equal(transferred(one, batch)["x"], 50 * X)
         assert len(batch) == 2
 
 

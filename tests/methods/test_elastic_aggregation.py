@@ -49,6 +49,11 @@ def test_a_round_equals_the_formula(share):
         np.testing.assert_allclose(after.coordinator.server.model[f"backbone.{name}"], expected, atol=1e-6)
 
 
+def test_the_smallest_share_is_one_sample():
+    [(images, _)] = federation(1, share=1e-3).clients[0].unlabeled()
+    assert len(images) == 1
+
+
 def test_factors_lie_between_tau_and_one_more():
     o = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([[4.0]])}
     found = elastic_factors(o, 0.5)

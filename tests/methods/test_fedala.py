@@ -62,6 +62,16 @@ def test_layers_that_are_not_there(layers, words):
         client_of(layers=layers)
 
 
+def test_a_part_has_one_sample_at_least_and_may_be_any():
+    member = client_of(share=1e-3)
+    [(images, _)] = member._batches()
+    assert len(images) == 1
+    n = member.data.num_samples
+    member.share = (n - 1) / n + 1e-9
+    firsts = {float(next(iter(member._batches()))[0][0].sum()) for _ in range(20)}
+    assert len(firsts) == 2  # it leaves out the last sample or the first
+
+
 def test_the_first_time_ends_whatever_the_losses():
     federation = run(quadratic(FedALA, Quadratics.random(), threshold=0.0, max_passes=7), equal(2), rounds=3)
     assert all(member.begun for member in federation.clients.values())

@@ -85,7 +85,10 @@ def test_one_step_and_three_along_constant_gradients():
     torch.testing.assert_close(server.model["w"], -0.1 * (g[0] + g[1]))  # nobody has moved
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, sgd(0.1, momentum=0.9, nesterov=True)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.Adam, sgd(0.1, momentum=0.9, nesterov=True), sgd(0.1, momentum=0.9, dampening=0.5)],
+)
 def test_only_sgd(optimizer):
     with pytest.raises(ConfigError, match=r"^model\.optimizer: FedNova divides"):
         run(client(FedNova, optimizer=optimizer), rounds=1)

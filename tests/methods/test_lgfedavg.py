@@ -18,6 +18,7 @@ CLASSIFIER = {"backbone.head.weight", "backbone.head.bias"}
         ({}, False, CLASSIFIER),
         ({}, True, set()),
         ({"share_head": False}, False, set()),
+        ({"share_head": True}, False, CLASSIFIER),
         ({"norm_stats": "averaged"}, False, CLASSIFIER),
         ({"shared_layers": 2}, False, CLASSIFIER | BODY),
         ({"shared_layers": 2}, True, BODY),

@@ -87,3 +87,17 @@ def test_beta_is_a_server_optimizer():
     with pytest.raises(ConfigError, match=r"^model\.beta=0\.5: it is a server optimizer itself"):
         PFedMe(beta=0.5, server_optimizer=ServerAdam(lr=0.1))
     assert isinstance(PFedMe(server_optimizer=ServerAdam(lr=0.1)).server_optimizer, ServerAdam)
+
+
+def test_the_reported_loss_is_the_personal_model_s():
+    class Noted(PFedMe):
+        def personal_loss(self, *args):
+            self.last = super().personal_loss(*args)
+            return self.last
+
+        def objective(self, *args):
+            whole = super().objective(*args)
+            assert whole.item() == self.last.item()
+            return whole
+
+    run(client(Noted, optimizer=sgd(0.1)))
