@@ -61,6 +61,19 @@ def test_the_state_is_the_one_that_the_round_began_with(optimizer):
     assert not torch.equal(weights(two)[1]["backbone.head.weight"], weights(one)[1]["backbone.head.weight"])
 
 
+def test_an_optimizer_s_state_is_looked_at_where_all_weights_are_finite():
+    class Spoilt(FedAvg):
+        def upload(self):
+            if self.spec.client_id == 2 and self.current_epoch == 1:
+                for state in self.trainer.optimizers[0].state.values():
+                    state["momentum_buffer"].fill_(torch.inf)
+            return super().upload()
+
+    with pytest.warns(UserWarning, match=r"Client 2: its optimizer's state holds NaN or infinity\. The client begins"):
+        federation = run(client(Spoilt), rounds=3)
+    assert all(tensor.isfinite().all() for state in weights(federation).values() for tensor in state.values())
+
+
 def test_what_a_reply_overwrites_is_the_replys_again():
     with pytest.warns(UserWarning, match="Client 2"):
         federation = run(spoilt(FedPer, own="backbone.body.0.weight"), rounds=2)
