@@ -73,8 +73,6 @@ def names_of_head(learner: nn.Module, pattern: str | None) -> frozenset[str]:
     if pattern is not None:
         return names_found(learner, pattern, "head")
     head = getattr(learner, "head", None)
-    if not isinstance(head, nn.Module):
-        return frozenset()
     prefixes = tuple(f"{path}." for path, module in learner.named_modules(remove_duplicate=False) if module is head)
     return frozenset(name for name in learner.state_dict() if name.startswith(prefixes))
 
