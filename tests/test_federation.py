@@ -627,3 +627,7 @@ def test_clients_that_are_not_there_are_named():
         federation.standalone("0")
     with pytest.raises(ConfigError, match=r"^There is no client 2; there are 0, 1\.$"):
         federation.standalone(2)
+
+
+def test_threads_are_as_many_as_are_given():
+    assert run(client(FedAvg), digits(2), rounds=1, threads=3).threads == 3

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
+from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.methods import (
     APFL,
     AgnosticFL,
@@ -120,6 +121,8 @@ def test_batches_of_nobody_do_not_count_in_the_loss():
     federation = Federation(FedAvg(learner=Skips()), seed=1, threads=1)
     trainer(2).fit(federation, datamodule=PerClient([Poisson(client, False) for client in range(2)]))
     assert math.isfinite(federation.trainer.callback_metrics["train/loss"])
+    learner, (nobody, batch) = federation.clients[0].learner, [(torch.ones(n, 10), torch.ones(n)) for n in (0, 4)]
+    assert mean_loss(learner, [nobody, batch]) == mean_loss(learner, [batch])
 
 
 class Dropping(Site):
