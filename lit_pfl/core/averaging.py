@@ -1,6 +1,6 @@
 """Means of payloads."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -31,7 +31,7 @@ def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: 
     """
     names = list(payloads[0] if names is None else names)
     terms = _terms(payloads, weights)
-    mixtures = Mixtures([payload for payload, _ in terms], names)
+    mixtures = Mixtures([payload for payload, _ in terms], names, keep=False)
     return Payload(mixtures.mean([weight for _, weight in terms], names), payloads[0].sparse)
 
 
@@ -40,22 +40,23 @@ class Mixtures:
 
     Args:
         payloads: J payloads, whose tensors do not change.
-        names: what there are means of. Of tensors that are small a copy is kept.
+        names: what there are means of.
+        keep: whether a copy of small tensors is kept, as pays for several means; it may take as much memory as they do.
     """
 
     @torch.no_grad()
-    def __init__(self, payloads: Sequence[Payload], names: Iterable[str]) -> None:
+    def __init__(self, payloads: Sequence[Payload], names: Iterable[str], keep: bool = True) -> None:
         self.payloads = payloads
         packs: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name in names:
             if _is_small(name, payloads):
                 packs.setdefault((payloads[0][name].dtype, payloads[0][name].device), []).append(name)
-        #: names, and of every payload one tensor of all that they name
-        self._packs = [
-            (pack, [torch.cat([payload[name].flatten() for name in pack]) for payload in payloads])
-            for pack in packs.values()
-            if len(pack) > 1
-        ]
+        #: names, and of every payload one tensor of all that they name; or None
+        self._packs = [(pack, [*self._laid_out(pack)] if keep else None) for pack in packs.values() if len(pack) > 1]
+
+    def _laid_out(self, pack: Sequence[str]) -> Iterator[Tensor]:
+        for payload in self.payloads:
+            yield torch.cat([payload[name].flatten() for name in pack])
 
     @torch.no_grad()
     def mean(self, weights: Sequence[float], names: Iterable[str]) -> dict[str, Tensor]:
@@ -67,9 +68,11 @@ class Mixtures:
         """
         small: dict[str, Tensor] = {}
         for pack, tensors in self._packs:
-            if terms := _terms(tensors, weights):
+            if any(weights):
                 like = [self.payloads[0][name] for name in pack]
-                parts = _weighted_sum(terms).split([tensor.numel() for tensor in like])
+                terms = zip(tensors or self._laid_out(pack), weights, strict=True)
+                total = _weighted_sum((tensor, weight) for tensor, weight in terms if weight != 0)
+                parts = total.split([tensor.numel() for tensor in like])
                 # clones, so that whoever keeps one does not keep them all
                 small |= {n: part.view_as(one).clone() for n, part, one in zip(pack, parts, like, strict=True)}
         of_all = _terms(self.payloads, weights)
@@ -107,8 +110,9 @@ def _terms_of(name: str, terms: Sequence[tuple[Payload, float]]) -> list[tuple[T
     return [(tensor, weight * scale) for tensor, weight in own]
 
 
-def _weighted_sum(terms: list[tuple[Tensor, float]]) -> Tensor:
-    (first, weight), *others = terms
+def _weighted_sum(terms: Iterable[tuple[Tensor, float]]) -> Tensor:
+    others = iter(terms)
+    first, weight = next(others)
     wide = wide_type(first)
     total = first.to(wide) * weight
     term = torch.empty_like(total)  # one for all: fresh memory would take longer than the sum
