@@ -245,10 +245,12 @@ class FederatedCLI(LightningCLI):
             try:
                 self._run(self.trainer.fit, model, **kwargs)
                 self.stops.ended()
-            except (Stopped, SIGTERMException) as stopped:
-                signal = stopped if isinstance(stopped, Stopped) else Stopped(15)
-                self._say_how_to_go_on(signal.name)
-                raise signal from None
+            except (SystemExit, SIGTERMException) as ended:
+                stopped = self.stops.asked or (Stopped(15) if isinstance(ended, SIGTERMException) else None)
+                if stopped is None:
+                    raise
+                self._say_how_to_go_on(stopped.name)
+                raise stopped from None
             finally:
                 model.engine.abort()
 

@@ -22,11 +22,14 @@ class Stops(L.Callback):
     """Ends a fit on SIGTERM and SIGINT: at once in the middle of a round, which is dropped; never at its end.
 
     A round's end is written in several places, its checkpoint last; a signal waits until all is written.
+
+    Attributes:
+        asked: the stop that was asked for. Whatever waited may have ended with another exit for it, as Ray does.
     """
 
     def __init__(self) -> None:
         self._writing = False
-        self._waiting: int | None = None
+        self.asked: Stopped | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -37,10 +40,9 @@ class Stops(L.Callback):
             yield
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        if self._writing:
-            self._waiting = signum
-        else:
-            raise Stopped(signum)
+        self.asked = Stopped(signum)
+        if not self._writing:
+            raise self.asked
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin to write a round. The first of the callbacks."""
@@ -61,5 +63,5 @@ class Stops(L.Callback):
 
     def _written(self) -> None:
         self._writing = False
-        if self._waiting is not None:
-            raise Stopped(self._waiting)
+        if self.asked is not None:
+            raise self.asked

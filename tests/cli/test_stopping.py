@@ -86,16 +86,23 @@ def test_a_signal_drops_the_round_that_is_not_complete_and_says_how_to_go_on(hoo
         assert (FOLDER / name).read_text() == (whole / name).read_text()
 
 
-def test_a_signal_while_a_client_trains_is_heard_at_once(capsys):
+@pytest.mark.parametrize("ends", ["raise", "raise SystemExit(1) from None", "raise KeyboardInterrupt from None"])
+def test_a_signal_while_a_client_trains_is_heard_at_once(ends, capsys):
+    """Also where what was waiting ends otherwise for it, as Ray does."""
     Path("mine.py").write_text(
         "import os, signal\nfrom lit_pfl.methods import FedAvg\n"
         "class Mine(FedAvg):\n"
         "    def begin_epoch(self, epoch, local_epochs):\n"
         "        if self.trainer.current_epoch == 1 and self.spec.client_id == 1:\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            try:\n"
+        "                os.kill(os.getpid(), signal.SIGINT)\n"
+        "            except SystemExit:\n"
+        f"                {ends}\n"
     )
+    sys.modules.pop("mine", None)
     came = typed(capsys, "fit", "--model", "mine.Mine", "--model.backbone", "MLP", "--data.num_clients", "3")
     assert came.code == 130
+    assert "Stopped by SIGINT; a round that was not complete is dropped." in came.out
     assert len(rows(Path("runs/Mine-Digits/version_0/metrics.csv"))) == 1
 
 
