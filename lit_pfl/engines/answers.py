@@ -72,9 +72,10 @@ def opened(parcel: Parcel, copy: bool, told: set[Warned]) -> Any:
         Exception: what went wrong in the worker.
     """
     answer, warned = unpacked(parcel, copy)
-    for one in [one for one in warned if one not in told]:
-        told.add(one)
-        warnings.warn_explicit(*one)
+    for one in warned:
+        if one not in told:
+            told.add(one)
+            warnings.warn_explicit(*one)
     if isinstance(answer, Failure):
         answer.error.add_note(f"(in a worker: {answer.where})")
         raise answer.error

@@ -48,7 +48,7 @@ def unpacked(parcel: Parcel, copy: bool = True) -> Any:
 
 @cache
 def _let_arrays_be_read_only() -> None:
-    """Have PyTorch's warning of arrays that are only read where nobody sees it: it comes once in a process."""
+    """Let PyTorch warn of a read-only array here, unseen: it does so once in a process."""
     array = np.zeros(1, np.uint8)
     array.flags.writeable = False
     with warnings.catch_warnings():

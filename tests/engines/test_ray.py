@@ -21,6 +21,7 @@ from lit_pfl import methods as M
 from lit_pfl.core.deadline import Deadline, Speeds
 from lit_pfl.core.payload import Payload
 from lit_pfl.engines import Local, Ray
+from lit_pfl.engines.answers import Warned, opened
 from lit_pfl.engines.parcels import packed, unpacked
 from lit_pfl.engines.placement import assigned
 from lit_pfl.engines.switches import Switches
@@ -122,6 +123,13 @@ def test_what_comes_out_of_a_parcel(copy):
 def test_what_cannot_be_is_refused(options, name):
     with pytest.raises(ConfigError, match=rf"^federation\.engine\.{name}=0: give a whole number above 0\.$"):
         Ray(**options)
+
+
+def test_a_warning_that_comes_twice_in_one_answer_is_given_once(recwarn):
+    one, told = Warned("Short steps.", UserWarning, "module.py", 1), set()
+    assert opened(packed(("answer", [one, one])), True, told) == "answer"
+    assert opened(packed(("other", [one])), True, told) == "other"
+    assert [str(given.message) for given in recwarn] == ["Short steps."]
 
 
 def test_who_waits_for_cores_is_told_once_what_is_lacking():
