@@ -128,13 +128,15 @@ class RunLogger(CSVLogger):
         if self._rows is None:
             rows = checked_rows(path, ["round"])
             self._rows = sorted((row for row in rows if self.add_only or _round(row) <= round), key=_round)
+        row = values | {"round": round}
         place = bisect_left(self._rows, round, key=_round)
-        if place == len(self._rows) or _round(self._rows[place]) != round:
-            self._rows.insert(place, values | {"round": round})
+        if place < len(self._rows) and _round(self._rows[place]) == round:
+            former = self._rows[place]
+            kept = {name: value for name, value in former.items() if value != ""} if self.add_only else {}
+            row = self._rows[place] = former | row | kept
+        else:
+            self._rows.insert(place, row)
             self._lines.insert(place, "")
-        row = self._rows[place]
-        kept = {name: value for name, value in row.items() if value != ""} if self.add_only else {}
-        row |= values | {"round": round} | kept
         if row.keys() <= {*self._columns}:
             self._lines[place] = _text([row], self._columns)
         else:

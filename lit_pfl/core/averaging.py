@@ -30,7 +30,7 @@ def weighted_mean(payloads: Sequence[Payload], weights: Sequence[float], names: 
         A payload of new tensors; integer tensors are rounded to the nearest.
     """
     names = list(payloads[0] if names is None else names)
-    terms = _terms(payloads, weights)
+    terms = list(_terms(payloads, weights))
     mixtures = Mixtures([payload for payload, _ in terms], names, keep=False)
     return Payload(mixtures.mean([weight for _, weight in terms], names), payloads[0].sparse)
 
@@ -70,12 +70,11 @@ class Mixtures:
         for pack, tensors in self._packs:
             if any(weights):
                 like = [self.payloads[0][name] for name in pack]
-                terms = zip(tensors or self._laid_out(pack), weights, strict=True)
-                total = _weighted_sum((tensor, weight) for tensor, weight in terms if weight != 0)
+                total = _weighted_sum(_terms(tensors or self._laid_out(pack), weights))
                 parts = total.split([tensor.numel() for tensor in like])
                 # clones, so that whoever keeps one does not keep them all
                 small |= {n: part.view_as(one).clone() for n, part, one in zip(pack, parts, like, strict=True)}
-        of_all = _terms(self.payloads, weights)
+        of_all = list(_terms(self.payloads, weights))
         own = ((name, [] if name in small else _terms_of(name, of_all)) for name in names)
         means = ((name, _weighted_sum(terms) if terms else small.get(name)) for name, terms in own)
         return {name: mean for name, mean in means if mean is not None}
@@ -97,8 +96,8 @@ def _is_small(name: str, payloads: Sequence[Payload]) -> bool:
     )
 
 
-def _terms(values: Sequence[T], weights: Sequence[float]) -> list[tuple[T, float]]:
-    return [(value, weight) for value, weight in zip(values, weights, strict=True) if weight != 0]
+def _terms(values: Iterable[T], weights: Sequence[float]) -> Iterator[tuple[T, float]]:
+    return ((value, weight) for value, weight in zip(values, weights, strict=True) if weight != 0)
 
 
 def _terms_of(name: str, terms: Sequence[tuple[Payload, float]]) -> list[tuple[Tensor, float]]:

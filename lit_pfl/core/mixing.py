@@ -24,8 +24,7 @@ class MixingServer(Server):
 
     latest: dict[int, Payload]
     weights: Tensor
-    _mixed: dict[int, Payload] | None = None  # of what the mixtures are
-    _mixtures: Mixtures
+    _mixtures: tuple[dict[int, Payload], Mixtures] | None = None  # and of what they are
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
@@ -44,6 +43,7 @@ class MixingServer(Server):
         raise NotImplementedError
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+        self._mixtures = None  # which would keep the former uploads in memory
         # Copies, because an upload of this process is the client's own memory and changes when it trains on.
         copies = {client: upload.clone() for client, upload in uploads.items()}
         self.latest = dict(sorted((self.latest | copies).items()))
@@ -55,10 +55,11 @@ class MixingServer(Server):
         row = self.weights[list(self.latest).index(client)].tolist()
         mixed = [upload for upload, weight in zip(self.latest.values(), row, strict=True) if weight != 0]
         every = dict.fromkeys(name for upload in (self.latest[client], *mixed) for name in upload)
-        if self._mixed is not self.latest:  # there has been a round, or a state was loaded
+        if self._mixtures is None or self._mixtures[0] is not self.latest:  # a state was loaded
             payloads = list(self.latest.values())
-            self._mixed, self._mixtures = self.latest, Mixtures(payloads, filter(self.is_averaged, payloads[0]))
-        return Payload(self._mixtures.mean(row, filter(self.is_averaged, every)), self._mixtures.payloads[0].sparse)
+            self._mixtures = self.latest, Mixtures(payloads, filter(self.is_averaged, payloads[0]))
+        mixtures = self._mixtures[1]
+        return Payload(mixtures.mean(row, filter(self.is_averaged, every)), mixtures.payloads[0].sparse)
 
     def mixing(self) -> tuple[list[int], Tensor] | None:  # noqa: D102
         return (list(self.latest), self.weights) if self.latest else None
