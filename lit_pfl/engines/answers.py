@@ -33,10 +33,19 @@ def keep_warnings() -> list[Warned]:
     def keep(
         message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
-        kept.append(Warned(str(message), category, filename, lineno))
+        kept.append(Warned(str(message), _made_of_text(category), filename, lineno))
 
     warnings.showwarning = keep
     return kept
+
+
+def _made_of_text(category: type[Warning]) -> type[Warning]:
+    """Return a category, or the nearest of those that it is a kind of, that is made of a text alone."""
+    try:
+        category("")
+    except Exception:
+        return _made_of_text(category.__base__)  # type: ignore[arg-type]
+    return category
 
 
 def carefully(method: Callable[..., Any]) -> Callable[..., Any]:

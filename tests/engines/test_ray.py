@@ -21,7 +21,7 @@ from lit_pfl import methods as M
 from lit_pfl.core.deadline import Deadline, Speeds
 from lit_pfl.core.payload import Payload
 from lit_pfl.engines import Local, Ray
-from lit_pfl.engines.answers import Warned, opened
+from lit_pfl.engines.answers import Warned, keep_warnings, opened
 from lit_pfl.engines.parcels import packed, unpacked
 from lit_pfl.engines.placement import assigned
 from lit_pfl.engines.switches import Switches
@@ -130,6 +130,18 @@ def test_a_warning_that_comes_twice_in_one_answer_is_given_once(recwarn):
     assert opened(packed(("answer", [one, one])), True, told) == "answer"
     assert opened(packed(("other", [one])), True, told) == "other"
     assert [str(given.message) for given in recwarn] == ["Short steps."]
+
+
+class OfTwo(DeprecationWarning):
+    def __init__(self, one, other):
+        super().__init__(f"{one} is not {other}")
+
+
+def test_a_warning_that_is_not_made_of_a_text_comes_as_what_it_is_a_kind_of(monkeypatch):
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    kept = keep_warnings()
+    warnings.showwarning(OfTwo(1, 2), OfTwo, "module.py", 1)
+    assert kept == [Warned("1 is not 2", DeprecationWarning, "module.py", 1)]
 
 
 def test_who_waits_for_cores_is_told_once_what_is_lacking():
