@@ -151,7 +151,7 @@ def leave_to_clients(trainer: L.Trainer) -> None:
     """Take from a Trainer what clients do themselves.
 
     Scaling losses in ``16-mixed``: a server's step has none. And inference mode: what is scored may need gradients, as
-    a method that adapts to test data does. And 50 steps between logs, the default: a round has few, and is logged.
+    a method that adapts to test data does. And Lightning's 50 steps between logs: a round has fewer steps.
     """
     if trainer.log_every_n_steps == 50:  # type: ignore[attr-defined]
         trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
