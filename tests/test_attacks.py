@@ -102,8 +102,9 @@ def test_attackers_that_flip_labels_train_on_them(monkeypatch):
     flip.begin(flipped)
     monkeypatch.setattr(type(module), "training_step", lambda self, batch, i: noted.append(batch))
     module.training_step((torch.zeros(2), torch.tensor([0, 7])), 0)
-    assert noted[0][1].tolist() == [9, 2]
-    with pytest.raises(ConfigError, match="batches of client 1 are not"):
+    module.training_step({"image": torch.zeros(2), "label": torch.tensor([0, 7])}, 0)
+    assert noted[0][1].tolist() == noted[1]["label"].tolist() == [9, 2]
+    with pytest.raises(ConfigError, match="batches of client 1 are neither"):
         module.training_step({"x": torch.zeros(2)}, 0)
     with pytest.raises(ConfigError, match="LabelFlip changes single clients; give federation.engine=Local"):
         attacked(LabelFlip(clients=[1]), client(FedAvg, channels_last=False), engine=Stacked())

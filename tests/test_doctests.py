@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+from torchvision.transforms.functional import to_pil_image
 
 import lit_pfl
 import lit_pfl.data
@@ -19,6 +22,7 @@ import lit_pfl.engines
 import lit_pfl.methods
 import lit_pfl_callbacks
 from lit_pfl.data import Digits
+from tiny import TinyNet, trainer
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
@@ -80,6 +84,35 @@ def test_program(page, monkeypatch, tmp_path):
     ray = lit_pfl.engines.Ray
     monkeypatch.setattr(lit_pfl.engines, "Ray", lambda workers: ray(workers=2))
     exec(compile(blocks_of(page)[0], page, "exec"), {"__name__": "page"})
+
+
+def test_splits_of_other_libraries(monkeypatch, tmp_path):
+    """They are read from what those libraries write: clients have the same samples."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    images, labels = np.random.default_rng(0).random((400, 1, 12, 12)), np.arange(400) % 10
+    for part, sizes in (("train", 15), ("test", 5)):
+        (folder := Path("dataset/MNIST") / part).mkdir(parents=True)
+        for client in range(20):
+            own = slice(20 * client, 20 * client + sizes)
+            np.savez_compressed(folder / f"{client}.npz", data={"x": images[own], "y": labels[own]})
+
+    class FederatedDataset:
+        def __init__(self, dataset: str, partitioners: dict[str, int]) -> None:
+            pictures = [to_pil_image(torch.from_numpy(image).float()) for image in images]
+            self.whole = datasets.Dataset.from_dict({"image": pictures, "label": labels})
+
+        def load_partition(self, client: int) -> Any:
+            return self.whole.shard(20, client)
+
+    monkeypatch.setitem(sys.modules, "flwr_datasets", SimpleNamespace(FederatedDataset=FederatedDataset))
+    for block, counted in zip(blocks_of("docs/coming_from.md"), (16, 15), strict=True):
+        names: dict[str, Any] = {}
+        exec(block, names)
+        data = names["data"]
+        federation = lit_pfl.Federation(lit_pfl.methods.FedAvg(backbone=TinyNet))
+        trainer(1).fit(federation, datamodule=data)
+        assert [data.client(client).num_samples for client in range(20)] == [counted] * 20
 
 
 def test_the_readme(monkeypatch):

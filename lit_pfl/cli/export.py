@@ -20,6 +20,7 @@ from lit_pfl.data import FederatedDataModule, ImageSet, has_batches, labels_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.export.deployment import CARD, LARGEST_DIFFERENCE, SCRIPT, Deployment, Pixels, check_packages, pixels_about
 from lit_pfl.federation import Federation
+from lit_pfl.learners.classifier import images_in
 from lit_pfl.learners.scoring import predictions
 from lit_pfl.lightning_internals import undisturbed
 from lit_pfl_callbacks.clients import COLUMNS
@@ -96,7 +97,10 @@ def deployment(
     network = federation.standalone(client)
     own, labels = data.client(client), data.label_names(client)
     batch = next(iter(own.test), own.example)
-    inputs = batch[0] if isinstance(batch, tuple | list) else batch
+    if federation.prototype.learner is None:
+        inputs: Any = images_in(batch)
+    else:
+        inputs = batch[0] if isinstance(batch, tuple | list) else batch
     if federation.ask(partial(_predicts_otherwise, network, batch, inputs), [client], as_scored=True)[client]:
         rank_zero_warn(
             f"Client {client}: it predicts other values than the forward of {type(network).__name__}, which is what is "

@@ -21,6 +21,7 @@ from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.federation.federation import Federation
 from lit_pfl.ops.robust import alie_deviation
 from lit_pfl.randomness import Draws, check_share
+from lit_pfl_callbacks.batches import LABELS
 
 Updates = Mapping[int, Mapping[str, Tensor]]
 
@@ -122,10 +123,18 @@ def _with_flipped_labels(module: Client, client: int) -> Any:
     num_classes = None if module.data is None else module.data.num_classes
 
     def training_step(batch: Any, batch_idx: int) -> Any:
-        labels = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        place: Any = 1 if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if isinstance(batch, Mapping):
+            place = next((name for name in LABELS if name in batch), None)
+        labels = None if place is None else batch[place]
         if num_classes is None or not isinstance(labels, Tensor) or labels.is_floating_point():
-            raise ConfigError(f"trainer.callbacks: LabelFlip: batches of client {client} are not (inputs, labels).")
-        return type(module).training_step(module, (batch[0], num_classes - 1 - labels), batch_idx)
+            raise ConfigError(
+                f"trainer.callbacks: LabelFlip: batches of client {client} are neither (inputs, labels) nor dicts "
+                f"with class labels under {', '.join(LABELS)}."
+            )
+        flipped = num_classes - 1 - labels
+        batch = {**batch, place: flipped} if isinstance(batch, Mapping) else (batch[0], flipped)
+        return type(module).training_step(module, batch, batch_idx)
 
     return training_step
 

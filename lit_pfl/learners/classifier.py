@@ -1,23 +1,35 @@
 """The learner that a client gets when it is given none: an image classifier."""
 
 import copy
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lit_pfl.data.batches import described, labels_in
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import QuickModule, own_copy
 from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.nn import ComposedConv2d
 from lit_pfl.randomness import seed_torch
+from lit_pfl_callbacks.batches import LABELS
 
 BackboneCallable = Callable[[int, int], Backbone]
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerCallable = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, Tensor] | Mapping[str, Any]
+
+
+def images_in(batch: Any) -> Tensor | None:
+    """Return a batch's (B, C, H, W) images: the first part of a tuple, the first part of a dict that is of this shape.
+
+    Whole numbers, as data sets of Hugging Face have them, are divided by 255. None where there are no images.
+    """
+    parts = batch.values() if isinstance(batch, Mapping) else batch[:1] if isinstance(batch, tuple | list) else ()
+    images = next((part for part in parts if isinstance(part, Tensor) and part.dim() == 4), None)
+    return images if images is None or images.is_floating_point() else images / 255
 
 
 class ImageClassifier(QuickModule):
@@ -50,7 +62,7 @@ class ImageClassifier(QuickModule):
 
         Args:
             make_backbone: makes the network from the number of image channels and of classes.
-            example: a batch, (B, C, H, W) images and (B,) labels.
+            example: a batch, (B, C, H, W) images and (B,) labels: a tuple, or a dict such as of Hugging Face.
             num_classes: number of classes.
             kwargs: the other arguments.
 
@@ -62,12 +74,18 @@ class ImageClassifier(QuickModule):
                 "model.backbone: give what makes a network from the numbers of channels and of classes, such as the "
                 f"class {type(make_backbone).__name__}, not a network."
             )
-        images = example[0] if isinstance(example, tuple | list) and example else None
-        if not isinstance(images, Tensor) or images.dim() != 4 or num_classes is None:
+        images = images_in(example)
+        as_dict = isinstance(example, Mapping)
+        if images is None or not (any(name in example for name in LABELS) if as_dict else len(example) == 2):
             raise ConfigError(
                 "model.learner: without one, clients classify images, in batches of (B, C, H, W) tensors and class "
-                "labels, which this data does not have; give a LightningModule of your own, --model.learner "
-                "my_project.MyModule."
+                f"labels, or dicts of such, the labels under {', '.join(LABELS)}; this data has batches of "
+                f"{described(example)}; give a LightningModule of your own, --model.learner my_project.MyModule."
+            )
+        if num_classes is None:
+            raise ConfigError(
+                "model.learner: without one, clients classify images, and this data does not say into which classes; "
+                "give FromDataset labels, PerClient num_classes, or model.learner, a LightningModule of your own."
             )
         try:
             backbone = make_backbone(images.shape[1], num_classes)
@@ -117,12 +135,12 @@ class ImageClassifier(QuickModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the cross entropy of a batch."""
-        images, labels = batch
+        images, labels = _images_and_labels(batch)
         return nn.functional.cross_entropy(self(images), labels)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log ``acc`` and ``loss`` of a batch."""
-        images, labels = batch
+        images, labels = _images_and_labels(batch)
         logits = self(images)
         right = (logits.argmax(1) == labels).sum()
         # in double precision, so that the mean over batches is the share of all images to the last digit
@@ -134,7 +152,7 @@ class ImageClassifier(QuickModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return (B, classes) logits."""
-        return self(batch[0])
+        return self(images_in(batch))
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer and the scheduler."""
@@ -142,6 +160,13 @@ class ImageClassifier(QuickModule):
         if self.make_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.make_scheduler(optimizer)}
+
+
+def _images_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, Mapping):
+        return cast(Tensor, images_in(batch)), labels_in(batch)
+    images, labels = batch  # or probabilities, as CutMix makes them
+    return cast(Tensor, images_in((images,))), labels
 
 
 def network_of(learner: L.LightningModule) -> nn.Module:

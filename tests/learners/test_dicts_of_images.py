@@ -1,0 +1,80 @@
+"""The built-in classifier trains on dicts of bytes, as Hugging Face's data sets are, like on tuples of numbers."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from lit_pfl import Federation
+from lit_pfl.cli.export import deployment
+from lit_pfl.data import FromDataset, PerClient
+from lit_pfl.engines import Stacked
+from lit_pfl.errors import ConfigError
+from lit_pfl.methods import FedAvg, FedProto, FedRoD, StandAlone
+from tiny import GroupNet, Site, TinyNet, assert_equal, trainer
+
+PIXELS = torch.randint(0, 256, (48, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+CLASSES = torch.arange(48) % 4
+NOTHING = {}
+
+
+class Dicts(Dataset):
+    def __init__(self, label: str = "label", named: bool = False):
+        self.key, self.named = label, named
+
+    def __len__(self):
+        return len(PIXELS)
+
+    def __getitem__(self, i):
+        name = {"path": f"{i}.png"} if self.named else {}
+        return {**name, "img": PIXELS[i], self.key: int(CLASSES[i])}
+
+
+def fitted(method, dataset, labels, in_memory=True, made=NOTHING, **options):
+    torch.manual_seed(1)
+    data = FromDataset(dataset, labels=labels, num_clients=2, batch_size=8, in_memory=in_memory)
+    federation = Federation(method(**{"backbone": TinyNet, **made}), seed=1, **options)
+    trainer(2).fit(federation, datamodule=data)
+    return federation, data
+
+
+def same_as_tuples(method, dicts, **options):
+    federation, data = fitted(method, dicts, "label", **options)
+    tuples, _ = fitted(method, TensorDataset(PIXELS / 255, CLASSES), CLASSES.tolist(), **options)
+    for client, expected in tuples.clients.items():
+        assert_equal(federation.clients[client].state_dict(), expected.state_dict())
+    assert federation.trainer.callback_metrics["test/acc"] == tuples.trainer.callback_metrics["test/acc"]
+    return federation, data
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedProto, FedRoD])
+@pytest.mark.parametrize("named", [False, True])  # in memory; with names, read by a DataLoader
+def test_the_same_bits(method, named):
+    federation, data = same_as_tuples(method, Dicts(named=named), in_memory=not named)
+    predicted = trainer().predict(federation, datamodule=data)
+    assert predicted
+
+
+def test_in_a_stack():
+    same_as_tuples(FedAvg, Dicts(), engine=Stacked(), made={"backbone": GroupNet, "channels_last": False})
+
+
+def test_what_is_exported_takes_images():
+    federation, data = fitted(FedAvg, Dicts(), "label")
+    model = deployment(federation, data, 0)
+    assert model.examples.dtype == torch.float32
+    assert model.examples.shape[1:] == (3, 12, 12)
+    assert model.examples.max() <= 1
+    assert model.network(model.examples).shape[1] == 4
+
+
+def test_what_is_no_image_with_a_class_is_refused():
+    with pytest.raises(ConfigError, match=r"this data has batches of \{img: uint8\[1, 3, 12, 12\], letter: int64\[1"):
+        fitted(FedAvg, Dicts(label="letter"), "letter")
+    three = TensorDataset(PIXELS / 255, torch.arange(48), CLASSES)
+    with pytest.raises(ConfigError, match=r"batches of \(float32\[1, 3, 12, 12\], int64\[1\], int64\[1\]\); give"):
+        fitted(FedAvg, three, CLASSES.tolist())
+    with pytest.raises(ConfigError, match=r"into which classes; give FromDataset labels, PerClient num_classes, or"):
+        fitted(FedAvg, Dicts(), None)
+    sites = PerClient([Site(TensorDataset(PIXELS / 255, CLASSES), 8) for _ in range(2)])
+    with pytest.raises(ConfigError, match="into which classes"):
+        trainer().fit(Federation(StandAlone(backbone=TinyNet)), datamodule=sites)
