@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-INPUTS = ("image", "images", "x", "input", "inputs", "pixel_values", "input_ids", "data")
+INPUTS = ("image", "images", "img", "x", "input", "inputs", "pixel_values", "input_ids", "data")
 LABELS = ("label", "labels", "target", "targets", "y")
 IDS = ("id", "ids", "sample_id", "sample_ids", "index", "indices", "idx")
 

@@ -23,13 +23,9 @@ Batch = tuple[Tensor, Tensor] | Mapping[str, Any]
 
 
 def images_in(batch: Any) -> Tensor | None:
-    """Return a batch's (B, C, H, W) images: the first part of a tuple, the first part of a dict that is of this shape.
-
-    Whole numbers, as data sets of Hugging Face have them, are divided by 255. None where there are no images.
-    """
+    """Return a batch's (B, C, H, W) images: the first part of a tuple, of a dict the first of this shape; or None."""
     parts = batch.values() if isinstance(batch, Mapping) else batch[:1] if isinstance(batch, tuple | list) else ()
-    images = next((part for part in parts if isinstance(part, Tensor) and part.dim() == 4), None)
-    return images if images is None or images.is_floating_point() else images / 255
+    return next((part for part in parts if isinstance(part, Tensor) and part.dim() == 4), None)
 
 
 class ImageClassifier(QuickModule):

@@ -24,8 +24,8 @@ class Backbone(nn.Module, ABC):
         self.head = head
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map (B, C, H, W) images to (B, classes) logits."""
-        return self.head(self.body(images))
+        """Map (B, C, H, W) images to (B, classes) logits; whole numbers, as bytes, are divided by 255."""
+        return self.head(self.body(images if images.is_floating_point() else images / 255))
 
 
 Norm = Literal["batch", "group"]

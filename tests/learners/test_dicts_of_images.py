@@ -10,6 +10,7 @@ from lit_pfl.data import FromDataset, PerClient
 from lit_pfl.engines import Stacked
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, FedProto, FedRoD, StandAlone
+from lit_pfl_callbacks import FeatureMap, RunLogger
 from tiny import GroupNet, Site, TinyNet, assert_equal, trainer
 
 PIXELS = torch.randint(0, 256, (48, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -58,13 +59,13 @@ def test_in_a_stack():
     same_as_tuples(FedAvg, Dicts(), engine=Stacked(), made={"backbone": GroupNet, "channels_last": False})
 
 
-def test_what_is_exported_takes_images():
+def test_what_is_exported_takes_them_too(tmp_path):
     federation, data = fitted(FedAvg, Dicts(), "label")
     model = deployment(federation, data, 0)
-    assert model.examples.dtype == torch.float32
-    assert model.examples.shape[1:] == (3, 12, 12)
-    assert model.examples.max() <= 1
-    assert model.network(model.examples).shape[1] == 4
+    assert model.examples.dtype == torch.uint8
+    model.save(tmp_path, onnx=False)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(program(PIXELS[:5]), federation.standalone(0)(PIXELS[:5] / 255))
 
 
 def test_what_is_no_image_with_a_class_is_refused():
@@ -78,3 +79,11 @@ def test_what_is_no_image_with_a_class_is_refused():
     sites = PerClient([Site(TensorDataset(PIXELS / 255, CLASSES), 8) for _ in range(2)])
     with pytest.raises(ConfigError, match="into which classes"):
         trainer().fit(Federation(StandAlone(backbone=TinyNet)), datamodule=sites)
+
+
+def test_callbacks_that_look_at_features(tmp_path):
+    data = FromDataset(Dicts(), labels="label", num_clients=2, batch_size=8, train_fraction=0.5, val_fraction=0.3)
+    federation = Federation(FedAvg(backbone=TinyNet), seed=1)
+    logger = RunLogger(str(tmp_path), name="", version="run")
+    trainer(1, callbacks=[FeatureMap()], logger=logger).fit(federation, datamodule=data)
+    assert (tmp_path / "run" / "feature_map.csv").is_file()
