@@ -76,7 +76,8 @@ class ImageClassifier(QuickModule):
             raise ConfigError(
                 "model.learner: without one, clients classify images, in batches of (B, C, H, W) tensors and class "
                 f"labels, or dicts of such, the labels under {', '.join(LABELS)}; this data has batches of "
-                f"{described(example)}; give a LightningModule of your own, --model.learner my_project.MyModule."
+                f"{described(example)}; name the labels so, or give a LightningModule of your own, --model.learner "
+                "my_project.MyModule."
             )
         if num_classes is None:
             raise ConfigError(

@@ -72,7 +72,7 @@ def test_what_is_no_image_with_a_class_is_refused():
     with pytest.raises(ConfigError, match=r"this data has batches of \{img: uint8\[1, 3, 12, 12\], letter: int64\[1"):
         fitted(FedAvg, Dicts(label="letter"), "letter")
     three = TensorDataset(PIXELS / 255, torch.arange(48), CLASSES)
-    with pytest.raises(ConfigError, match=r"batches of \(float32\[1, 3, 12, 12\], int64\[1\], int64\[1\]\); give"):
+    with pytest.raises(ConfigError, match=r"batches of \(float32\[1, 3, 12, 12\], int64\[1\], int64\[1\]\); name the"):
         fitted(FedAvg, three, CLASSES.tolist())
     with pytest.raises(ConfigError, match=r"into which classes; give FromDataset labels, PerClient num_classes, or"):
         fitted(FedAvg, Dicts(), None)
