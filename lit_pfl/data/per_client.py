@@ -1,7 +1,7 @@
 """Existing data modules, one a client."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -56,7 +56,7 @@ class PerClient(FederatedDataModule):
             if num_clients is None:
                 raise ConfigError("data.num_clients: say how many data modules data.modules is to make.")
             modules = [modules(client) for client in range(num_clients)]
-        if not isinstance(modules, list | tuple):
+        if not isinstance(modules, Sequence):
             raise ConfigError(
                 f"data.modules is a {type(modules).__name__}; give a list of LightningDataModules, one for every "
                 "client, or what makes one from a client's id."
@@ -67,7 +67,7 @@ class PerClient(FederatedDataModule):
             raise ConfigError("data.modules=[]: give a data module for every client.")
         for client, module in enumerate(modules):
             _check(module, f"data.modules[{client}]")
-        self.modules = modules
+        self.modules = list(modules)
         self.num_classes = num_classes
         self.labels_agree = labels_agree
         self._is_set_up = False

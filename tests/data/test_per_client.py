@@ -1,5 +1,7 @@
 """Existing data modules, one a client."""
 
+from collections import UserList
+
 import lightning as L
 import numpy as np
 import pytest
@@ -91,6 +93,11 @@ def test_modules_are_prepared_and_set_up_and_asked_for_their_loaders_once():
     assert data.client(1) is first
     assert data.modules[1].calls == ["prepare_data", "setup fit", "setup test", "train"]
     assert data.modules[0].calls == ["prepare_data", "setup fit", "setup test"]
+
+
+def test_modules_come_in_a_sequence_of_another_kind():
+    """As Hydra's lists are."""
+    assert [module.site for module in ready(UserList([Site(0), Site(7)])).modules] == [0, 7]
 
 
 def test_modules_may_be_made_by_client():
