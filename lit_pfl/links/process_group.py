@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lit_pfl.core.checks import check_quorum
@@ -92,6 +93,8 @@ class ProcessGroupLink:
         self._state: dict[str, Any] | None = None  # of a run that goes on
         self._processes: Processes | None = None
         self._refused: dict[int, tuple[int, str]] = {}  # what clients are told with their next replies: round, reason
+        # Each process has a training of its own; by torchrun's ranks all loggers but those of rank 0 would be silent.
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]
 
     # --------------------------------------------------------------------------------------------------- every process
 

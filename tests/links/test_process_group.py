@@ -10,6 +10,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lit_pfl import Client, Federation, Payload, Server
@@ -139,6 +141,16 @@ def test_options_that_do_not_go_together_are_refused(options, message):
 def test_an_option_that_there_is_not_is_refused_as_by_python():
     with pytest.raises(TypeError, match="ProcessGroupLink has no option roundz"):
         ProcessGroupLink(roundz=3)
+
+
+def test_loggers_write_in_every_process(tmp_path, monkeypatch):
+    """Lightning counts torchrun's processes as those of one training, of which the first one logs."""
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    ProcessGroupLink()
+    logger = CSVLogger(tmp_path, name="", version="")
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.save()
+    assert (tmp_path / "metrics.csv").exists()
 
 
 def test_without_torchrun_it_says_so(monkeypatch):
