@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections import UserList
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
 from lit_pfl.core import ServerMomentum
@@ -329,3 +330,26 @@ def test_what_a_module_adds_to_checkpoints_is_there_when_one_is_scored(tmp_path,
     trainer(4).fit(resumed, datamodule=data(), ckpt_path=tmp_path / "two.ckpt")
     for module in resumed.clients.values():
         assert [learner.offset for learner in module.learners.values()] == [4.0] * len(module.learners)
+
+
+class WithOptions(L.LightningDataModule):
+    """Saves an option that is no plain value, as a list of Hydra is none."""
+
+    def __init__(self, split):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return DataLoader(torch.arange(24.0).reshape(-1, 3).split(self.hparams.split[0])[0], 4)
+
+
+def test_a_data_module_s_options_are_no_state_of_a_client(tmp_path):
+    def data():
+        return PerClient([WithOptions(UserList([4, 4]))])
+
+    saves = trainer(1)
+    saves.fit(Federation(FedAvg(learner=Offset()), seed=1, threads=1), datamodule=data())
+    saves.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = Federation(FedAvg(learner=Offset()), seed=1, threads=1)
+    trainer(2).fit(resumed, datamodule=data(), ckpt_path=tmp_path / "one.ckpt")
+    assert resumed.clients[0].learner.offset == 2.0

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import lightning as L
 import torch
 from jsonargparse.typing import PositiveInt
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -31,6 +32,10 @@ from lit_pfl_callbacks.tensors import copied
 
 #: what a client's own Trainer needs of a checkpoint to go on
 TRAINER_STATE = ("state_dict", "loops", "optimizer_states", "lr_schedulers", "callbacks")
+#: what a Trainer writes of a data module's options, which nobody reads again; they may be objects of any class
+OPTIONS_OF_DATA = frozenset(
+    getattr(L.LightningDataModule, f"CHECKPOINT_HYPER_PARAMS_{part}") for part in ("KEY", "NAME", "TYPE")
+)
 T = TypeVar("T")
 
 
@@ -273,7 +278,8 @@ class Local(Engine):
             module.trainer.save_checkpoint(MemoryCheckpointIO.MEMORY, weights_only=False)
             memory = module.trainer.strategy.checkpoint_io
             assert isinstance(memory, MemoryCheckpointIO)
-            return {**memory.checkpoint, **self.unfreezing.changes(client, module)}
+            state = {name: value for name, value in memory.checkpoint.items() if name not in OPTIONS_OF_DATA}
+            return state | self.unfreezing.changes(client, module)
         return self._restored.get(client, {"state_dict": module.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
