@@ -147,7 +147,7 @@ class FederatedCLI(LightningCLI):
         path = str(self.own.ckpt_path)
         if "://" in path:
             return
-        record = saved_record(Path(path), weights_only=self.own.weights_only is not False)
+        record = saved_record(Path(path), self.own.weights_only)
         self.folder = folder_of(Path(path))
         if record is None:
             return  # written from Python: the federation compares what it knows

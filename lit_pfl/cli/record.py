@@ -122,7 +122,7 @@ def _write_partition(path: Path, data: FederatedDataModule) -> None:
         write_rows(path, rows)
 
 
-def saved_record(path: Path, weights_only: bool) -> dict[str, Any] | None:
+def saved_record(path: Path, weights_only: bool | None) -> dict[str, Any] | None:
     """Return what the run that wrote a checkpoint has recorded of itself, such as its ``options`` by name.
 
     None where it was written from Python.

@@ -75,10 +75,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        return read_checkpoint(Path(path), weights_only=weights_only is not False)
+        return read_checkpoint(Path(path), weights_only)
 
 
-def read_checkpoint(path: Path, weights_only: bool = True, mmap: bool = False) -> dict[str, Any]:
+def read_checkpoint(path: Path, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
     """Read a federation's checkpoint, on the CPU.
 
     Args:
@@ -101,7 +101,7 @@ def read_checkpoint(path: Path, weights_only: bool = True, mmap: bool = False) -
     return checkpoint
 
 
-def read_whole(path: Path, weights_only: bool = True, mmap: bool = False) -> Any:
+def read_whole(path: Path, weights_only: bool | None = True, mmap: bool = False) -> Any:
     """Read what ``torch.save`` wrote, on the CPU; see :func:`read_checkpoint`.
 
     Raises:

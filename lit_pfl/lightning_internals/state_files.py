@@ -28,7 +28,7 @@ class Content(NamedTuple):
     """
 
     content: bytes
-    weights_only: bool = False
+    weights_only: bool | None = False
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Content":
@@ -55,7 +55,8 @@ def more_than_tensors(error: Exception) -> str | None:
         return None
     return (
         f"holds a {found[1]}, and only tensors and plain values are loaded: let get_extra_state(), "
-        "on_save_checkpoint() or state_dict() of the learner or of a callback return such."
+        "on_save_checkpoint() or state_dict() of the learner or of a callback return such; or give weights_only=False "
+        "next to ckpt_path, if you trust the file."
     )
 
 
@@ -72,7 +73,7 @@ class StateFile(NamedTuple):
     folder: Path
     name: str
     trained: bool
-    weights_only: bool = False
+    weights_only: bool | None = False
 
     @property
     def path(self) -> Path:
@@ -119,7 +120,7 @@ class SavedStates(Mapping[int, Any]):
         return len(self._has)
 
 
-def with_states(federation: dict[str, Any], checkpoint: Path, weights_only: bool) -> None:
+def with_states(federation: dict[str, Any], checkpoint: Path, weights_only: bool | None) -> None:
     """Put the states of clients into what a checkpoint has of a federation, where it refers to files next to it.
 
     Clients that have no file are as they were made.
@@ -144,7 +145,7 @@ def references_to(files: Mapping[int, StateFile]) -> str:
     return "\n".join(file.name if file.trained else f"{file.name}?" for _, file in sorted(files.items()))
 
 
-def referred_to(names: str, checkpoint: Path, weights_only: bool = True) -> dict[int, StateFile]:
+def referred_to(names: str, checkpoint: Path, weights_only: bool | None = True) -> dict[int, StateFile]:
     """Return by client id the files that a checkpoint refers to, from what :func:`references_to` has returned."""
     folder = checkpoint.resolve().parent / FOLDER
     files = (StateFile(folder, line.rstrip("?"), not line.endswith("?"), weights_only) for line in names.splitlines())

@@ -199,6 +199,15 @@ def test_objects_in_a_state_are_named(tmp_path, awake):
         fit(FedAvg(learner=Arrays()), awake, folder=tmp_path, resume=tmp_path / "last.ckpt")
 
 
+@pytest.mark.parametrize("awake", [None, 1])
+@pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE")
+def test_objects_in_a_state_are_loaded_where_pytorch_is_told_to(tmp_path, awake, monkeypatch):
+    whole = fit(FedAvg(learner=Arrays()), awake)
+    fit(FedAvg(learner=Arrays()), awake, 2, folder=tmp_path)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    assert fit(FedAvg(learner=Arrays()), awake, folder=tmp_path, resume=tmp_path / "last.ckpt").rows == whole.rows
+
+
 def own_parameters(module):
     return dict(module.learner.named_parameters())
 
