@@ -171,12 +171,29 @@ class MakesMore(Lazy):
         self.more = nn.Linear(1, 1)
 
 
-def test_layers_that_are_made_too_late_to_travel_are_refused():
+class CompilesLate(Lazy):
+    """Gives its tensors other names when its training begins."""
+
+    def __init__(self):
+        super().__init__(made=True)
+
+    def setup(self, stage):
+        self.net = torch.compile(self.net, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("learner", "message"),
+    [
+        (MakesMore, r"MakesMore makes 'more\.bias' in setup\(\), after .*; make its layers in __init__"),
+        (CompilesLate, r"makes 'net\._orig_mod.* in setup\(\), after .*; compile in place, as by self\.net\.compile"),
+    ],
+)
+def test_layers_that_are_made_too_late_to_travel_are_refused(learner, message):
     hub = LocalHub()
     trainer = L.Trainer(max_epochs=1, callbacks=[FederatedLoop(hub.link)], accelerator="cpu", logger=False)
     batches = DataLoader(TensorDataset(torch.randn(4, 3)), 2)
-    hub.add(0, lambda: trainer.fit(FedAvg(learner=MakesMore()), batches))
-    with pytest.raises(ConfigError, match=r"MakesMore makes 'more\.bias' in setup\(\), after"):
+    hub.add(0, lambda: trainer.fit(FedAvg(learner=learner()), batches))
+    with pytest.raises(ConfigError, match=message):
         hub.run(FedAvg(learner=Lazy(made=True)).configure_server())
 
 

@@ -126,9 +126,12 @@ class SharedTensors:
         """
         made = self._learner.state_dict().keys() - self._known if self._known else ()
         if made:
+            remedy = "make its layers in __init__ or configure_model."
+            if "_orig_mod" in min(made):  # torch.compile has renamed it
+                remedy = "compile in place, as by self.net.compile(), which keeps names."
             raise ConfigError(
                 f"model.learner: {type(self._learner).__name__} makes {min(made)!r} in setup(), after the shared "
-                "tensors are chosen; make its layers in __init__ or configure_model."
+                f"tensors are chosen; {remedy}"
             )
         self._known = None
 
