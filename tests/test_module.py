@@ -6,6 +6,7 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -201,6 +202,17 @@ def test_a_method_does_not_train_without_a_federation():
     batches = DataLoader(TensorDataset(torch.randn(4, 3)), 2)
     with pytest.raises(ConfigError, match=r"^FedProx is a method and trains in rounds: .*callbacks=\[FederatedLoop"):
         trainer(1).fit(FedProx(learner=Lazy(made=True)), batches)
+
+
+def test_an_optimizer_that_a_command_line_has_put_in_is_refused():
+    """LightningCLI replaces configure_optimizers of the method, not of its learner."""
+    command = ["fit", "--model.learner", f"{__name__}.Lazy", "--model.learner.made", "true", "--optimizer", "SGD"]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    with pytest.raises(
+        ConfigError, match=r"^FedProx\.configure_optimizers was replaced, as LightningCLI does"
+    ) as error:
+        LightningCLI(FedProx, L.LightningDataModule, trainer_defaults=quiet, args=[*command, "--optimizer.lr", "0.1"])
+    assert "\n" not in str(error.value)
 
 
 class Scaled(nn.Linear):

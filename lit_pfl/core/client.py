@@ -469,10 +469,16 @@ class Client(LearnerModule):
         """See that a Trainer that fits this client takes part in a federation.
 
         Raises:
-            ConfigError: when it has no :class:`~lit_pfl_callbacks.FederatedLoop`.
+            ConfigError: when it has no :class:`~lit_pfl_callbacks.FederatedLoop`, or an optimizer that the method does
+                not know.
         """
+        name = type(self).__name__
+        if stage == "fit" and "configure_optimizers" in vars(self):
+            raise ConfigError(
+                f"{name}.configure_optimizers was replaced, as LightningCLI does for --optimizer, and the method would "
+                "not train as it says; make the optimizer in the module's own configure_optimizers."
+            )
         if stage == "fit" and not any(isinstance(callback, FederatedLoop) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
-            name = type(self).__name__
             raise ConfigError(
                 f"{name} is a method and trains in rounds: give this Trainer callbacks=[FederatedLoop(link)], or fit "
                 f"Federation({name}(...)) with all clients' data."
