@@ -1,6 +1,7 @@
 """What a project's own Trainer offers goes on working once its module is under a method."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Subset
 
 from foreign import Loaders, Regression, diabetes
-from lit_pfl import Client
+from lit_pfl import Client, Server
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import APFL, Ditto, FedRep, Scaffold
 from lit_pfl_callbacks import FederatedLoop
@@ -40,6 +41,19 @@ def fit(kind: type[Client], rounds: int = 3, **options: Any) -> list[Client]:
         hub.add(site, lambda t=fitting, m=module, b=batches: t.fit(m, *b))
     hub.run(modules[0].configure_server())
     return modules
+
+
+def test_the_configuration_of_the_guide_is_what_hydra_makes_a_site_of():
+    instantiate = pytest.importorskip("hydra.utils").instantiate
+    omegaconf = pytest.importorskip("omegaconf").OmegaConf
+    guide = (Path(__file__).parents[2] / "docs" / "existing_project.md").read_text()
+    [written] = re.findall("^```yaml\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    learner = {"_target_": f"{Regression.__module__}.Regression"}
+    config = omegaconf.merge(omegaconf.create(written), {"learner": learner})
+    assert isinstance(instantiate(config.model).learner, Regression)
+    loop = instantiate(config.callbacks.federated_loop)
+    assert (type(loop), loop.every_n_epochs) == (FederatedLoop, 2)
+    assert isinstance(loop.link.server, Server)
 
 
 def rows(folder: Path, name: str) -> list[float]:
