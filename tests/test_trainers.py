@@ -293,6 +293,14 @@ def test_callbacks_in_a_sequence_of_another_kind():
     assert len(heard) == 2
 
 
+def test_a_trainer_used_again_tells_nothing_of_callbacks_that_nobody_gave_it(caplog):
+    fitting, federation, data = trainer(1), Federation(client(FedAvg), seed=1), digits(2)
+    fitting.fit(federation, datamodule=data)
+    with caplog.at_level("INFO"):
+        fitting.test(federation, datamodule=data, verbose=False)
+    assert "override existing callbacks" not in caplog.text
+
+
 class Looks(L.Callback):
     """Looks at a round when it is over, as callbacks that report to a search do."""
 

@@ -199,7 +199,11 @@ class Federation(QuickModule):
         """See that the Trainer's options suit a federation; of all hooks the one before Lightning's own checks."""
         check_outer(self.trainer)
         refuse_processes(self.trainer)
-        return [OneAtATime(), EndsFits(self.engine)]
+        own = [OneAtATime(), EndsFits(self.engine)]
+        # those of a former fit leave before Lightning tells that it replaces them
+        left = [callback for callback in self.trainer.callbacks if type(callback) not in map(type, own)]  # type: ignore[attr-defined]
+        self.trainer.callbacks = left  # type: ignore[attr-defined]
+        return own
 
     @property
     def data(self) -> FederatedDataModule:
