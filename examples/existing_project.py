@@ -89,8 +89,7 @@ def main(epochs: int = 40) -> list[tuple[float, float]]:
 
     for site in range(len(sites)):
         hub.add(site, partial(run, site))
-    module = Ditto(learner=MyModule())
-    coordinator = hub.run(module.configure_server())
+    coordinator = hub.run()
 
     print(f"{coordinator.round} rounds, {coordinator.ledger.total / 1e6:.2f} MB sent")
     for site, r2 in enumerate(alone):

@@ -54,7 +54,8 @@ class Link(Protocol):
     The callback is the same in a simulation, in a cluster and between hospitals; only the link differs. Of a client
     whose Trainer has several processes, that of global rank 0 alone uses its link, unless the link has an attribute
     ``in_every_process`` that is true: then each uses it on its own, as each has the whole federation or is a client. If
-    it has a method ``no_batches``, that is called when a fit ends without a batch to train on.
+    it has a method ``no_batches``, that is called when a fit ends without a batch to train on. If it has a method
+    ``take_server``, that is called before a fit with a module that has ``configure_server``.
     """
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
@@ -147,9 +148,12 @@ class FederatedLoop(L.Callback):
         self._started_in_check = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Keep no random state of a checkpoint that was loaded before, to be tested."""
+        """Keep no random state of a checkpoint that was loaded before, to be tested; let the link have the server."""
         self._draws.forget()
         self._started_in_check = False
+        take_server = getattr(self.link, "take_server", None)
+        if stage == "fit" and take_server is not None and callable(getattr(pl_module, "configure_server", None)):
+            take_server(pl_module)  # now: on another device, a module would draw other numbers
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore the random state, but not in several processes: all of them would draw the same."""

@@ -18,7 +18,7 @@ def main():
     L.seed_everything(1, verbose=False)
     train, test = my_data(site)
     module = Ditto(learner=MyModule())
-    loop = FederatedLoop(ProcessGroupLink(module.configure_server()), every_n_epochs=2)
+    loop = FederatedLoop(ProcessGroupLink(), every_n_epochs=2)
     trainer = L.Trainer(max_epochs=40, accelerator="cpu", callbacks=[loop], **QUIET)
     trainer.fit(module, train)
     [scores] = trainer.test(module, test, verbose=False)

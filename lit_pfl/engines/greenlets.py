@@ -14,7 +14,7 @@ from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import undisturbed
-from lit_pfl.randomness import RandomStream, random_state_kept
+from lit_pfl.randomness import Draws, RandomStream, random_state_kept
 from lit_pfl_callbacks.federated_loop import JoinInfo
 
 
@@ -24,6 +24,8 @@ class LocalLink:
     Attributes:
         round: rounds that the hub has completed in :meth:`LocalHub.run`; it goes into the checkpoints of every fit.
         resumed: the same, as the checkpoint has it from which a fit was resumed.
+        needs_server: a seed, while the hub needs the server of the first module under a method.
+        server: that server.
     """
 
     in_every_process = True  # where clients train by several processes, each of these has a hub with them all
@@ -31,6 +33,13 @@ class LocalLink:
     def __init__(self) -> None:
         self.round: int | None = None
         self.resumed: dict[greenlet, int] = {}
+        self.needs_server: int | None = None
+        self.server: Server | None = None
+
+    def take_server(self, module: Any) -> None:
+        """Let a module under a method make its server, if the hub needs one."""
+        if self.needs_server is not None and self.server is None:
+            self.server = server_of(module, self.needs_server)
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor]:
         """Sleep until the federation starts."""
@@ -74,7 +83,7 @@ class LocalHub:
         for client, (trainer, module, loader) in enumerate(my_runs):
             trainer.callbacks.append(FederatedLoop(hub.link))
             hub.add(client, lambda t=trainer, m=module, x=loader: t.fit(m, x))
-        hub.run()  # averages; for modules under a method, hub.run(module.configure_server())
+        hub.run()
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -171,8 +180,7 @@ class LocalHub:
         """Run a whole federation, round by round, until every fit has ended on its own.
 
         Args:
-            server: the method's server, from ``module.configure_server()``; by default, for modules as they are, one
-                that averages.
+            server: by default that of the modules' method, or one that averages, for modules under none.
             quorum: the share of a round's uploads that must be usable.
             state: the ``state_dict()`` of a coordinator, to continue from: where every fit resumes from a checkpoint
                 too.
@@ -183,16 +191,14 @@ class LocalHub:
 
         Raises:
             ConfigError: when a fit ends before it has joined, or resumes from another round than the last that it took
-                part in, as ``state`` has it; when modules are under a method and no server is given.
+                part in, as ``state`` has it.
             UploadError: when fewer uploads of a round are usable than the quorum asks for.
         """
         check_quorum("quorum", quorum)
-        coordinator = _Coordinator(server or Server(), quorum)
         try:
+            self.link.needs_server = self.seed if server is None else None
             infos = {client: self.start(client) for client in sorted(self._fits)}
-            # what a method sends is a payload already, and the server belongs to it
-            if server is None:
-                refuse_methods(infos, "LocalHub.run")
+            coordinator = _Coordinator(server or self.link.server or Server(), quorum)
             coordinator.start({c: ClientInfo(i.num_samples, as_payload(i.tensors)) for c, i in infos.items()})
             if state is not None:
                 coordinator.load_state_dict(state)
@@ -208,7 +214,7 @@ class LocalHub:
                     after_round(coordinator)
         finally:
             self.abort()
-            self.link.round = None
+            self.link.round = self.link.needs_server = self.link.server = None
             self.link.resumed.clear()
         return coordinator
 
@@ -242,18 +248,14 @@ class LocalHub:
                 raise
 
 
-def refuse_methods(infos: Mapping[int, JoinInfo], call: str) -> None:
-    """See that no client is under a method, which has a server of its own: what such a client sends is a payload.
+def server_of(module: Any, seed: int) -> Server:
+    """Return the server of a module that is under a method, as a :class:`~lit_pfl.Federation` of this seed makes it.
 
-    Raises:
-        ConfigError: when one is; it says that ``call`` takes the server.
+    The module draws its own numbers as if there were none.
     """
-    for client, info in infos.items():
-        if isinstance(info.tensors, Payload):
-            raise ConfigError(
-                f"{call}(): the module of client {client} is under a method, which has a server of its own; give "
-                f"{call.rpartition('.')[2]}(module.configure_server())."
-            )
+    module.configure_model()
+    with Draws(seed).default_generators("server"):
+        return module.configure_server()
 
 
 class _Coordinator(Coordinator):

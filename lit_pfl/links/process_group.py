@@ -14,7 +14,7 @@ from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.encoding import Layout
 from lit_pfl.core.payload import FROM_FACTORS, Payload, Upload, as_payload
 from lit_pfl.core.server import ClientInfo, Server
-from lit_pfl.engines.greenlets import refuse_methods
+from lit_pfl.engines.greenlets import server_of
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.links.processes import Processes
 from lit_pfl.links.unavailable import refuse_unavailable
@@ -35,8 +35,8 @@ class ProcessGroupLink:
     reply of its last round. With ``rounds`` the link ends them, as they were trained in their last round.
 
     Args:
-        server: the method's server, from ``module.configure_server()``; by default, for modules as they are, one that
-            averages. Only that of rank 0 is used.
+        server: by default that of the module's method, or one that averages, for a module under none. Only that of
+            rank 0 is used.
         rounds: number of rounds; the fits' ``max_epochs`` must leave room for them (-1 does). By default as many as
             fits have.
         participation: who trains in a round: a share of the clients, or above 1 their number; drawn as a
@@ -51,13 +51,13 @@ class ProcessGroupLink:
 
     Raises:
         ConfigError: for options that do not go together, and where nothing has started several processes, or they train
-            one model (``strategy="ddp"``); when a module is under a method and no server is given; in all processes,
-            when they do not train by the same method, for as many epochs a round, and from the same round.
+            one model (``strategy="ddp"``); in all processes, when they do not train by the same method, for as many
+            epochs a round, and from the same round.
         ConnectionError: when another process is gone, or does not answer.
 
     Example::
 
-        link = ProcessGroupLink(module.configure_server())  # torchrun --nproc-per-node 4 my_script.py
+        link = ProcessGroupLink()  # torchrun --nproc-per-node 4 my_script.py
         trainer = L.Trainer(max_epochs=20, callbacks=[FederatedLoop(link, every_n_epochs=5)])
         trainer.fit(module, my_loader)
     """
@@ -97,6 +97,11 @@ class ProcessGroupLink:
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
 
     # --------------------------------------------------------------------------------------------------- every process
+
+    def take_server(self, module: Any) -> None:
+        """Let a module under a method make its server, unless one was given."""
+        if self.server is None:
+            self.server = server_of(module, self.draws.seed)
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
         """Find the others and report; wait for the first turn."""
@@ -180,8 +185,6 @@ class ProcessGroupLink:
     def _check_alike(self, infos: Mapping[int, JoinInfo]) -> None:
         """See that all clients train in the same way, and have completed as many rounds where all take part in each."""
         own = infos[0]
-        if self.server is None:  # what others send is a payload in any case
-            refuse_methods({0: own}, "ProcessGroupLink")
         for client, info in infos.items():
             if info.method != own.method:
                 mine, first = (f"by {name}" if name else "without a method" for name in (info.method, own.method))

@@ -9,12 +9,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Subset
 
 from foreign import Loaders, Regression, diabetes
-from lit_pfl import Client, Server
-from lit_pfl.links import LocalHub
+from lit_pfl import Client
+from lit_pfl.links import LocalHub, ProcessGroupLink
 from lit_pfl.methods import APFL, Ditto, FedRep, Scaffold
 from lit_pfl_callbacks import FederatedLoop
 from tiny import assert_equal, trainer
@@ -39,7 +40,7 @@ def fit(kind: type[Client], rounds: int = 3, **options: Any) -> list[Client]:
         in_order = DataLoader(Subset(diabetes()[site], range(40)), 8)
         batches = in_order, data.val_dataloader()
         hub.add(site, lambda t=fitting, m=module, b=batches: t.fit(m, *b))
-    hub.run(modules[0].configure_server())
+    hub.run()
     return modules
 
 
@@ -47,13 +48,25 @@ def test_the_configuration_of_the_guide_is_what_hydra_makes_a_site_of():
     instantiate = pytest.importorskip("hydra.utils").instantiate
     omegaconf = pytest.importorskip("omegaconf").OmegaConf
     guide = (Path(__file__).parents[2] / "docs" / "existing_project.md").read_text()
-    [written] = re.findall("^```yaml\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    written = re.findall("^```yaml\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)[0]
     learner = {"_target_": f"{Regression.__module__}.Regression"}
     config = omegaconf.merge(omegaconf.create(written), {"learner": learner})
     assert isinstance(instantiate(config.model).learner, Regression)
     loop = instantiate(config.callbacks.federated_loop)
     assert (type(loop), loop.every_n_epochs) == (FederatedLoop, 2)
-    assert isinstance(loop.link.server, Server)
+    assert isinstance(loop.link, ProcessGroupLink)
+
+
+def test_the_configuration_of_the_guide_is_what_a_lightning_cli_makes_a_site_of():
+    guide = (Path(__file__).parents[2] / "docs" / "existing_project.md").read_text()
+    written = re.findall("^```yaml\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)[1]
+    Path("site.yaml").write_text(written.replace("my_project.MyModule", f"{Regression.__module__}.Regression"))
+    cli = LightningCLI(Client, subclass_mode_model=True, args=["--config", "site.yaml"], run=False)
+    assert isinstance(cli.model, Ditto)
+    assert isinstance(cli.model.learner, Regression)
+    [loop] = [callback for callback in cli.trainer.callbacks if isinstance(callback, FederatedLoop)]
+    assert isinstance(loop.link, ProcessGroupLink)
+    assert loop.every_n_epochs == 2
 
 
 def rows(folder: Path, name: str) -> list[float]:

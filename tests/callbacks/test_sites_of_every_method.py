@@ -101,7 +101,6 @@ def run(
         modules.append(module)
         paths_of.append(folder / f"{site}" / f"epoch={EPOCHS - 1}.ckpt")
     hub.run(
-        modules[0].configure_server(),
         state=state,
         after_round=lambda coordinator: states.append(copy.deepcopy(coordinator.state_dict())),
     )
@@ -157,5 +156,5 @@ def test_a_checkpoint_that_was_tested_has_no_say_in_the_draws_of_a_new_fit(tmp_p
         if tested:
             fitting.validate(module, samples("table", 0), ckpt_path=path, weights_only=True, verbose=False)
         hub.add(0, lambda t=fitting, m=module: t.fit(m, samples("table", 0)))
-        hub.run(module.configure_server())
+        hub.run()
     assert torch.equal(drawn[0], drawn[len(drawn) // 2])

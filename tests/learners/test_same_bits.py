@@ -104,7 +104,7 @@ def sites_under_their_own_trainers(methods: list[Client], folder: Any) -> None:
         # A PyTorch loader draws a number when its iterator is made, which for the first epoch is before the join.
         own = LateLoader(data.train_dataloader()), data.val_dataloader()
         hub.add(site, lambda fitting=fitting, module=module, own=own: fitting.fit(module, *own))
-    hub.run(methods[0].configure_server())
+    hub.run()
     assert [counter.batches for counter in counters] == [ROUNDS * EPOCHS * 10] * SITES
 
 

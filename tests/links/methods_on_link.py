@@ -59,9 +59,7 @@ def run(method: str, rank: int) -> dict[str, Any]:
         module = prototype.build(ClientSpec(rank, own.example, own.num_classes, own.labels_agree, epochs))
     module.data = own
     module.place_on(torch.device("cpu"))
-    with draws.default_generators("server"):
-        server = module.configure_server()
-    link = Streams(server, rounds=ROUNDS, participation=PARTICIPATION, seed=SEED)
+    link = Streams(rounds=ROUNDS, participation=PARTICIPATION, seed=SEED)
     fitting = trainer(-1, callbacks=[FederatedLoop(link, epochs, num_samples=own.num_samples)])
     fitting.fit(module, LateLoader(module.training_data()))
     return {

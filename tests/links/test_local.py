@@ -11,9 +11,10 @@ from lit_pfl import Payload, Server
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
-from lit_pfl.methods import Scaffold
+from lit_pfl.methods import IFCA, PFedHN, Scaffold
+from lit_pfl.randomness import Draws
 from lit_pfl_callbacks import FederatedLoop, JoinInfo
-from tiny import trainer
+from tiny import assert_equal, trainer
 
 
 def test_what_clients_mark_as_sparse_on_joining_is_sent_back_as_sparse():
@@ -51,11 +52,26 @@ def test_without_a_server_modules_as_they_are_are_averaged():
     assert torch.equal(default[0], given[0])
 
 
-def test_without_a_server_modules_under_a_method_are_refused():
-    hub = LocalHub()
-    hub.add(3, lambda: trainer(1, callbacks=[FederatedLoop(hub.link)]).fit(Scaffold(learner=Line()), batches()))
-    with pytest.raises(ConfigError, match=r"client 3 is under a method, .* run\(module.configure_server\(\)\)\.$"):
-        hub.run()
+@pytest.mark.parametrize("method", [Scaffold, IFCA, PFedHN])
+def test_without_a_server_the_first_module_under_a_method_makes_it(method):
+    """With draws of the server's own, so that sites draw as with one that was made before."""
+
+    def fitted(*server):
+        hub, modules = LocalHub(seed=4), []
+        for site in range(2):
+            torch.manual_seed(site)
+            modules.append(method(learner=Line()))
+            hub.add(site, lambda m=modules[site]: trainer(2, callbacks=[FederatedLoop(hub.link)]).fit(m, batches()))
+        return hub.run(*server).server, modules
+
+    torch.manual_seed(0)
+    first = method(learner=Line())
+    with Draws(4).default_generators("server"):
+        expected, modules = fitted(first.configure_server())
+    server, others = fitted()
+    assert type(server) is type(expected)
+    for one, other in zip(modules, others, strict=True):
+        assert_equal(one.state_dict(), other.state_dict())
 
 
 def run(folder, rounds, paths=(None, None), state=None):

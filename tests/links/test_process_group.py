@@ -18,7 +18,7 @@ from lit_pfl import Client, Federation, Payload, Server
 from lit_pfl.core.asynchronous import FedBuff
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import ProcessGroupLink
-from lit_pfl.methods import FedAvg
+from lit_pfl.methods import FedAvg, Scaffold
 from lit_pfl_callbacks import FederatedLoop, JoinInfo
 from tiny import assert_equal, digits, trainer
 
@@ -235,15 +235,13 @@ def test_other_rounds_are_right_where_all_or_only_some_take_part(options, words)
     link.join(JoinInfo(3, W, completed=3))
 
 
-def test_a_method_has_a_server_of_its_own():
-    method = {"method": "FedDyn"}
-    link = ProcessGroupLink()
-    link._processes = Wire(joins(**method))
-    with pytest.raises(ConfigError, match=r"ProcessGroupLink\(\): the module of client 0 is under a method"):
-        link.join(JoinInfo(1, Payload(W), **method))
-    link = ProcessGroupLink(Server())
-    link._processes = Wire(joins(**method))
-    link.join(JoinInfo(1, Payload(W), **method))
+def test_the_server_is_that_of_the_method_unless_one_is_given():
+    link, given = ProcessGroupLink(), Server()
+    link.take_server(Scaffold(learner=MyModule()))
+    assert type(link.server) is type(Scaffold(learner=MyModule()).configure_server())
+    link = ProcessGroupLink(given)
+    link.take_server(Scaffold(learner=MyModule()))
+    assert link.server is given
 
 
 def test_a_method_is_known_by_the_one_that_it_builds_on():

@@ -31,11 +31,11 @@ def main(folder: Path, method: str, epochs: int, resumes: bool) -> None:
     site = int(os.environ["RANK"])
     L.seed_everything(1, verbose=False)
     shuffled, _ = my_data(site)
-    module, server, data = MyModule(), None, shuffled
+    module, data = MyModule(), shuffled
     if method != "none":
         module = getattr(lit_pfl.methods, method)(learner=Stepping())
-        server, data = module.configure_server(), DataLoader(shuffled.dataset, 16)
-    link = ProcessGroupLink(server, timeout=120)
+        data = DataLoader(shuffled.dataset, 16)
+    link = ProcessGroupLink(timeout=120)
     saves = ModelCheckpoint(folder / str(site), filename="last", enable_version_counter=False)
     trainer = L.Trainer(
         max_epochs=epochs, accelerator="cpu", callbacks=[FederatedLoop(link, every_n_epochs=2), saves], logger=False,
