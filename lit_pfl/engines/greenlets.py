@@ -191,13 +191,15 @@ class LocalHub:
 
         Raises:
             ConfigError: when a fit ends before it has joined, or resumes from another round than the last that it took
-                part in, as ``state`` has it.
+                part in, as ``state`` has it; when no server is given and modules are under different methods.
             UploadError: when fewer uploads of a round are usable than the quorum asks for.
         """
         check_quorum("quorum", quorum)
         try:
             self.link.needs_server = self.seed if server is None else None
             infos = {client: self.start(client) for client in sorted(self._fits)}
+            if server is None:
+                _check_one_method(infos)
             coordinator = _Coordinator(server or self.link.server or Server(), quorum)
             coordinator.start({c: ClientInfo(i.num_samples, as_payload(i.tensors)) for c, i in infos.items()})
             if state is not None:
@@ -246,6 +248,21 @@ class LocalHub:
             except Exception as error:
                 error.add_note(f"(in the fit of client {client})")
                 raise
+
+
+def how_trained(info: JoinInfo) -> str:
+    """Say by which method a client trains, for a message."""
+    return f"by {info.method}" if info.method else "without a method"
+
+
+def _check_one_method(infos: Mapping[int, JoinInfo]) -> None:
+    first = next(iter(infos))
+    for client, info in infos.items():
+        if info.method != infos[first].method:
+            raise ConfigError(
+                f"Client {client} trains {how_trained(info)}, but client {first} {how_trained(infos[first])}. Use the "
+                "same method at every site, or give LocalHub.run(server) one that suits them all."
+            )
 
 
 def server_of(module: Any, seed: int) -> Server:

@@ -14,7 +14,7 @@ from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.encoding import Layout
 from lit_pfl.core.payload import FROM_FACTORS, Payload, Upload, as_payload
 from lit_pfl.core.server import ClientInfo, Server
-from lit_pfl.engines.greenlets import server_of
+from lit_pfl.engines.greenlets import how_trained, server_of
 from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.links.processes import Processes
 from lit_pfl.links.unavailable import refuse_unavailable
@@ -187,9 +187,9 @@ class ProcessGroupLink:
         own = infos[0]
         for client, info in infos.items():
             if info.method != own.method:
-                mine, first = (f"by {name}" if name else "without a method" for name in (info.method, own.method))
                 raise ConfigError(
-                    f"Client {client} trains {mine}, but rank 0 {first}. Use the same method in every process."
+                    f"Client {client} trains {how_trained(info)}, but rank 0 {how_trained(own)}. Use the same method "
+                    "in every process."
                 )
             if info.local_epochs != own.local_epochs:
                 raise ConfigError(

@@ -11,7 +11,7 @@ from lit_pfl import Payload, Server
 from lit_pfl.core.ledger import Ledger
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
-from lit_pfl.methods import IFCA, PFedHN, Scaffold
+from lit_pfl.methods import IFCA, FedAvg, PFedHN, Scaffold
 from lit_pfl.randomness import Draws
 from lit_pfl_callbacks import FederatedLoop, JoinInfo
 from tiny import assert_equal, trainer
@@ -72,6 +72,16 @@ def test_without_a_server_the_first_module_under_a_method_makes_it(method):
     assert type(server) is type(expected)
     for one, other in zip(modules, others, strict=True):
         assert_equal(one.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize(("first", "second"), [("by FedAvg", "by Scaffold"), ("without a method", "by FedAvg")])
+def test_without_a_server_all_modules_are_under_the_same_method(first, second):
+    hub, makes = LocalHub(), {"by FedAvg": FedAvg, "by Scaffold": Scaffold, "without a method": lambda learner: learner}
+    for site, how in enumerate((first, second)):
+        module = makes[how](learner=Line())
+        hub.add(site, lambda m=module: trainer(1, callbacks=[FederatedLoop(hub.link)]).fit(m, batches()))
+    with pytest.raises(ConfigError, match=f"Client 1 trains {second}, but client 0 {first}. Use the same method at"):
+        hub.run()
 
 
 def run(folder, rounds, paths=(None, None), state=None):
