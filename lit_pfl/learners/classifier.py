@@ -163,7 +163,7 @@ def _images_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
     if isinstance(batch, Mapping):
         return cast(Tensor, images_in(batch)), labels_in(batch)
     images, labels = batch  # or probabilities, as CutMix makes them
-    return cast(Tensor, images_in((images,))), labels
+    return images, labels
 
 
 def network_of(learner: L.LightningModule) -> nn.Module:
