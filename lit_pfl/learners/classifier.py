@@ -14,7 +14,7 @@ from lit_pfl.lightning_internals import QuickModule, own_copy
 from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.nn import ComposedConv2d
 from lit_pfl.randomness import seed_torch
-from lit_pfl_callbacks.batches import LABELS
+from lit_pfl_callbacks.batches import INPUTS, LABELS, entry
 
 BackboneCallable = Callable[[int, int], Backbone]
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -23,9 +23,9 @@ Batch = tuple[Tensor, Tensor] | Mapping[str, Any]
 
 
 def images_in(batch: Any) -> Tensor | None:
-    """Return a batch's (B, C, H, W) images: the first part of a tuple, of a dict the first of this shape; or None."""
-    parts = batch.values() if isinstance(batch, Mapping) else batch[:1] if isinstance(batch, tuple | list) else ()
-    return next((part for part in parts if isinstance(part, Tensor) and part.dim() == 4), None)
+    """Return a batch's (B, C, H, W) images: the first part of a tuple, the usual name of a dict; or None."""
+    images = entry(batch, INPUTS, 0)
+    return images if isinstance(images, Tensor) and images.dim() == 4 else None
 
 
 class ImageClassifier(QuickModule):
@@ -75,9 +75,9 @@ class ImageClassifier(QuickModule):
         if images is None or not (any(name in example for name in LABELS) if as_dict else len(example) == 2):
             raise ConfigError(
                 "model.learner: without one, clients classify images, in batches of (B, C, H, W) tensors and class "
-                f"labels, or dicts of such, the labels under {', '.join(LABELS)}; this data has batches of "
-                f"{described(example)}; name the labels so, or give a LightningModule of your own, --model.learner "
-                "my_project.MyModule."
+                f"labels, or dicts with images under {', '.join(INPUTS)} and labels under {', '.join(LABELS)}; this "
+                f"data has batches of {described(example)}; name the labels so, or give a LightningModule of your own, "
+                "--model.learner my_project.MyModule."
             )
         if num_classes is None:
             raise ConfigError(

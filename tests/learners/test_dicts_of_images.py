@@ -9,6 +9,7 @@ from lit_pfl.cli.export import deployment
 from lit_pfl.data import FromDataset, PerClient
 from lit_pfl.engines import Stacked
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners.classifier import images_in
 from lit_pfl.methods import FedAvg, FedProto, FedRoD, StandAlone
 from lit_pfl_callbacks import FeatureMap, RunLogger
 from tiny import GroupNet, Site, TinyNet, assert_equal, trainer
@@ -53,6 +54,11 @@ def test_the_same_bits(method, named):
     federation, data = same_as_tuples(method, Dicts(named=named), in_memory=not named)
     predicted = trainer().predict(federation, datamodule=data)
     assert predicted
+
+
+def test_an_image_is_known_by_its_name():
+    assert torch.equal(images_in({"mask": PIXELS[:2, :1], "image": PIXELS[:2]}), PIXELS[:2])
+    assert images_in({"mask": PIXELS[:2, :1], "label": CLASSES[:2]}) is None
 
 
 def test_in_a_stack():
