@@ -91,10 +91,10 @@ def test_splits_of_other_libraries(monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     images, labels = np.random.default_rng(0).random((400, 1, 12, 12)), np.arange(400) % 10
-    for part, sizes in (("train", 15), ("test", 5)):
+    for part, first, last in (("train", 0, 15), ("test", 15, 20)):
         (folder := Path("dataset/MNIST") / part).mkdir(parents=True)
         for client in range(20):
-            own = slice(20 * client, 20 * client + sizes)
+            own = slice(20 * client + first, 20 * client + last)
             np.savez_compressed(folder / f"{client}.npz", data={"x": images[own], "y": labels[own]})
 
     class FederatedDataset:
@@ -113,6 +113,11 @@ def test_splits_of_other_libraries(monkeypatch, tmp_path):
         federation = lit_pfl.Federation(lit_pfl.methods.FedAvg(backbone=TinyNet))
         trainer(1).fit(federation, datamodule=data)
         assert [data.client(client).num_samples for client in range(20)] == [counted] * 20
+        own = data.client(3)
+        batches = [batch for loader in (own.train, own.val, own.test) for batch in loader]
+        seen = torch.cat([batch["image"] / 255 if isinstance(batch, dict) else batch[0] for batch in batches])
+        brightness, expected = seen.mean((1, 2, 3)), torch.from_numpy(images[60:80]).mean((1, 2, 3))
+        torch.testing.assert_close(brightness.unique(), expected.sort().values.float(), atol=0.004, rtol=0)
 
 
 def test_the_readme(monkeypatch):
