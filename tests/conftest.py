@@ -1,6 +1,8 @@
 """Fixtures for all tests."""
 
+import functools
 import gzip
+import importlib.metadata
 import logging
 import os
 import random
@@ -15,7 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE  # noqa: F401 - imports Lightning before its warnings are set
+
+# Every Trainer asks what the installed packages register, and would look through all of them anew.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE  # noqa: E402, F401 - imports Lightning before its warnings are set
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
 torch.set_num_threads(1)  # the tests' networks are tiny, and more threads only wait for each other

@@ -4,6 +4,7 @@ import hashlib
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,13 +30,18 @@ class Digits(ImageDataModule):
         self.image_size = image_size
 
     def load(self) -> ImageSet:  # noqa: D102
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
+        digits = _digits()
         images = torch.from_numpy(digits.images / 16 * 255).float().unsqueeze(1)
         with within_memory(f"data.image_size={self.image_size}"):
             images = torch.nn.functional.interpolate(images, size=self.image_size, mode="bilinear").round().byte()
         return ImageSet(images, torch.from_numpy(digits.target).long(), 10, *_statistics([0.305], [0.376]), channels=1)
+
+
+@cache  # read from a file of text, which would take a good part of a short run
+def _digits() -> Any:
+    from sklearn.datasets import load_digits
+
+    return load_digits()
 
 
 class _TorchvisionData(ImageDataModule):

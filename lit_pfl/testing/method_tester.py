@@ -1,6 +1,7 @@
 """A method on a few digits."""
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,11 @@ class MethodTester:
     def __init__(self, make: Callable[..., Client]) -> None:
         self.make = make
 
+    @cached_property
+    def needs_common_labels(self) -> bool:
+        """Whether the method refuses data whose labels differ from client to client."""
+        return bool(self.method().needs_common_labels)
+
     def method(self, **options: Any) -> Client:
         """Return the method with a tiny network that it can use."""
         for backbone in (MixedNet, PlainNet, LoRANet):
@@ -133,7 +139,7 @@ class MethodTester:
 
     def digits(self, num_clients: int = 3, **options: Any) -> Digits:
         """Return a few digits a client, under labels of its own unless the method needs common ones."""
-        return digits(num_clients, **{"permute_labels": not self.method().needs_common_labels, **options})
+        return digits(num_clients, **{"permute_labels": not self.needs_common_labels, **options})
 
     def run(
         self,

@@ -1,7 +1,7 @@
 """What holds for every method, whoever writes it: a new one is tested here without being named."""
 
 import csv
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,21 @@ def told(name: str, *values: Any, check: str = "") -> Any:
     return pytest.param(name, *values, marks=() if default else pytest.mark.slow if slow else pytest.mark.full)
 
 
-def configured(name: str, **options: Any) -> Client:
-    """Return a method with the options of its own configuration, and further ones."""
+@cache
+def read(name: str) -> tuple[ArgumentParser, Any]:
+    """Return what a method's own configuration says of it, and the parser that has read it."""
     model = yaml.safe_load((CONFIGS / f"{name.lower()}.yaml").read_text())["model"]
     for own in ("learner", "head"):  # of a method of adapters, where a tester has networks for images
         model["init_args"].pop(own, None)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Client, "model")
-    method: Client = parser.instantiate(parser.parse_object({"model": model})).model
+    return parser, parser.parse_object({"model": model})
+
+
+def configured(name: str, **options: Any) -> Client:
+    """Return a method with the options of its own configuration, and further ones."""
+    parser, parsed = read(name)
+    method: Client = parser.instantiate(parsed).model
     for option, value in options.items():
         setattr(method, MADE_BY.get(option, option), value)
     return method
