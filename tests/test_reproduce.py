@@ -68,7 +68,7 @@ def tiny(tmp_path):
             "model": {"init_args": {"backbone": {"class_path": "MLP"}}},
             "data": {"class_path": "Digits", "init_args": {"num_clients": 4, "evaluate_on": "all", "batch_size": 32}},
             "federation": {"local_epochs": 1, "threads": 1},
-            "trainer": {"max_epochs": 25, "accelerator": "cpu"},
+            "trainer": {"max_epochs": 10, "accelerator": "cpu"},
         },
         "middle": {"trainer": {"max_epochs": 2}},
     }
@@ -315,7 +315,7 @@ def test_the_page_has_both_numbers_and_says_which_orderings_hold(reproduce, tiny
     assert "| Stand-Alone | ~50 | 50.50 ± 0.50 | " in text  # client 0 alone
     assert (
         "Scored: personalized models as trained, before aggregation; on all test data for every client, under its own "
-        "labels; after the last of 25 rounds x 1 local epochs; mean over clients, each counting once. "
+        "labels; after the last of 10 rounds x 1 local epochs; mean over clients, each counting once. "
     ) in text
     assert "\n- All: 1 orderings (open: 1)\n" in text
     titles = "| the paper's order | as trained | as aggregated | between the states |\n|---|---|---|---|\n"

@@ -95,13 +95,13 @@ def test_what_cannot_be_compared_is_refused(methods, seeds, configs, said):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_real_comparison_of_four_methods_and_two_seeds_opens(capsys):
-    methods = ["SimFed", "FedAvg", "FactorizedFL", "StandAlone"]
+def test_a_real_comparison_of_two_methods_and_two_seeds_opens(capsys):
+    methods = ["SimFed", "FactorizedFL"]
     smaller = "{data: {init_args: {num_clients: 4}}, trainer: {max_epochs: 2}}"
     came = typed(capsys, "compare", "--methods", *methods, "--seeds", "1", "2", *TINY, "--config", smaller)
     assert came.code == 0
-    assert came.out.count(": done") == 8
+    assert came.out.count(": done") == 4
     with opened(Path("runs/compare/report.html")) as page:
         check_charts(page)
         shown = [node.text_content() for node in page.query_selector_all("#results table:first-of-type td:first-child")]
-        assert shown[:4] == methods
+        assert shown[:2] == methods
