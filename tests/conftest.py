@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", type=int, default=20, help="seeded runs of tests/test_campaign.py (with -m slow)")
     parser.addoption("--first-seed", type=int, default=0, help="seed of the first of these runs")
     parser.addoption(
-        "--killed", type=int, default=5, help="seeded runs of tests/engines/test_ray_campaign.py (with -m slow)"
+        "--killed", type=int, default=3, help="seeded runs of tests/engines/test_ray_campaign.py (with -m slow)"
     )
 
 

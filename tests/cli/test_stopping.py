@@ -244,7 +244,7 @@ class Disk:
 #: of all writes of a run, after which share none succeeds any more
 SHARES = [
     *(0.0, 0.3, 0.7),
-    *(pytest.param(i / 40, marks=pytest.mark.full if i % 5 else pytest.mark.slow) for i in range(1, 40)),
+    *(pytest.param(i / 40, marks=pytest.mark.full if i % 10 else pytest.mark.slow) for i in range(1, 40)),
 ]
 
 

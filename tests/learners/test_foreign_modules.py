@@ -55,10 +55,10 @@ CELLS = [(method, project) for method in METHODS for project in PROJECTS]
 
 
 def trained(cells: Any) -> list[Any]:
-    """Return cells as parameters: at once a few, if there is time every third of the papers' methods, else all."""
+    """Return cells as parameters: at once a few, if there is time every sixth of the papers' methods, else all."""
     cells = list(cells)
     quick = [(name, data) for name, data in cells if name in (ALWAYS if data == "Regression" else ("FedAvg", "Ditto"))]
-    slow = [cell for cell in cells if cell[0] in OF_THE_PAPERS and cell not in quick][::3]
+    slow = [cell for cell in cells if cell[0] in OF_THE_PAPERS and cell not in quick][::6]
     marks = {**dict.fromkeys(slow, pytest.mark.slow), **dict.fromkeys(quick, ())}
     return [pytest.param(*cell, marks=marks.get(cell, pytest.mark.full)) for cell in cells]
 

@@ -1,6 +1,6 @@
 """Modules that do what a plain one does in a way of their own come to the same under every method."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -97,15 +97,18 @@ WAYS: dict[str, tuple[Callable[[], L.LightningModule], type[Tensor], tuple[str, 
 }
 
 
-@pytest.mark.parametrize(
-    ("way", "method"),
-    [
-        pytest.param(way, method, marks=[] if method in quick else pytest.mark.slow)
-        for way, (_, _, quick) in WAYS.items()
-        for method in METHODS
-    ],
-)
-def test_it_trains_as_a_plain_one_does(way, method):
-    make, kind, _ = WAYS[way]
+def cases() -> Iterator[Any]:
+    """Yield a method with the ways in which it is tried by default, and with the others."""
+    for method in METHODS:
+        first = [way for way, (_, _, methods) in WAYS.items() if method in methods]
+        for ways, marks in ((first, ()), ([way for way in WAYS if way not in first], pytest.mark.slow)):
+            if ways:
+                yield pytest.param(method, ways, marks=marks, id=f"{method}: {', '.join(ways)}")
+
+
+@pytest.mark.parametrize(("method", "ways"), cases())
+def test_it_trains_as_a_plain_one_does(method, ways):
     expected = trained(method, Plain)
-    assert_equal(trained(method, make, kind), expected)
+    for way in ways:
+        make, kind, _ = WAYS[way]
+        assert_equal(trained(method, make, kind), expected, way)
