@@ -24,7 +24,7 @@ from lit_pfl.ops.similarity import (
     squared_distance,
     squared_distances,
 )
-from lit_pfl.ops.simplex import minimize_on_simplex, project_onto_simplex
+from lit_pfl.ops.simplex import project_onto_simplex, smallest_on_simplex
 from lit_pfl.ops.singular_values import Factors, threshold_singular_values
 from lit_pfl.ops.sparsity import erk_densities, pack_bits, prune_and_regrow, random_mask, soft_threshold, unpack_bits
 
@@ -42,7 +42,6 @@ __all__ = [
     "low_rank_factors",
     "match_units",
     "merge_units",
-    "minimize_on_simplex",
     "most_similar",
     "nearest_units",
     "one_after_another",
@@ -51,6 +50,7 @@ __all__ = [
     "prune_and_regrow",
     "random_mask",
     "random_others",
+    "smallest_on_simplex",
     "soft_threshold",
     "softmax_over",
     "spread_inputs",

@@ -1,6 +1,8 @@
 """Weights that are not negative and sum to a given number."""
 
+import numpy as np
 import torch
+from scipy.optimize import nnls  # type: ignore[import-untyped]
 from torch import Tensor
 
 
@@ -41,37 +43,28 @@ def rows_onto_simplex(values: Tensor, total: float = 1.0) -> Tensor:
     return (values - thetas.gather(1, last)).clamp(min=0)
 
 
-def minimize_on_simplex(matrices: Tensor, steps: int = 2000, tolerance: float = 1e-12) -> Tensor:
-    """Return the points a of the simplex that minimize ``a^T Q a``, by projected gradients with momentum.
+def smallest_on_simplex(vectors: Tensor) -> Tensor:
+    """Return the point ``a`` of the simplex that makes the length of ``sum_j a_j x_j`` as small as it can be.
+
+    It is what least squares with weights that are not negative make of ``sum_j u_j x_j = 0`` and ``sum_j u_j = 1``,
+    divided by its sum: of all multiples of a point the best one leaves ``|x|^2 / (1 + |x|^2)``, which grows with the
+    length that is to be small.
 
     Args:
-        matrices: (N, n, n) symmetric and positive semidefinite, in double precision.
-        steps: how many at most.
-        tolerance: the change of all entries at which to stop.
+        vectors: (d, n), the n vectors x as columns.
 
     Returns:
-        (N, n), rows not negative, of sum 1.
+        (n,) tensor in double precision, not negative, of sum 1.
 
     Source:
-        Beck and Teboulle 2009 (FISTA), with restarts of the momentum where it leads upwards.
+        Lawson and Hanson 1974, chapter 23.
 
     Example:
-        >>> minimize_on_simplex(torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))[None])
-        tensor([[0.7500, 0.2500]], dtype=torch.float64)
+        >>> smallest_on_simplex(torch.diag(torch.tensor([1.0, 3.0]).sqrt()))
+        tensor([0.7500, 0.2500], dtype=torch.float64)
     """
-    size = matrices.shape[-1]
-    largest = matrices.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(torch.finfo(matrices.dtype).tiny)
-    scaled = matrices / largest[:, None, None]  # now no eigenvalue is above 1
-    a = torch.full((len(matrices), size), 1 / size, dtype=matrices.dtype, device=matrices.device)
-    ahead, t = a, torch.ones(len(matrices), 1, dtype=matrices.dtype, device=matrices.device)
-    for _ in range(steps):
-        target = ahead - (scaled @ ahead[:, :, None])[:, :, 0]
-        new = rows_onto_simplex(target)
-        upwards = ((ahead - new) * (new - a)).sum(1, keepdim=True) > 0
-        t = torch.where(upwards, torch.ones_like(t), t)
-        following = (1 + (1 + 4 * t.square()).sqrt()) / 2
-        moved, a = new - a, new
-        ahead, t = torch.where(upwards, a, a + (t - 1) / following * moved), following
-        if float(moved.abs().max()) < tolerance:
-            break
-    return a
+    columns = vectors.double().cpu().numpy()
+    length = np.linalg.norm(columns, axis=0).mean() or 1.0  # about as long as what stands for the sum
+    rows = np.vstack([columns / length, np.ones(columns.shape[1])])
+    found, _ = nnls(rows, np.append(np.zeros(len(columns)), 1.0))
+    return torch.from_numpy(found / found.sum())

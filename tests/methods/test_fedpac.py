@@ -8,7 +8,7 @@ from heads import features, learners, skewed, whole_data
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedPAC, FedRep
 from lit_pfl.methods.partial.fedpac import COUNTS, MEANS, PROTOTYPES, VARIANCE, FedPACServer, head_weights, statistics
-from lit_pfl.ops import minimize_on_simplex
+from lit_pfl.ops import smallest_on_simplex
 from tiny import assert_equal, client, run, weights
 
 
@@ -40,14 +40,11 @@ def test_equal_means_weigh_heads_by_their_inverse_variances():
 
 
 def test_heads_of_a_thousand_equal_clients_are_averaged(monkeypatch):
-    """Of which no weight is above the smallest that counts; and in parts, as the server holds no cube of them."""
-    variances, means = torch.linspace(1, 2, 30), torch.randn(30, 2, 3)
-    whole = head_weights(variances, means)
-    monkeypatch.setattr("lit_pfl.methods.partial.fedpac.MOST_NUMBERS", 30 * 30 * 7)
-    torch.testing.assert_close(head_weights(variances, means), whole, atol=1e-4, rtol=0)
-    monkeypatch.setattr("lit_pfl.methods.partial.fedpac.minimize_on_simplex", lambda m: torch.full(m.shape[:2], 1e-3))
+    """Of which no weight is above the smallest that counts."""
+    equal = torch.full((1000,), 1e-3, dtype=torch.float64)
+    monkeypatch.setattr("lit_pfl.methods.partial.fedpac.smallest_on_simplex", lambda vectors: equal)
     weights = head_weights(torch.ones(1000), torch.ones(1000, 1, 1))
-    torch.testing.assert_close(weights, torch.full((1000, 1000), 1e-3))
+    torch.testing.assert_close(weights, equal.expand(1000, 1000))
 
 
 def test_without_variances_every_head_is_its_own():
@@ -58,14 +55,18 @@ def test_without_variances_every_head_is_its_own():
 def test_the_minimum_on_the_simplex():
     """No other point of it is lower, and where entries are above zero the gradient is equal."""
     rng = np.random.default_rng(1)
-    a = rng.normal(size=(5, 6, 4))
-    q = a @ a.transpose(0, 2, 1) + 0.1 * np.eye(6)
-    found = minimize_on_simplex(torch.tensor(q)).numpy()
-    np.testing.assert_allclose(found.sum(1), 1)
-    for matrix, x in zip(q, found, strict=True):
-        gradient = matrix @ x
-        lowest = gradient.min()
-        assert (gradient[x > 1e-8] - lowest < 1e-8).all()
+    for vectors in rng.normal(size=(5, 6, 4)) + 0.5, 1e-9 * rng.normal(size=(5, 6, 4)), rng.normal(size=(5, 3, 7)):
+        for one in vectors:
+            a = smallest_on_simplex(torch.tensor(one)).numpy()
+            assert (a >= 0).all()
+            assert a.sum() == pytest.approx(1)
+            gradient = one.T @ one @ a
+            assert gradient[a > 0] - gradient.min() == pytest.approx(0, abs=1e-9 * np.square(one).sum())
+
+
+def test_alike_vectors_without_length_have_a_point_of_the_simplex():
+    assert float(smallest_on_simplex(torch.zeros(3, 4)).sum()) == 1
+    assert smallest_on_simplex(torch.ones(3, 1)).tolist() == [1]
 
 
 def test_what_is_sent_and_what_comes_back():

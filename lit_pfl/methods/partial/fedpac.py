@@ -15,12 +15,10 @@ from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.methods.knowledge.fedproto import COUNTS, PROTOTYPES, mean_prototypes
 from lit_pfl.methods.partial.phases import Phases, check_epochs
 from lit_pfl.nn import Memory
-from lit_pfl.ops import minimize_on_simplex
+from lit_pfl.ops import smallest_on_simplex
 
 VARIANCE, MEANS = "variance", "class_means"
 STATISTICS = (PROTOTYPES, COUNTS, VARIANCE, MEANS)
-#: of double precision that the server holds at once where it compares clients
-MOST_NUMBERS = 2**25
 
 
 class FedPAC(Classifying):
@@ -140,13 +138,11 @@ def head_weights(variances: Tensor, means: Tensor) -> Tensor:
         variances: (K,) V of every client, not negative.
         means: (K, C, d) h of every client.
     """
-    flat = means.double().flatten(1)
-    at_once = max(1, MOST_NUMBERS // (len(flat) * max(flat.shape)))
-    rows = []
-    for some in flat.split(at_once):
-        away = some[:, None] - flat[None]  # (i, j): h_i - h_j
-        rows.append(minimize_on_simplex(away @ away.transpose(1, 2) + torch.diag(variances.double())))
-    weights = torch.cat(rows)
+    columns, deviations = means.double().flatten(1).T, torch.diag(variances.double().sqrt())
+    if len(columns) > len(variances):  # as many numbers as clients have the same distances
+        columns = torch.linalg.qr(columns).R
+    own = columns.split(1, dim=1)
+    weights = torch.stack([smallest_on_simplex(torch.cat([h - columns, deviations])) for h in own])
     large = torch.where(weights > 1e-3, weights, torch.zeros_like(weights))
     weights = torch.where(large.any(1, keepdim=True), large, weights)  # of 1,000 equal clients none is large
     return weights / weights.sum(1, keepdim=True)
