@@ -34,7 +34,8 @@ class Digits(ImageDataModule):
         images = torch.from_numpy(digits.images / 16 * 255).float().unsqueeze(1)
         with within_memory(f"data.image_size={self.image_size}"):
             images = torch.nn.functional.interpolate(images, size=self.image_size, mode="bilinear").round().byte()
-        return ImageSet(images, torch.from_numpy(digits.target).long(), 10, *_statistics([0.305], [0.376]), channels=1)
+        labels = torch.tensor(digits.target, dtype=torch.int64)
+        return ImageSet(images, labels, 10, *_statistics([0.305], [0.376]), channels=1)
 
 
 @cache  # read from a file of text, which would take a good part of a short run
