@@ -44,11 +44,11 @@ def rows_onto_simplex(values: Tensor, total: float = 1.0) -> Tensor:
 
 
 def smallest_on_simplex(vectors: Tensor) -> Tensor:
-    """Return the point ``a`` of the simplex that makes the length of ``sum_j a_j x_j`` as small as it can be.
+    """Return the point ``a`` of the simplex that minimizes the length of ``sum_j a_j x_j``.
 
-    It is what least squares with weights that are not negative make of ``sum_j u_j x_j = 0`` and ``sum_j u_j = 1``,
-    divided by its sum: of all multiples of a point the best one leaves ``|x|^2 / (1 + |x|^2)``, which grows with the
-    length that is to be small.
+    It is solved as nonnegative least squares of ``sum_j u_j x_j = 0`` and ``sum_j u_j = 1``; then a is u divided by its
+    sum. Of all multiples of a point whose length is l, the best one leaves an error of ``l^2 / (1 + l^2)``, which grows
+    with l: so the point of the best u is that of the smallest length.
 
     Args:
         vectors: (d, n), the n vectors x as columns.
