@@ -82,7 +82,7 @@ BROKEN = {
     "infinity": (changed("b", lambda t: t.index_fill_(0, torch.tensor(0), torch.inf)), "b", "NaN or infinity"),
     "both infinities": (changed("b", lambda t: torch.tensor([torch.inf, -torch.inf, 0])), "b", "NaN or infinity"),
     "NaN among huge ones": (changed("b", lambda t: torch.tensor([3e38, 3e38, torch.nan])), "b", "NaN or infinity"),
-    "shape": (changed("w", lambda t: t.T), "w", r"float32 \(3, 4\); it must be torch.float32 \(4, 3\)"),
+    "shape": (changed("w", lambda t: t.T), "w", r"float32 \(3, 4\); it must be torch.float32 \(4, 3\) \(keep .* local"),
     "scalar for one": (changed("n", lambda t: t.view(1)), "n", r"int64 \(1,\); it must be torch.int64 \(\)"),
     "type": (changed("w", torch.Tensor.double), "w", "float64 .* must be torch.float32"),
     "whole numbers": (changed("b", torch.Tensor.long), "b", "int64 .* must be torch.float32"),

@@ -213,6 +213,11 @@ def misfit(found: Layout, expected: Layout) -> tuple[str, str] | None:
         if (shape, dtype) != known[name]:
             right_shape, right_dtype = known[name]
             right = f"{right_dtype} {tuple(right_shape)}"
+            if shape != right_shape:
+                right += (
+                    " (keep one whose shape changes in training local, by the method's local=..., or without a method "
+                    "by FederatedLoop(share=...))"
+                )
             return f"tensor {name!r} is {dtype} {tuple(shape)}; it must be {right}.", name
     return None
 

@@ -254,6 +254,8 @@ def kind_of(loader: Any) -> Kind:
         return _Batches(loader)
     if isinstance(loader.dataset, IterableDataset):
         return _Stream(loader)
+    if not hasattr(loader.dataset, "__getitem__"):  # another loader, of which a class of its own makes the batches
+        return _Batches(loader)
     collates, order = loader.batch_sampler is not None, _batches_of(loader)
     in_lists, numbers = _chooses(order, collates)
     numbers = numbers and isinstance(loader.dataset, Sized)

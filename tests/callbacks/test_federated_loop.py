@@ -237,8 +237,9 @@ def test_an_unknown_number_of_samples_is_asked_for():
             yield torch.rand(4, 64), torch.zeros(4, dtype=torch.long)
 
     batches = Batches()
-    with pytest.raises(MisconfigurationException, match=r"FederatedLoop\(num_samples=...\)"):
-        quiet_trainer(FederatedLoop(Ends()), max_epochs=1).fit(PlainModule(), batches)
+    for loader in (batches, DataLoader(loaders()[0])):  # which has a length, of batches
+        with pytest.raises(MisconfigurationException, match=r"FederatedLoop\(num_samples=...\)"):
+            quiet_trainer(FederatedLoop(Ends()), max_epochs=1).fit(PlainModule(), loader)
     link = Ends()
     chosen = DataLoader(
         TensorDataset(torch.rand(30, 64), torch.zeros(30).long()), 5, sampler=SubsetRandomSampler(range(5))

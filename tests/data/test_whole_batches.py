@@ -152,6 +152,19 @@ class Elsewhere:
         return iter(self.inside)
 
 
+class Inside(DataLoader):
+    """Has another loader for its dataset, and makes the batches by itself."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__(Elsewhere(start).inside)
+
+    def __iter__(self):
+        return iter(self.dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
 def listed(start: int = 0, shuffle: bool = True, **options) -> DataLoader:
     dataset = Listed(start, **options)
     order = RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
@@ -168,6 +181,7 @@ KINDS = {
     "places": lambda start=0: DataLoader(Map(start), BATCH, sampler=Anywhere()),
     "batches of places": lambda start=0: DataLoader(Map(start), batch_sampler=Anywhere(BATCH)),
     "elsewhere": Elsewhere,
+    "inside": Inside,
 }
 ALL = pytest.mark.parametrize("kind", KINDS)
 
@@ -224,7 +238,7 @@ def test_between_batches_the_consumer_draws_its_own_numbers():
 @ALL
 def test_the_example_is_one_sample_where_it_can_be_had(kind):
     loader, before = KINDS[kind](), random_state()
-    whole = kind in ("ready", "stream of batches", "elsewhere")
+    whole = kind in ("ready", "stream of batches", "elsewhere", "inside")
     x, y = example_of(loader)
     assert len(x) == len(y) == (BATCH if whole else 1)
     assert same_state(before, random_state())

@@ -9,7 +9,7 @@ import torch
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
 from lit_pfl.methods import FedAvg
-from lit_pfl.testing import MethodTester, check_method
+from lit_pfl.testing import MethodTester, assert_equal, check_method
 from lit_pfl.testing.methods import resumed_equals_uninterrupted, uploads_and_replies_change_nothing
 
 
@@ -129,3 +129,11 @@ def test_what_is_forgotten_is_named():
 def test_no_test_runner_is_needed():
     code = "import sys, lit_pfl.testing; sys.exit('pytest' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_states_are_compared_bit_for_bit_also_where_they_hold_nan():
+    nan = torch.tensor([1, torch.nan])
+    assert_equal({"a": [nan]}, {"a": [nan.clone()]})
+    for other in (torch.tensor([2, torch.nan]), torch.tensor([1.0, 1]), nan.double(), nan[None]):
+        with pytest.raises(AssertionError, match="state/a/0"):
+            assert_equal({"a": [nan]}, {"a": [other]}, "state")
