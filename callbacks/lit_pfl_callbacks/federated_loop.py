@@ -145,36 +145,13 @@ class FederatedLoop(L.Callback):
         self.seconds = {"link": 0.0}
         self._trained: dict[str, Any] = {}  # what was trained before the last reply was loaded
         self._draws = ResumedDraws()
-        self._started_in_check = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Keep no random state of a checkpoint that was loaded before, to be tested; let the link have the server."""
         self._draws.forget()
-        self._started_in_check = False
         take_server = getattr(self.link, "take_server", None)
         if stage == "fit" and take_server is not None and callable(getattr(pl_module, "configure_server", None)):
             take_server(pl_module)  # now: on another device, a module would draw other numbers
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the random state, but not in several processes: all of them would draw the same."""
-        if trainer.world_size > 1:
-            self._draws.forget()
-        self._draws.begin()
-        # A module that asked how many steps there will be has started them (estimated_stepping_batches).
-        self._start_batches_again(trainer, trainer.train_dataloader is not None)
-
-    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note whether batches have been started."""
-        self._started_in_check = trainer.train_dataloader is None
-
-    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note whether a method that reads training data to be scored has started them now, and for no draws."""
-        self._started_in_check &= trainer.train_dataloader is not None
-
-    def _start_batches_again(self, trainer: L.Trainer, started: bool) -> None:
-        """Let a resumed fit draw what it did not draw when its batches were started, or drew from another state."""
-        if self._draws.resumes and started:
-            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Join. A run resumed from a checkpoint joins too and learns where the federation stands now.
@@ -206,16 +183,20 @@ class FederatedLoop(L.Callback):
                 "ended, and the server's reply would undo what was trained in it. Resume from one that was saved at an "
                 "epoch's end: ModelCheckpoint(save_on_train_epoch_end=True)."
             )
-        self._start_batches_again(trainer, self._started_in_check)
-        info, begun = self._join_info(trainer, pl_module), self._draws.begun()
+        if trainer.world_size > 1:
+            self._draws.forget()  # all processes would draw the same
+        info = self._join_info(trainer, pl_module)
         with self._waiting():
             reply = self._answer(trainer, lambda: self.link.join(info))
-        with self._draws.loading(begun):
-            self._load(trainer, pl_module, reply, trainer.current_epoch // self.every_n_epochs + 1)
+        self._draws.before_reply()
+        self._load(trainer, pl_module, reply, trainer.current_epoch // self.every_n_epochs + 1)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Tell a module that wants to know which of a round's local epochs begins."""
+        """Tell a module that wants to know which of a round's local epochs begins; resume the random state."""
         self._trained = {}
+        if self._draws.resumes:  # Lightning has started the batches before all hooks; let it do so after these, as ever
+            trainer.fit_loop._resuming_from_checkpoint = False
+        self._draws.after_reply()
         self._draws.forget()
         if _decides(pl_module):
             pl_module.start_epoch(trainer.current_epoch % self.every_n_epochs, self.every_n_epochs)

@@ -1,8 +1,7 @@
 """Save the process's random state in a checkpoint, and restore it."""
 
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,8 @@ def set_random_state(state: dict[str, Any]) -> None:
 class ResumedDraws:
     """Lets a fit that resumes at the end of a round draw the same numbers as one that was not interrupted.
 
-    An uninterrupted fit loads the reply first and starts the next epoch's batches afterwards; a resumed fit starts the
-    batches first. Both may draw numbers, so a checkpoint has two states: before the reply was loaded, and after.
+    Such a fit loads the reply from the state before it, as the other one did, and starts its first epoch in the state
+    after it, whatever has been drawn from in between: while batches were started too early, or by a hook.
     """
 
     def __init__(self) -> None:
@@ -72,20 +71,12 @@ class ResumedDraws:
         """Take what a checkpoint contains."""
         self._saved = saved
 
-    def begin(self) -> None:
-        """Restore the later state, before a resumed fit starts its batches."""
+    def before_reply(self) -> None:
+        """Restore the state before the reply was loaded, if the fit resumes."""
+        if self._saved:
+            set_random_state(self._saved["before"])
+
+    def after_reply(self) -> None:
+        """Restore the state after the reply was loaded, if the fit resumes."""
         if self._saved:
             set_random_state(self._saved["after"])
-
-    def begun(self) -> dict[str, Any]:
-        """Return the state after the batches were started; empty if the fit does not resume."""
-        return random_state() if self._saved else {}
-
-    @contextmanager
-    def loading(self, begun: dict[str, Any]) -> Iterator[None]:
-        """Load a resumed fit's first reply in the earlier state, and continue in what :meth:`begun` returned."""
-        if begun:
-            set_random_state(self._saved["before"])
-        yield
-        if begun:
-            set_random_state(begun)

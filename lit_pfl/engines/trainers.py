@@ -60,7 +60,6 @@ class AlreadyJoined(FederatedLoop):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look at the optimizers, which are made and not restored yet."""
-        super().on_fit_start(trainer, pl_module)
         self._made_with = continued(self._made_with, made_with(trainer), self._said)
 
     def state_dict(self) -> dict[str, Any]:

@@ -85,6 +85,19 @@ class OneCycle(Plateau):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Seeding(OneCycle):
+    """Its hooks before the first batch draw, or seed the generators, whenever a fit begins."""
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(7)
+
+    def on_train_start(self) -> None:
+        torch.rand(3)
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(5)
+
+
 def random_rows(site: int) -> list[DataLoader]:
     torch.manual_seed(site)
     return [DataLoader(RandomDataset(32, 8), 2), DataLoader(RandomDataset(32, 4), 2)]
@@ -263,8 +276,9 @@ def test_it_trains_logs_saves_and_goes_on_with_the_same_bits(name, method, tmp_p
 
 
 @pytest.mark.parametrize("method", ["plain", "FedAvg", "Ditto"])
-def test_a_module_that_asks_for_the_number_of_steps_goes_on_with_the_same_batches(method, tmp_path):
-    project = Project(OneCycle, shuffled, r"^head\.", "body")
+@pytest.mark.parametrize("module", [OneCycle, Seeding])
+def test_a_module_that_asks_for_the_number_of_steps_or_seeds_goes_on_with_the_same_batches(module, method, tmp_path):
+    project = Project(module, shuffled, r"^head\.", "body")
     whole = run(tmp_path / "whole", project, method, rounds=3)
     paths = [tmp_path / f"whole/site_{site}/epoch=1.ckpt" for site in range(2)]
     resumed = run(tmp_path / "resumed", project, method, rounds=3, state=whole.states[1], paths=paths)
