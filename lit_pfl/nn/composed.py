@@ -1,13 +1,15 @@
 """Layers whose weight is computed from other parameters, used as PyTorch's own are."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
 
-class ComposedLinear(nn.Module):
+class ComposedLinear(nn.Linear):
     """A fully connected layer whose kind says what ``weight``, (out, in), is.
+
+    It is an ``nn.Linear``, since networks ask for that in ``forward``, as to tell which layers get further inputs.
 
     Attributes:
         in_features: size of each input sample.
@@ -16,9 +18,12 @@ class ComposedLinear(nn.Module):
     """
 
     weight: Any
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
     in_features: int
     out_features: int
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)  # without the parameter that an nn.Linear makes
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""
@@ -51,6 +56,11 @@ def composed_layers(module: nn.Module) -> Iterator[tuple[str, ComposedLinear | C
     """Return the composed layers of a module, with their names; one in two places has two."""
     parts = module.named_modules(remove_duplicate=False)
     return ((name, part) for name, part in parts if isinstance(part, ComposedLinear | ComposedConv2d))
+
+
+def is_dense(layer: nn.Module) -> TypeGuard[nn.Conv2d | nn.Linear]:
+    """Say whether a layer is one of PyTorch's own, or of a class derived from it, with a weight to replace."""
+    return isinstance(layer, nn.Conv2d | nn.Linear) and not isinstance(layer, ComposedLinear)
 
 
 def geometry(layer: nn.Conv2d | ComposedConv2d) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-REPLACEABLE = (nn.Conv2d, nn.Linear)
+from lit_pfl.nn.composed import is_dense
 
 
 class Copy(NamedTuple):
@@ -61,7 +61,7 @@ def frozen_copies(module: nn.Module) -> list[Copy]:
 
 def _layers(part: nn.Module) -> Iterator[tuple[str, nn.Conv2d | nn.Linear]]:
     for path, layer in part.named_modules():
-        if isinstance(layer, REPLACEABLE) and not is_lazy(layer.weight):
+        if is_dense(layer) and not is_lazy(layer.weight):
             yield path, layer
 
 

@@ -123,7 +123,7 @@ class _Factorized(nn.Module):
         return torch.addcmul(mu.reshape(torch.broadcast_shapes(u.shape, v.shape)), u, v).reshape(self.weight_shape)
 
 
-class FactorizedLinear(_Factorized, ComposedLinear):
+class FactorizedLinear(_Factorized, ComposedLinear):  # type: ignore[misc, override]
     """A fully connected layer with weight ``W = u v^T + mu``.
 
     ``u`` is (in, rank), ``v`` (out, rank), ``mu`` (out, in), as PyTorch stores W.

@@ -154,7 +154,7 @@ class _Hadamard(nn.Module):
         return torch.addcmul(w1, w1, w2) if self.personal else w1 * w2
 
 
-class HadamardLinear(_Hadamard, ComposedLinear):
+class HadamardLinear(_Hadamard, ComposedLinear):  # type: ignore[misc, override]
     """A fully connected layer with weight ``W = (X1 Y1^T) * (X2 Y2^T)``, of rank up to R^2.
 
     The factors ``w1.x``, ``w2.x`` are (out, R), ``w1.y``, ``w2.y`` (in, R): 2 R (in + out) parameters, drawn from

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lit_pfl.errors import ConfigError
+from lit_pfl.nn.composed import is_dense
 from lit_pfl.nn.copies import Copy, frozen_copies
 
 #: types that may stand between two layers when channels are followed, permuted or divided into groups
@@ -50,7 +51,7 @@ def replace_layers(
     copies = frozen_copies(module)
     stay = _left_alone(copies, load is not None)
     for path, layer in list(module.named_modules(remove_duplicate=False)):
-        if not isinstance(layer, nn.Conv2d | nn.Linear) or keep(path) or layer in stay:
+        if not is_dense(layer) or keep(path) or layer in stay:
             continue
         if is_lazy(layer.weight):
             raise ConfigError(f"Layer {path!r} does not know its shape yet: run a batch through the network first.")

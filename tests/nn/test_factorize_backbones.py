@@ -7,6 +7,7 @@ from torch import nn
 
 from lit_pfl.models import VGG9, ResNet18, TorchvisionModel
 from lit_pfl.nn import FactorizedConv2d, factorize, factorized_layers
+from lit_pfl.nn.composed import is_dense
 
 MODELS = {
     "resnet18": lambda: torchvision.models.resnet18(num_classes=5),  # 1 x 1 shortcuts
@@ -25,7 +26,7 @@ def built(model):
 
 
 def layers_of(model):
-    return {path: m for path, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    return {path: m for path, m in model.named_modules() if is_dense(m)}
 
 
 def sizes_of_factors(layer, form, rank):

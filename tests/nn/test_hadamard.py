@@ -11,6 +11,7 @@ from torch import nn
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn import HadamardConv2d, HadamardLinear, hadamard, hadamard_layers, rank_for_gamma, rank_for_ratio
+from lit_pfl.nn.composed import is_dense
 
 
 def filled(layer):
@@ -203,12 +204,12 @@ def test_ranks_are_the_smallest_and_the_largest_that_there_are():
 def test_hadamard_of_a_torchvision_model_in_place(name, personal):
     """With 1 x 1 and depthwise convolutions, strides and groups."""
     model = getattr(torchvision.models, name)(num_classes=5)
-    dense = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    dense = [m for m in model.modules() if is_dense(m)]
     shapes = [m.weight.shape for m in dense]
     assert hadamard(model.eval(), 0.1, personal=personal) is model
     layers = [layer for _, layer in hadamard_layers(model)]
     assert [layer.weight.shape for layer in layers] == shapes
-    assert not [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert not [m for m in model.modules() if is_dense(m)]
     assert not any(m.training for m in model.modules())
     assert all(layer.personal is personal for layer in layers)
     with torch.no_grad():
