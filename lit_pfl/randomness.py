@@ -4,11 +4,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -261,7 +263,8 @@ class FixedCall:
 class FixedIteration:
     """A loader whose batches are the same at every iteration, whatever is drawn at random to choose and to make them.
 
-    It draws from generators that are seeded again for every iteration, and leaves those of the process as they are.
+    It draws from generators that are seeded again for every iteration, and leaves those of the process as they are. It
+    ends at the loader's length, as a Trainer does: some loaders begin again there, or never end.
 
     Args:
         loader: the loader.
@@ -276,7 +279,8 @@ class FixedIteration:
     def __iter__(self) -> Iterator[Any]:
         with fixed_draws(0):
             batches, state = iter(self.loader), random_state()
-        while True:
+        length = sized_len(self.loader)
+        for _ in count() if length is None else range(length):
             with _draws_put_back():
                 _set_state(state)
                 try:

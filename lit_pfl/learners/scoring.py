@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -79,7 +80,7 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
 
         def counted() -> Iterator[Any]:
             nonlocal taken
-            for batch in batches:
+            for batch in _to_length(batches):
                 taken += 1
                 yield batch
 
@@ -101,7 +102,7 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
     with _evaluated(learner, stage, RUNNING[split], batches), recorded(learner) as record:
         for hook in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
             _tell(learner, hook)
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(_to_length(batches)):
             batch = transferred(learner, batch)
             record.batch_size = size_of(batch)
             _tell(learner, f"on_{stage}_batch_start", batch, index)
@@ -119,6 +120,11 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
         return Score(n, record.as_scores(logged), record.directions, logged=record.as_in_a_trainer(logged))
 
 
+def _to_length(batches: Iterable[Any]) -> Iterator[Any]:
+    """Return as many batches as a Trainer takes: some loaders begin again at their length, or never end."""
+    return islice(batches, sized_len(batches))
+
+
 def _show(learner: L.LightningModule, record: Recorder) -> None:
     if learner._trainer is not None:
         show_scores(learner._trainer, record.as_in_a_trainer(record.compute()))
@@ -133,7 +139,9 @@ def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]
         ConfigError: when it can do with neither.
     """
     with _evaluated(learner, "predict", RunningStage.PREDICTING):
-        return [_predicted(learner, transferred(learner, batch), index) for index, batch in enumerate(batches)]
+        return [
+            _predicted(learner, transferred(learner, batch), index) for index, batch in enumerate(_to_length(batches))
+        ]
 
 
 def _predicted(learner: L.LightningModule, batch: Any, index: int) -> Any:
@@ -236,7 +244,7 @@ def mean_loss(learner: L.LightningModule, batches: Iterable[Any]) -> tuple[int, 
     """
     n, total = 0, 0.0
     with without_trace(learner):
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(_to_length(batches)):
             batch = transferred(learner, batch)
             size = size_of(batch)
             if not size:

@@ -210,6 +210,20 @@ def test_a_stream_is_passed_over_once_to_be_counted_if_nobody_knows_its_length(k
     assert loader.dataset.passes == passes
 
 
+class Endless(Inside):
+    """Begins again where its length ends."""
+
+    def __iter__(self):
+        while True:
+            yield from self.dataset
+
+
+def test_a_loader_that_never_ends_is_passed_over_to_its_length_as_by_a_trainer():
+    loader = Endless()
+    assert num_samples(loader) == N
+    assert sorted(numbers(in_order(loader))) == list(range(N))
+
+
 @ALL
 def test_in_order_all_batches_are_the_same_every_time_and_nothing_is_drawn(kind):
     loader = KINDS[kind]()
@@ -427,6 +441,18 @@ def test_methods_that_need_single_samples_take_them_where_they_can_be_had(method
 
 
 # ------------------------------------------------------------------------------------------------- batches of any kind
+
+
+def test_clients_train_and_are_scored_on_the_length_of_a_loader_that_never_ends():
+    class Site(L.LightningDataModule):
+        def train_dataloader(self):
+            return Endless()
+
+        val_dataloader = test_dataloader = train_dataloader
+
+    federation, fit = Federation(FedAvg(learner=Module()), seed=1, threads=1), trainer(1)
+    fit.fit(federation, datamodule=PerClient([Site(), Site()]))
+    assert fit.callback_metrics["val/loss"] > 0
 
 
 class Graphs:
