@@ -539,7 +539,7 @@ def test_in_which_state_simfed_s_orders_hold_is_tabled_and_drawn(reproduce, prin
             results.add(one)
     text = reproduce.states.write(table, tmp_path).read_text()
     assert f"| {column} | holds as aggregated (as trained -10.20, p < 0.001; as aggregated +10.22, " in text
-    assert "Measured: 6 means of 96, over at least 3 seeds." in text
+    assert "Measured: 6 means of 96, each over 3 or more seeds." in text
     assert ".svg" not in text  # there are no lines through one number of epochs
     results.add(result(table.cell("FedAvg", column.replace("2 epochs", "5 epochs")).run, 1, [0.5]))
     assert "![Test accuracy against local epochs" in reproduce.states.write(table, tmp_path).read_text()

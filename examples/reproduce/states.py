@@ -103,8 +103,8 @@ def write(table: Table, folder: Path) -> Path | None:
         "how many points of accuracy the first method is above the second.", "",
         *orders(table, results), "",
         *drawn,
-        f"Measured: {len(found)} means of {len(table.columns) * len(table.rows) * len(READINGS)}, over at least "
-        f"{min(point['seeds'] for point in found)} seeds. [All numbers](simfed_states_{table.scale}.md).", "",
+        f"Measured: {len(found)} means of {len(table.columns) * len(table.rows) * len(READINGS)}, each over "
+        f"{min(point['seeds'] for point in found)} or more seeds. [All numbers](simfed_states_{table.scale}.md).", "",
     ]  # fmt: skip
     path = folder / f"{name}.md"
     with replacing(path) as file:
