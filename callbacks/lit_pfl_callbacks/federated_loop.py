@@ -194,9 +194,7 @@ class FederatedLoop(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tell a module that wants to know which of a round's local epochs begins; resume the random state."""
         self._trained = {}
-        if self._draws.resumes:  # Lightning has started the batches before all hooks; let it do so after these, as ever
-            trainer.fit_loop._resuming_from_checkpoint = False
-        self._draws.after_reply()
+        self._draws.after_reply(trainer)
         self._draws.forget()
         if _decides(pl_module):
             pl_module.start_epoch(trainer.current_epoch % self.every_n_epochs, self.every_n_epochs)

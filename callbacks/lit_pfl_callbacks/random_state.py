@@ -4,6 +4,7 @@ import random
 from contextlib import AbstractContextManager
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
 
@@ -50,11 +51,6 @@ class ResumedDraws:
         self._before: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
 
-    @property
-    def resumes(self) -> bool:
-        """Whether a checkpoint's state is to be restored."""
-        return bool(self._saved)
-
     def keep(self) -> None:
         """Keep the state before a reply is loaded."""
         self._before = random_state()
@@ -76,7 +72,18 @@ class ResumedDraws:
         if self._saved:
             set_random_state(self._saved["before"])
 
-    def after_reply(self) -> None:
-        """Restore the state after the reply was loaded, if the fit resumes."""
+    def after_reply(self, trainer: L.Trainer) -> None:
+        """Restore the state after the reply was loaded, if the fit resumes, and have its batches started from there."""
         if self._saved:
             set_random_state(self._saved["after"])
+            _start_batches_again(trainer)
+
+
+def _start_batches_again(trainer: L.Trainer) -> None:
+    """Let batches be started as in any other epoch; in a fit that resumes, Lightning has done so before all hooks."""
+    loop, epoch = trainer.fit_loop, trainer.current_epoch
+    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    loop._resuming_from_checkpoint = False  # then it does so once more, after this epoch's hooks
+    if every:  # and where it makes loaders anew, before them
+        loop._last_train_dl_reload_epoch = epoch - (epoch % every or every)
+        loop.setup_data()

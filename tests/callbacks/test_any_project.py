@@ -209,6 +209,7 @@ def run(
     paths: Any = (None, None),
     logger: Any = CSVLogger,
     max_steps: int = -1,
+    reload: int = 0,
     **options: Any,
 ) -> Run:
     """Run two sites, as a user writes them."""
@@ -224,7 +225,7 @@ def run(
         trainer = Site(
             max_epochs=rounds * local_epochs, max_steps=max_steps,
             accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
-            log_every_n_steps=1, logger=logger(folder, name=f"logs_{site}"),
+            log_every_n_steps=1, reload_dataloaders_every_n_epochs=reload, logger=logger(folder, name=f"logs_{site}"),
             callbacks=[
                 FederatedLoop(hub.link, every_n_epochs=local_epochs), best, EarlyStopping("val_loss", patience=5),
                 LearningRateMonitor(), Marks(),
@@ -276,12 +277,12 @@ def test_it_trains_logs_saves_and_goes_on_with_the_same_bits(name, method, tmp_p
 
 
 @pytest.mark.parametrize("method", ["plain", "FedAvg", "Ditto"])
-@pytest.mark.parametrize("module", [OneCycle, Seeding])
-def test_a_module_that_asks_for_the_number_of_steps_or_seeds_goes_on_with_the_same_batches(module, method, tmp_path):
+@pytest.mark.parametrize(("module", "reload"), [(OneCycle, 0), (Seeding, 0), (Seeding, 2)])
+def test_batches_that_are_started_early_or_anew_or_after_a_seed_go_on_the_same(module, reload, method, tmp_path):
     project = Project(module, shuffled, r"^head\.", "body")
-    whole = run(tmp_path / "whole", project, method, rounds=3)
+    whole = run(tmp_path / "whole", project, method, rounds=3, reload=reload)
     paths = [tmp_path / f"whole/site_{site}/epoch=1.ckpt" for site in range(2)]
-    resumed = run(tmp_path / "resumed", project, method, rounds=3, state=whole.states[1], paths=paths)
+    resumed = run(tmp_path / "resumed", project, method, rounds=3, reload=reload, state=whole.states[1], paths=paths)
     for one, other in zip(resumed.modules, whole.modules, strict=True):
         assert_equal(one.state_dict(), other.state_dict())
 
