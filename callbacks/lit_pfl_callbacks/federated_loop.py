@@ -190,11 +190,11 @@ class FederatedLoop(L.Callback):
             reply = self._answer(trainer, lambda: self.link.join(info))
         self._draws.before_reply()
         self._load(trainer, pl_module, reply, trainer.current_epoch // self.every_n_epochs + 1)
+        self._draws.after_reply(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Tell a module that wants to know which of a round's local epochs begins; resume the random state."""
+        """Tell a module that wants to know which of a round's local epochs begins."""
         self._trained = {}
-        self._draws.after_reply(trainer)
         self._draws.forget()
         if _decides(pl_module):
             pl_module.start_epoch(trainer.current_epoch % self.every_n_epochs, self.every_n_epochs)

@@ -43,8 +43,8 @@ def set_random_state(state: dict[str, Any]) -> None:
 class ResumedDraws:
     """Lets a fit that resumes at the end of a round draw the same numbers as one that was not interrupted.
 
-    Such a fit loads the reply from the state before it, as the other one did, and starts its first epoch in the state
-    after it, whatever has been drawn from in between: while batches were started too early, or by a hook.
+    Such a fit loads the reply from the state before it, as the other one did, and begins its first epoch in the state
+    after it, whatever has been drawn in between: while batches were started too early, or by hooks of the fit's start.
     """
 
     def __init__(self) -> None:
@@ -73,17 +73,25 @@ class ResumedDraws:
             set_random_state(self._saved["before"])
 
     def after_reply(self, trainer: L.Trainer) -> None:
-        """Restore the state after the reply was loaded, if the fit resumes, and have its batches started from there."""
-        if self._saved:
-            set_random_state(self._saved["after"])
+        """Have the state after the reply restored once all hooks of the fit's start have run, if the fit resumes."""
+        if not (saved := self._saved):
+            return
+        strategy = trainer.strategy
+        hook = strategy.on_train_start  # of them all the last
+
+        def on_train_start() -> None:
+            del strategy.on_train_start
+            hook()
+            set_random_state(saved["after"])
             _start_batches_again(trainer)
+
+        strategy.on_train_start = on_train_start  # type: ignore[method-assign]
 
 
 def _start_batches_again(trainer: L.Trainer) -> None:
     """Let batches be started as in any other epoch; in a fit that resumes, Lightning has done so before all hooks."""
     loop, epoch = trainer.fit_loop, trainer.current_epoch
     every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-    loop._resuming_from_checkpoint = False  # then it does so once more, after this epoch's hooks
-    if every:  # and where it makes loaders anew, before them
+    loop._resuming_from_checkpoint = False  # then it does so once more, after the hooks of the epoch
+    if every:  # and makes loaders anew before them, when it is time
         loop._last_train_dl_reload_epoch = epoch - (epoch % every or every)
-        loop.setup_data()

@@ -191,6 +191,13 @@ class Run(NamedTuple):
     best: list[ModelCheckpoint]
 
 
+class Draws(L.Callback):
+    """Draws at the start of every epoch, before the callback of the federation."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        torch.rand(3)
+
+
 class Marks(L.Callback):
     """Begins a list of losses with every validation."""
 
@@ -227,8 +234,8 @@ def run(
             accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
             log_every_n_steps=1, reload_dataloaders_every_n_epochs=reload, logger=logger(folder, name=f"logs_{site}"),
             callbacks=[
-                FederatedLoop(hub.link, every_n_epochs=local_epochs), best, EarlyStopping("val_loss", patience=5),
-                LearningRateMonitor(), Marks(),
+                Draws(), FederatedLoop(hub.link, every_n_epochs=local_epochs), best,
+                EarlyStopping("val_loss", patience=5), LearningRateMonitor(), Marks(),
             ],
         )  # fmt: skip
         trainer.site, LOSSES[site] = site, []
