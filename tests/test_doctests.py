@@ -39,9 +39,9 @@ def test_docstring(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def blocks_of(page: str) -> list[str]:
-    """Return a page's programs."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+def blocks_of(page: str, marked: str = "python") -> list[str]:
+    """Return a page's programs: those marked ``python``, which are one, or ``py``, which stand alone."""
+    return re.findall(rf"^```{marked}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("name", ["your_module", "your_data", "your_method", "existing_project"])
@@ -51,6 +51,51 @@ def test_guide(name, monkeypatch, tmp_path):
     assert len(blocks) >= 3
     monkeypatch.chdir(tmp_path)
     exec(compile("\n".join(blocks), f"docs/{name}.md", "exec"), {"__name__": "guide"})
+
+
+#: a library that nobody here can change, and a federation of its module
+THEIRS = """
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(8, 4), 4)
+"""
+FEDERATED = """
+import lightning as L
+import theirs
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from lit_pfl.methods import Ditto
+
+assert issubclass(L.pytorch.callbacks.ModelCheckpoint, theirs.Callback)
+data = PerClient([theirs.Data(), theirs.Data()])
+L.Trainer(max_epochs=1, accelerator="cpu", logger=False).fit(Federation(Ditto(learner=theirs.Module())), data)
+"""
+
+
+@pytest.mark.slow
+def test_a_library_made_with_pytorch_lightning_is_given_the_classes_of_lightning(tmp_path):
+    [lines] = blocks_of("docs/existing_project.md", "py")
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    done = subprocess.run([sys.executable, "-c", lines + FEDERATED], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class OneRound(L.Trainer):

@@ -25,7 +25,7 @@ from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import APFL, FedAvg, StandAlone
 from lit_pfl.nn.factorization import Factorization
-from tiny import MixedNet, TinyNet, assert_equal, client, digits, run, spec
+from tiny import Learner, MixedNet, TinyNet, assert_equal, client, digits, run, spec
 
 MIXINGS = ["parameters", "logits"]
 
@@ -190,3 +190,20 @@ def test_alpha_stays_between_0_and_1_and_moves_once_a_round():
 def test_errors():
     with pytest.raises(ConfigError, match=r"model\.alpha=1\.5: give a weight from 0"):
         APFL(alpha=1.5)
+
+
+def test_outputs_that_are_no_tensors_are_named_in_training_and_in_scoring():
+    class InDicts(Learner):
+        def forward(self, x):
+            return {"logits": super().forward(x)}
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self(batch[0])["logits"], batch[1])
+
+    member = APFL(learner=InDicts(nn.Linear(6, 5), nn.Linear(5, 3)), mixing="logits").build(spec())
+    x, y = torch.rand(4, 6), torch.arange(4) % 3
+    expected = "the steps of InDicts do not call it, or get something else; use model.mixing=parameters"
+    with pytest.raises(ConfigError, match=expected):
+        member.objective((x, y), 0)
+    with pytest.raises(ConfigError, match=expected), member.personalized() as personal:
+        personal(x)

@@ -139,8 +139,8 @@ class APFL(TwoModels):
     def _check_outputs(self, outputs: list[Tensor]) -> None:
         if not outputs or not all(isinstance(output, Tensor) for output in outputs):
             raise ConfigError(
-                f"model.mixing=logits mixes what forward returns, and training_step of {type(self.learner).__name__} "
-                "does not call it for a tensor; use model.mixing=parameters."
+                f"model.mixing=logits mixes the tensors that forward returns, and the steps of "
+                f"{type(self.learner).__name__} do not call it, or get something else; use model.mixing=parameters."
             )
 
     def _adapt(self, loss: Tensor, alpha: Tensor) -> None:
@@ -166,6 +166,7 @@ class APFL(TwoModels):
         else:
 
             def mixed(output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                self._check_outputs([output])
                 return self.alpha * output + (1 - self.alpha) * self.learner(*args, **kwargs)
 
             with evaluating(self.learner), forward_changed(self.personal, mixed):
