@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import SubsetRandomSampler
 
 from lit_pfl_callbacks.frozen import FROZEN, frozen_weights, table_of
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
@@ -336,7 +336,7 @@ class FederatedLoop(L.Callback):
         sampler = getattr(loader, "sampler", None)
         sampler = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # within Lightning's, in DDP
         samples = sampler if isinstance(sampler, SubsetRandomSampler) else getattr(loader, "dataset", None)
-        if isinstance(samples, DataLoader):  # inside one of another kind; its length is a number of batches
+        if samples is not sampler and not hasattr(samples, "__getitem__"):  # another loader: as long as it has batches
             samples = None
         try:
             return len(samples)  # type: ignore[arg-type]

@@ -77,13 +77,14 @@ class ResumedDraws:
         if not (saved := self._saved):
             return
         strategy = trainer.strategy
-        hook = strategy.on_train_start  # of them all the last
+        hook = type(strategy).on_train_start  # of them all the last
 
         def on_train_start() -> None:
             del strategy.on_train_start
-            hook()
-            set_random_state(saved["after"])
-            _start_batches_again(trainer)
+            hook(strategy)
+            if self._saved is saved:  # else a fit that failed before has left this here
+                set_random_state(saved["after"])
+                _start_batches_again(trainer)
 
         strategy.on_train_start = on_train_start  # type: ignore[method-assign]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 class ComposedLinear(nn.Linear):
     """A fully connected layer whose kind says what ``weight``, (out, in), is.
 
-    It is an ``nn.Linear``, since networks ask for that in ``forward``, as to tell which layers get further inputs.
+    It is an ``nn.Linear`` because some networks test for that type in ``forward``, to give them further inputs.
 
     Attributes:
         in_features: size of each input sample.

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
 from lit_pfl_callbacks import FederatedLoop
+from lit_pfl_callbacks.random_state import ResumedDraws
 
 SIZES, ROUNDS, EPOCHS, LR = (300, 200, 150, 100), 3, 2, 0.1
 
@@ -228,6 +229,26 @@ def test_a_lazy_layer_is_named_until_it_has_seen_a_batch():
     module.net(torch.zeros(2, 64))
     hub.add(0, lambda: quiet_trainer(FederatedLoop(hub.link), max_epochs=1).fit(module, loaders()[3]))
     assert hub.run().round == 1
+
+
+def test_a_resume_that_failed_at_its_start_leaves_no_draws_to_later_fits():
+    draws, strategy = ResumedDraws(), (fitting := quiet_trainer()).strategy
+    draws.keep()
+    saved = draws.state_dict()["random"]
+    torch.manual_seed(5)
+    expected = torch.get_rng_state()
+    for resumes in (True, False):
+        draws.load(saved)
+        draws.after_reply(fitting)
+        draws.load(saved.copy())  # the next one, which resumes too
+        if resumes:
+            draws.after_reply(fitting)
+        else:
+            draws.forget()
+        torch.manual_seed(5)
+        strategy.on_train_start()
+        assert torch.equal(torch.get_rng_state(), saved["after"]["torch"] if resumes else expected)
+        assert "on_train_start" not in vars(strategy)
 
 
 def test_an_unknown_number_of_samples_is_asked_for():

@@ -139,7 +139,7 @@ class APFL(TwoModels):
     def _check_outputs(self, outputs: list[Tensor]) -> None:
         if not outputs or not all(isinstance(output, Tensor) for output in outputs):
             raise ConfigError(
-                f"model.mixing=logits mixes the tensors that forward returns, and the steps of "
+                "model.mixing=logits mixes the tensors that forward returns, and the steps of "
                 f"{type(self.learner).__name__} do not call it, or get something else; use model.mixing=parameters."
             )
 
