@@ -64,7 +64,9 @@ def smallest_on_simplex(vectors: Tensor) -> Tensor:
         tensor([0.7500, 0.2500], dtype=torch.float64)
     """
     columns = vectors.double().cpu().numpy()
-    length = np.linalg.norm(columns, axis=0).mean() or 1.0  # about as long as what stands for the sum
+    length = np.linalg.norm(columns, axis=0).mean()  # divided by it, vectors are as long as what stands for the sum
+    if not length:  # all points are as good
+        return torch.full(vectors.shape[1:], 1 / vectors.shape[1], dtype=torch.float64)
     rows = np.vstack([columns / length, np.ones(columns.shape[1])])
     found, _ = nnls(rows, np.append(np.zeros(len(columns)), 1.0))
     return torch.from_numpy(found / found.sum())
