@@ -130,10 +130,11 @@ class ClientsTable(L.Callback):
         if again or self._file is None or self._file[0] != path or not records[0].keys() <= set(self._file[1]):
             split, round = _which(rows[0])
             step = round + (split == "test")  # a test of the last round comes after its validation, and beside it
+            again_written = {(row["split"], str(round)) for row in records}
             kept = [
                 row
                 for row in _lines(path)
-                if int(float(row["round"])) < step and (row["split"], row["round"]) != (split, str(round))
+                if int(float(row["round"])) < step and (row["split"], row["round"]) not in again_written
             ]
             self._file = path, write_rows(path, kept + records)
             return
@@ -147,7 +148,7 @@ class ClientsTable(L.Callback):
         path = run_folder(trainer) / "clients.csv"
         records = self._records(pl_module)
         lines = {tuple(str(row[name]) for name in KEY): row for row in [*_lines(path), *records]}
-        write_rows(path, sorted(lines.values(), key=lambda row: (int(float(row["round"])), row["split"] == "test")))
+        write_rows(path, sorted(lines.values(), key=lambda row: (int(float(row["round"])), row["split"] != "val")))
 
     def _show(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         rows = of_own_models([row for row in self._rows(pl_module) if row.n])

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from lit_pfl_callbacks.averages import best_round, deviation, mean, worst_tenth
 from lit_pfl_callbacks.protocols import Row
-from lit_pfl_callbacks.states import GLOBAL, UNTRAINED, WORDS
+from lit_pfl_callbacks.states import GLOBAL, JOINING, UNTRAINED, WORDS
 
 TITLES = {"acc": "accuracy"}
 
@@ -31,7 +31,8 @@ def print_scores(
         traffic: by client, bytes sent and received.
         most: the largest number of clients to print one by one; of more, the worst and the best are shown.
     """
-    states = _by_state([*rows, *others])
+    new = _by_state([row for row in others if row.split == "new"])
+    states = _by_state([*rows, *(row for row in others if row.split != "new")])
     apart = [state for state in states if (state == GLOBAL) != (_state(rows[0]) == GLOBAL)]  # one model, or clients'
     below = {state: states.pop(state) for state in apart}
     names = list(dict.fromkeys(name for row in rows for name in row.scores))
@@ -66,6 +67,9 @@ def print_scores(
     console.print(table)
     for state, scored in below.items():
         console.print(_line(state, scored), highlight=False, soft_wrap=True)
+    for state in (state for state in JOINING if state in new):
+        who = f"New clients ({len(new[state])}), {JOINING[state]}, mean"
+        console.print(f"{who}: {_means(new[state])}.", highlight=False, soft_wrap=True)
     untrained = sum(row.model.endswith(UNTRAINED) for row in rows)
     if untrained and rows[0].round:
         console.print(f"Clients that have never trained, scored as they would join now: {untrained}.")
@@ -127,12 +131,17 @@ def _title(rows: Sequence[Row], states: Mapping[str, Any]) -> str:
 
 
 def _line(state: str, rows: Sequence[Row]) -> str:
+    if state == GLOBAL:
+        return f"Global model, on all {rows[0].split} data: {_means(rows)}."
+    return (
+        f"Personalized models {WORDS.get(state, state)}, on each client's {rows[0].split} data, mean: {_means(rows)}."
+    )
+
+
+def _means(rows: Sequence[Row]) -> str:
     names = dict.fromkeys(name for row in rows for name in row.scores)
     values = {name: mean([row.scores[name] for row in rows if name in row.scores]) for name in names}
-    scores = ", ".join(f"{_heading(name)} {value:.4f}" for name, value in values.items())
-    if state == GLOBAL:
-        return f"Global model, on all {rows[0].split} data: {scores}."
-    return f"Personalized models {WORDS.get(state, state)}, on each client's {rows[0].split} data, mean: {scores}."
+    return ", ".join(f"{_heading(name)} {value:.4f}" for name, value in values.items())
 
 
 def _shown(rows: Sequence[Row], names: list[str], directions: Mapping[str, bool], most: int) -> list[Row | None]:

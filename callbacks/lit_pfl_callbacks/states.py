@@ -7,6 +7,8 @@ from typing import Any
 TRAINED, AGGREGATED, GLOBAL = "trained", "aggregated", "global"
 #: the same for people
 WORDS = {TRAINED: "as trained", AGGREGATED: "as aggregated", GLOBAL: "global model"}
+#: what the first two are of a client that has been held out of the training, in the order of time
+JOINING = {AGGREGATED: "as they join", TRAINED: "after a round of training"}
 #: by the value of ``federation.evaluate``, which is also how the models' names in ``clients.csv`` end
 BY_OPTION = {"before": TRAINED, "after": AGGREGATED, "global": GLOBAL}
 #: how the model's name ends of a client that has never trained; the second is that of former versions

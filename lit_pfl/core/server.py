@@ -82,6 +82,12 @@ class Server:
         first = clients[min(clients)].initial
         self.model = Payload({name: first[name] for name in first if self.is_averaged(name)}, first.sparse).clone()
 
+    def add(self, client: int, info: ClientInfo) -> None:
+        """Take note of a client that joins after the training, so that there is a :meth:`reply` to it.
+
+        A copy of the server is asked, and what it holds is not copied: give attributes other values, change none.
+        """
+
     def is_averaged(self, name: str) -> bool:
         """Say whether this tensor of an upload is averaged and sent back."""
         return True

@@ -9,7 +9,7 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from lit_pfl.data.eval_split import alike_samples, check_fractions, matched_split
-from lit_pfl.data.federated import ClientData, FederatedDataModule
+from lit_pfl.data.federated import ClientData, FederatedDataModule, held_out
 from lit_pfl.data.labels import label_permutation
 from lit_pfl.data.partition import IID, Partition
 from lit_pfl.errors import ConfigError, check_options_of
@@ -64,6 +64,8 @@ class PartitionedDataModule(FederatedDataModule):
         val_fraction: share of the samples for validation, with ``split=official`` of the source's own training data; by
             default all that are left. What is left besides is not used.
         eval_samples: number of samples that a client is evaluated on with ``evaluate_on=alike``.
+        new_clients: clients that are held out of training: their number, drawn from ``seed``, or their ids. A test
+            scores them as clients that join after it, see :class:`~lit_pfl.Federation`.
 
     Raises:
         ConfigError: for numbers that do not go together.
@@ -89,6 +91,7 @@ class PartitionedDataModule(FederatedDataModule):
         test_fraction: float = 0.1,
         eval_samples: PositiveInt = 100,
         val_fraction: float | None = None,
+        new_clients: int | list[int] = 0,
     ) -> None:
         super().__init__()
         if split == "pooled":
@@ -110,6 +113,7 @@ class PartitionedDataModule(FederatedDataModule):
         self.train_fraction = train_fraction
         self.test_fraction = test_fraction
         self.val_fraction = val_fraction
+        self.new_clients = new_clients
         self.data: Any = None
         self.device = torch.device("cpu")
 
@@ -309,5 +313,14 @@ class PartitionedDataModule(FederatedDataModule):
 
     @property
     def clients(self) -> list[int]:
-        """Ids of the clients that have training data: all, unless the partition may leave some empty."""
+        """Ids of the clients that take part: all, unless the partition may leave some empty, or some are held out."""
+        held = {*self.held_out}
+        return [client for client in self._with_data if client not in held]
+
+    @property
+    def _with_data(self) -> list[int]:
         return [client for client, indices in enumerate(self.indices["train"]) if len(indices)]
+
+    @property
+    def held_out(self) -> list[int]:  # noqa: D102
+        return held_out(self.new_clients, self._with_data, self.seed)

@@ -1,7 +1,7 @@
 """What a federation asks of its data: one part for every client."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -57,7 +57,12 @@ class FederatedDataModule(L.LightningDataModule, ABC):
     @property
     @abstractmethod
     def clients(self) -> list[int]:
-        """Ids of the clients that have training data; there after :meth:`setup`."""
+        """Ids of the clients that take part: those with training data that are not held out; after :meth:`setup`."""
+
+    @property
+    def held_out(self) -> list[int]:
+        """Ids of the clients that take no part in training: a test scores them as clients that join after it."""
+        return []
 
     @abstractmethod
     def client(self, client_id: int) -> ClientData:
@@ -121,6 +126,31 @@ class FederatedDataModule(L.LightningDataModule, ABC):
         return ClientSets(lambda completed: self.clients, self.all_at_once)
 
     predict_dataloader = test_dataloader
+
+
+def held_out(new_clients: int | Sequence[int], clients: Sequence[int], seed: int = 0) -> list[int]:
+    """Return which clients are held out of training, in increasing order.
+
+    Args:
+        new_clients: their ids, or their number; they are drawn then.
+        clients: ids of all clients with training data.
+        seed: of the draw.
+
+    Raises:
+        ConfigError: when there are no such clients, or nobody would be left.
+    """
+    if isinstance(new_clients, int):
+        if new_clients < 0:
+            raise ConfigError(f"data.new_clients={new_clients}: give how many clients, or which.")
+        left = len(clients) - new_clients
+        chosen = np.random.default_rng([seed, 2]).permutation(clients)[:new_clients].tolist()
+    else:
+        if unknown := set(new_clients) - {*clients}:
+            raise ConfigError(f"data.new_clients: there is no client {min(unknown)} with training data.")
+        chosen, left = list(new_clients), len({*clients} - {*new_clients})
+    if left < 1:
+        raise ConfigError(f"data.new_clients={new_clients} leaves none of the {len(clients)} clients to train.")
+    return sorted({*chosen})
 
 
 #: lists of clients a round: a Trainer's hooks at each take as long as checking what a small client uploads

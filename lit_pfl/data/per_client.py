@@ -12,7 +12,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import IterableDataset
 
-from lit_pfl.data.federated import ClientData, FederatedDataModule
+from lit_pfl.data.federated import ClientData, FederatedDataModule, held_out
 from lit_pfl.data.loaders import example_of, num_samples
 from lit_pfl.errors import ConfigError, refuse_other_lightning
 
@@ -34,6 +34,8 @@ class PerClient(FederatedDataModule):
         num_classes: number of classes. By default what a module has under this name; None
             where its task is something else.
         labels_agree: whether label c means the same at every client, so that heads may be shared.
+        new_clients: ids of clients that are held out of training. A test scores them as clients that join after it, see
+            :class:`~lit_pfl.Federation`.
 
     Raises:
         ConfigError: for modules that cannot be used like this.
@@ -50,6 +52,7 @@ class PerClient(FederatedDataModule):
         num_clients: PositiveInt | None = None,
         num_classes: PositiveInt | None = None,
         labels_agree: bool = True,
+        new_clients: Sequence[int] = (),
     ) -> None:
         super().__init__()
         if callable(modules):
@@ -70,6 +73,7 @@ class PerClient(FederatedDataModule):
         self.modules = list(modules)
         self.num_classes = num_classes
         self.labels_agree = labels_agree
+        self.held = held_out(new_clients, range(len(self.modules)))
         self._is_set_up = False
         self._data: dict[int, ClientData] = {}
 
@@ -90,8 +94,12 @@ class PerClient(FederatedDataModule):
 
     @property
     def clients(self) -> list[int]:
-        """Ids of all clients."""
-        return list(range(len(self.modules)))
+        """Ids of the clients that take part: all that are not held out."""
+        return [client for client in range(len(self.modules)) if client not in self.held]
+
+    @property
+    def held_out(self) -> list[int]:  # noqa: D102
+        return self.held
 
     def client(self, client_id: int) -> ClientData:
         """Return a client's data."""

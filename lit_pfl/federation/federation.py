@@ -113,6 +113,10 @@ class Federation(QuickModule):
             :class:`~lit_pfl.core.asynchronous.FedBuff` or :class:`~lit_pfl.core.asynchronous.FedAsync`. A round is then
             such a step, and ``participation`` how many clients train at the same time. Default: rounds wait.
 
+    Clients that the data hold out of training (``data.new_clients``) are scored in a test, on their own test data: as
+    they would join now, from what the server would send them (``new/aggregated/acc``), and after a round of training
+    of their own (``new/trained/acc``). In ``clients.csv`` their split is ``new``.
+
     Attributes:
         coordinator: the server's side.
         engine: a copy of the engine that was given, with the clients once set up.
@@ -274,6 +278,7 @@ class Federation(QuickModule):
             self.coordinator.in_training = InTraining(self.asynchronous)
         self.coordinator.protect(self.privacy, sampling_of(self.participation, len(data.clients)), self.seed)
         self.scores = Scores(self.evaluate, self._directions, work, self.engine, self.coordinator, self.draws)
+        self.scores.check_new(data)
         self._described = described(example, len(data.clients))
         self._work = work
 
@@ -466,7 +471,8 @@ class Federation(QuickModule):
 
     def on_test_epoch_end(self) -> None:
         """Log means over clients."""
-        self._log({**self.scores.summary("test"), **self.scores.summary_of_others("test")}, write=True)
+        self.scores.evaluate_new(self.data)
+        self._log({**self.scores.summary("test"), **self.scores.summary_of_others()}, write=True)
 
     def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Any]:
         """Return what every client of the set predicts on its test data, by client id: (n, classes) logits, if tensors.

@@ -6,11 +6,13 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Literal
 
+import torch
+
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.scores import Row, summary
 from lit_pfl.data import FederatedDataModule, has_batches
-from lit_pfl.engines import Engine, Work
+from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import scored
 from lit_pfl.engines.threads import computing
 from lit_pfl.errors import ConfigError
@@ -165,16 +167,62 @@ class Scores:
         self.begin()
         self.rows = rows  # another list, since there is more to write
         self.evaluate(data, clients, "test", self.states_of_a_test(data)[done:])
-        return {**({} if done else self.summary("test")), **self.summary_of_others("test")}
+        self.evaluate_new(data)
+        return {**({} if done else self.summary("test")), **self.summary_of_others()}
+
+    def evaluate_new(self, data: FederatedDataModule) -> None:
+        """Score clients that were held out on their test data, as they would join now and after a round of training.
+
+        Nobody else notices: the server does not get their uploads, and they are forgotten afterwards.
+        """
+        completed = self.coordinator.round
+        for client in data.held_out:
+            other = self._with(client)
+            with computing(self.work.threads), torch.inference_mode(False), torch.no_grad():
+                other._score([client], "test", ["after"])
+                if completed:
+                    reply = other.coordinator.server.reply(client)
+                    with torch.enable_grad():
+                        other.trained.update(other.engine.train({client: reply}, completed))
+                    other._score([client], "test", ["before"])
+                other.engine.abort()
+            self.other_rows += [row._replace(split="new") for row in (*other.rows, *other.other_rows)]
+
+    def check_new(self, data: FederatedDataModule) -> None:
+        """See that the server has something for clients that join after the training, before there is any.
+
+        Raises:
+            ConfigError: when it has not.
+        """
+        for client in data.held_out[:1]:
+            server = self._with(client).coordinator.server
+            try:
+                server.reply(client)
+            except (KeyError, IndexError, ValueError) as error:
+                raise ConfigError(
+                    f"data.new_clients: {type(server).__name__} has nothing for a client that joins after the training "
+                    f"({type(error).__name__}: {error}); leave it out, or say so in Server.add."
+                ) from error
+
+    def _with(self, client: int) -> "Scores":
+        """Return the scores of a client that has just joined, with a server that knows it and an engine for it."""
+        other, engine = copy.copy(self), Local()
+        engine.setup(self.work, own=[client])
+        other.begin()
+        other.engine, other.trained = engine, set()
+        other.coordinator = copy.copy(self.coordinator)
+        other.coordinator.server = copy.copy(self.coordinator.server)
+        other.coordinator.server.add(client, engine.joined([client])[client])
+        return other
 
     def summary(self, split: Split) -> dict[str, float]:
         """Return means over clients in the run's own state, see :func:`~lit_pfl.core.scores.summary`."""
         return summary(self.rows, split, self.higher_is_better)
 
-    def summary_of_others(self, split: Split) -> dict[str, float]:
-        """Return the same of the other states, which are in the names."""
+    def summary_of_others(self) -> dict[str, float]:
+        """Return the same of a test's other states, which are in the names, and of clients that were held out."""
         metrics: dict[str, float] = {}
-        for state in dict.fromkeys(row.state for row in self.other_rows):
+        for split, state in dict.fromkeys((row.split, row.state) for row in self.other_rows):
             rows = [row for row in self.other_rows if row.state == state]
             metrics |= summary(rows, split, self.higher_is_better, state)
         return metrics

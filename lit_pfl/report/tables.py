@@ -10,7 +10,7 @@ from itertools import chain
 from lit_pfl.report.numbers import Metric, best_validated, column, over_seeds, states_there
 from lit_pfl.report.runs import SEED, Group, differing, short
 from lit_pfl_callbacks.scores_shown import human_bytes
-from lit_pfl_callbacks.states import GLOBAL, WORDS
+from lit_pfl_callbacks.states import GLOBAL, JOINING, WORDS
 
 NOTHING = "–"  # noqa: RUF001 - a dash as in printed tables
 
@@ -70,6 +70,8 @@ def summary(groups: Sequence[Group], metric: Metric) -> Table:
             state, _, model = second[1].rpartition("/")
             title = f"{metric.title}, {model} model" + f", {WORDS.get(state, state)}" * bool(state)
             scores[title] = [other for _ in groups]
+    for state, words in JOINING.items():
+        scores[f"{metric.title} of new clients, {words}"] = [f"new/{state}/{name}" for _ in groups]
     scores = {title: columns for title, columns in scores.items() if any(name in found for name in columns)}
     sent = "comm/total_bytes"
     rows = []

@@ -1,5 +1,6 @@
 """What holds for every method, whoever writes it."""
 
+import copy
 import re
 import tempfile
 import warnings
@@ -151,6 +152,23 @@ def uploads_and_replies_change_nothing(tester: MethodTester) -> None:
         first, again = ({name: t.clone() for name, t in server.reply(client).items()} for _ in range(2))
         assert_equal(again, first, f"a second reply to client {client}")
         assert torch.equal(torch.get_rng_state(), drawn), "uploads and replies draw from PyTorch's random numbers"
+
+
+def clients_that_join_after_the_training_are_scored(tester: MethodTester) -> None:
+    """As they join and after a round of training, without a change of anything else; or the method says it cannot."""
+    try:
+        federation = tester.run(tester.digits(4, new_clients=[1]))
+    except ConfigError as error:
+        if not str(error).startswith("data.new_clients: "):
+            raise
+        return
+    new = [row for row in federation.other_rows if row.split == "new"]
+    assert {(row.client, row.state) for row in new} == {(1, "aggregated"), (1, "trained")}
+    assert {row.client for row in federation.rows} == {0, 2, 3} == {*federation.clients}
+    before = copy.deepcopy(federation.coordinator.state_dict())
+    federation.scores.evaluate_new(federation.data)
+    assert_equal(federation.coordinator.state_dict(), before, "server")
+    assert [row for row in federation.other_rows if row.split == "new"] == [*new, *new], "scores differ"
 
 
 def a_single_client_is_a_federation(tester: MethodTester) -> None:
@@ -323,6 +341,7 @@ METHOD_CHECKS: tuple[Callable[[MethodTester], None], ...] = (
     clients_that_do_not_take_part_stay_as_they_are,
     clients_that_sleep_come_to_the_same,
     uploads_and_replies_change_nothing,
+    clients_that_join_after_the_training_are_scored,
     a_single_client_is_a_federation,
     a_single_batch_is_an_epoch,
     bytes_are_those_of_the_encoded_payloads,

@@ -136,7 +136,7 @@ def test_rounds_equal_the_authors_loop():
     assert seen[:2] == [1, 1]  # not before the start round
     assert seen[-1] == 4
     assert sorted(made.clusters) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert len(made.models) == 4  # and nothing is kept of the clusters that were split
+    assert len(made.models) == 4 + 1  # and of the clusters that were split the first alone is kept, for later clients
     assert not made.forks
 
 
@@ -203,7 +203,7 @@ def test_those_who_were_away_follow_their_own_kind():
     assert made.clusters == [[0, 1, 4], [2, 3, 5]]
     np.testing.assert_allclose(made.reply(5)["w"], OPPOSED[2:].mean(0))
     assert not made.forks
-    assert len(made.models) == 2
+    assert len(made.models) == 2 + 1
 
 
 def test_those_who_were_away_for_two_splits_find_their_way():
@@ -217,7 +217,7 @@ def test_those_who_were_away_for_two_splits_find_their_way():
     for _ in range(2):  # at either fork
         made.aggregate(3, {6: payload(made.reply(6)["w"].numpy() + (kinds[6] - made.reply(6)["w"].numpy()))})
     assert made.clusters == [[4, 5], [0, 1], [2, 3, 6]]
-    assert len(made.models) == 3
+    assert len(made.models) == 3 + 1
     assert not made.forks
 
 

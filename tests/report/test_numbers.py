@@ -458,7 +458,7 @@ def both_states(folder: Path, seed: int = 1, evaluate: str = "before", **more: f
 def test_states_stand_side_by_side(tmp_path):
     aggregated = {"test/aggregated/acc": 0.3, "test/aggregated/acc_worst10": 0.2, "test/aggregated/GKR/acc": 0.1}
     groups = grouped([
-        both_states(tmp_path / "FedAvg/1", **aggregated, **{"test/global/acc": 0.4}),
+        both_states(tmp_path / "FedAvg/1", **aggregated, **{"test/global/acc": 0.4, "new/aggregated/acc": 0.25}),
         both_states(tmp_path / "Ditto/1", evaluate="after", **{"test/trained/acc": 0.9}),
         both_states(tmp_path / "FedProx/1"),
     ])  # fmt: skip
@@ -467,12 +467,12 @@ def test_states_stand_side_by_side(tmp_path):
     assert list(table.columns[2:]) == [
         f"{acc}, as trained", f"{acc}, as aggregated", f"{acc}, global model",
         "worst 10 % of clients, as trained", "worst 10 % of clients, as aggregated",
-        f"{acc}, GKR model, as aggregated",
+        f"{acc}, GKR model, as aggregated", f"{acc} of new clients, as they join",
     ]  # fmt: skip
     assert [list(row[2:]) for row in table.rows] == [
-        ["60.00", "30.00", "40.00", "50.00", "20.00", "10.00"],
-        ["90.00", "60.00", "–", "–", "50.00", "–"],  # noqa: RUF001
-        ["60.00", "–", "–", "50.00", "–", "–"],  # noqa: RUF001
+        ["60.00", "30.00", "40.00", "50.00", "20.00", "10.00", "25.00"],
+        ["90.00", "60.00", "–", "–", "50.00", "–", "–"],  # noqa: RUF001
+        ["60.00", "–", "–", "50.00", "–", "–", "–"],  # noqa: RUF001
     ]
     trained, after = paired_by_state(groups, ACC)  # one group alone has a global model
     assert trained.title.startswith("Accuracy (%), as trained: by how much")

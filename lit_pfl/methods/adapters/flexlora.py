@@ -124,12 +124,17 @@ class FlexLoRAServer(Server):
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
-        self.ranks = {k: {a: len(info.initial[a]) for a in self.factors} for k, info in sorted(clients.items())}
+        self.ranks: dict[int, dict[str, int]] = {}
+        for client, info in sorted(clients.items()):
+            self.add(client, info)
         largest: dict[str, Tensor] = {}
         for a, b in self.factors.items():
             first = clients[max(self.ranks, key=lambda k: self.ranks[k][a])].initial
             largest |= {a: first[a].clone(), b: first[b].clone()}
         self.model = self.model.with_(largest)
+
+    def add(self, client: int, info: ClientInfo) -> None:  # noqa: D102
+        self.ranks = {**self.ranks, client: {a: len(info.initial[a]) for a in self.factors}}
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         sent, weights = list(uploads.values()), self.averaging_weights(round, uploads)

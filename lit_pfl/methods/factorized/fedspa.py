@@ -192,6 +192,9 @@ class FedSpaServer(UniformServer):
         self.masks = {client: info.initial[MASKS].clone() for client, info in sorted(clients.items())}
         self.round = 0
 
+    def add(self, client: int, info: ClientInfo) -> None:  # noqa: D102
+        self.masks = {**self.masks, client: info.initial[MASKS]}
+
     def is_averaged(self, name: str) -> bool:  # noqa: D102
         return name != MASKS
 

@@ -158,6 +158,9 @@ class PsiNetServer(Server):
                 if self.trim:
                     self.model[name][self.rows(client, name)] = info.initial[name]
 
+    def add(self, client: int, info: ClientInfo) -> None:  # noqa: D102
+        self.own = {**self.own, client: info.initial[OWN].tolist()}
+
     def rows(self, client: int, name: str) -> Tensor:
         """Return which rows of a tensor are a client's own."""
         return _rows(self.row_groups[name], self.own[client])

@@ -273,6 +273,9 @@ class FedMAServer(Server):
         self.assignments: dict[str, dict[int, Tensor]] = {}  # by layer and client
         self.seen = dict.fromkeys(clients, 0)  # the step at which a client's upload was used last
 
+    def add(self, client: int, info: ClientInfo) -> None:  # noqa: D102
+        self.seen = {**self.seen, client: 0}
+
     def layout(self, client: int) -> Layout:  # noqa: D102
         index = self.step % len(self.names)
         name, last = self.names[index], index == len(self.names) - 1

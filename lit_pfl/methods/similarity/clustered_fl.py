@@ -137,6 +137,10 @@ class ClusteredFLServer(Server):
         self.forks: dict[int, Fork] = {}
         self.scale = 0.0 if self.rule.relative else 1.0
 
+    def add(self, client: int, info: ClientInfo) -> None:
+        """Put the client where all began: it gets the model from before the first split."""
+        self.place = {**self.place, client: 0}
+
     @property
     def clusters(self) -> list[list[int]]:
         """The clients of every cluster, and those at every fork."""
@@ -196,7 +200,8 @@ class ClusteredFLServer(Server):
             cluster = ahead.pop()
             used.add(cluster)
             ahead += self.forks[cluster].children if cluster in self.forks else ()
-        self.models = {cluster: model for cluster, model in self.models.items() if cluster in used}
+        # the first one is for clients that join later
+        self.models = {cluster: model for cluster, model in self.models.items() if cluster in used | {0}}
         self.forks = {cluster: fork for cluster, fork in self.forks.items() if cluster in used}
 
     def reply(self, client: int) -> Payload:  # noqa: D102
