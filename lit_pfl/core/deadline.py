@@ -178,8 +178,9 @@ class Deadline:
                     continue
                 cut[client] = fit
             finished[client] = pace.seconds(fit)
-        used = sorted(finished, key=lambda client: (finished[client], client))[: self._wanted(len(batches))]
-        complete = len(used) == self._wanted(len(batches))
+        wanted = len(batches) if self.wanted is None else number_of(self.wanted, len(batches))
+        used = sorted(finished, key=lambda client: (finished[client], client))[:wanted]
+        complete = len(used) == wanted
         ends = finished[used[-1]] if complete and used else float(self.seconds)
         late = {
             client: LateUpload(
@@ -191,11 +192,6 @@ class Deadline:
             if client not in used
         }
         return Plan(ends, {client: cut[client] for client in used if client in cut}, late)
-
-    def _wanted(self, participants: int) -> int:
-        if self.wanted is None:
-            return participants
-        return number_of(self.wanted, participants)
 
 
 def _read(name: str, latency: float) -> dict[int, Pace]:

@@ -234,8 +234,11 @@ class Trace(Participation):
         rounds: dict[int, list[int]] = {}
         option = f"federation.participation.file={self.file}"
         for line, row in lines_of(option, self.file):
-            round, client = _number(row, "round"), _number(row, "client")
-            if round is None or client is None or round < 1 or client < 0:
+            try:
+                round, client = int(row["round"]), int(row["client"])
+            except (KeyError, TypeError, ValueError):
+                round = client = -1
+            if round < 1 or client < 0:
                 raise ConfigError(f"{option}, line {line}: give a round from 1 and a client's id.")
             if client not in rounds.setdefault(round, []):
                 rounds[round].append(client)
@@ -279,13 +282,6 @@ def lines_of(option: str, file: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield rows.line_num, row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{option}: cannot be read: {error}") from None
-
-
-def _number(row: Mapping[str, Any], name: str) -> int | None:
-    try:
-        return int(row[name])
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def check_participation(participation: "float | Participation", clients: Sequence[int] | None = None) -> None:

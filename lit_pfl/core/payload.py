@@ -188,9 +188,10 @@ class Payload(Mapping[str, Tensor]):
 
     @cached_property
     def _encodings(self) -> dict[str, Encoding]:
-        return {name: self._encoding(name, tuple(tensor.shape), tensor) for name, tensor in self.items()}
+        return {name: self._encoding(name, tensor) for name, tensor in self.items()}
 
-    def _encoding(self, name: str, shape: tuple[int, ...], tensor: Tensor) -> Encoding:
+    def _encoding(self, name: str, tensor: Tensor) -> Encoding:
+        shape = tuple(tensor.shape)
         if name in self.low_rank and self.low_rank[name].saves:
             return Factors(shape, tensor.dtype, self.low_rank[name].rank)
         if name in self.sparse and (sparse := Sparse(shape, tensor.dtype, stored(tensor))).saves:
@@ -225,7 +226,7 @@ class Payload(Mapping[str, Tensor]):
                 raise PayloadError(wrong, name)
             if tensor.layout != torch.strided:
                 raise PayloadError(f"tensor {name!r} is {tensor.layout}, which has no bytes of its own.", name)
-            encoding = encodings[name] = self._encoding(name, tuple(tensor.shape), tensor)
+            encoding = encodings[name] = self._encoding(name, tensor)
             sent = self.low_rank[name] if isinstance(encoding, Factors) else tensor
             tensors |= zip(encoding.parts(name), encoding.encode(sent), strict=True)  # type: ignore[arg-type]
         header, parts = write_header(encodings)

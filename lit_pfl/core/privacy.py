@@ -83,13 +83,9 @@ class ClientPrivacy:
 
     def __repr__(self) -> str:
         """Name the options that a run has to keep when it is resumed, as its epsilon is of all rounds together."""
-        clip = (
-            ""
-            if self.quantile is None
-            else (f", quantile={self.quantile}, quantile_lr={self.quantile_lr}, count_noise={self.count_noise}")
-        )
         noise = f"noise_multiplier={self.noise_multiplier}, clip={self._first_clip}, where={self.where}"
-        return f"ClientPrivacy({noise}{clip})"
+        adapting = f", quantile={self.quantile}, quantile_lr={self.quantile_lr}, count_noise={self.count_noise}"
+        return f"ClientPrivacy({noise}{'' if self.quantile is None else adapting})"
 
     def start(self, server: Server, layouts: Mapping[int, Layout], sampling: Sampling, seed: int) -> None:
         """Take note of the federation, before its first round.

@@ -124,7 +124,11 @@ class Reweighted(RobustMean):
     def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:  # noqa: D102
         used, total = _used(uploads, weights)
         given = torch.tensor([weight for weight in weights if weight != 0], dtype=torch.float64) / total
-        parts = [[upload[name] for upload in used.values()] for name in _comparable(used, names)]
+        parts = [
+            [upload[name] for upload in used.values()]
+            for name in names
+            if all(name in upload and upload[name].is_floating_point() for upload in used.values())
+        ]
         return weighted_mean(list(used.values()), (total * self.weigh(parts, given)).tolist(), names)
 
     @abstractmethod
@@ -218,7 +222,8 @@ class Rescaled(RobustMean):
         scaled = self.scale(uploads, weights, names, center)
         whole, tensors = sum(weights), {}
         for name in names:
-            start = _center_of(name, uploads, center)
+            like = _like(name, uploads)
+            start = center[name].to(like) if name in center else torch.zeros_like(like)
             every = zip(uploads.values(), scaled, weights, strict=True)
             own = [(upload[name], weight, share) for upload, weight, share in every if name in upload and share]
             held = sum(share for _, _, share in own)
@@ -226,7 +231,7 @@ class Rescaled(RobustMean):
             # Not c + sum(a u) - sum(a) c: a tiny update may count a million times, and digits would be lost.
             for tensor, weight, _ in own:
                 total = total + weight * whole / held * (tensor.double() - start.double())
-            tensors[name] = (total if start.is_floating_point() else total.round()).to(start.dtype)
+            tensors[name] = _rounded(total, start)
         return Payload(tensors, _sparse(uploads))
 
     @abstractmethod
@@ -315,20 +320,6 @@ def _like(name: str, uploads: Uploads) -> Tensor:
 
 def _rounded(value: Tensor, like: Tensor) -> Tensor:
     return (value if like.is_floating_point() else value.round()).to(like.dtype)
-
-
-def _comparable(uploads: Uploads, names: Sequence[str]) -> list[str]:
-    """Return the names of floating-point tensors that all uploads have."""
-    return [
-        name
-        for name in names
-        if all(name in upload and upload[name].is_floating_point() for upload in uploads.values())
-    ]
-
-
-def _center_of(name: str, uploads: Uploads, center: Tensors) -> Tensor:
-    like = _like(name, uploads)
-    return center[name].to(like) if name in center else torch.zeros_like(like)
 
 
 def _sparse(uploads: Uploads) -> frozenset[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_pfl.core.averaging import weighted_mean
 from lit_pfl.core.payload import Payload, as_payload
-from lit_pfl.core.payload_state import payload_state, restored, saved
+from lit_pfl.core.payload_state import payload_from, payload_state, restored, saved
 from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server_optimizer import ServerOptimizer
 from lit_pfl.errors import ConfigError
@@ -256,10 +256,7 @@ class Server:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`. :meth:`start` comes first."""
-        model = restored(state["model"])
-        if not isinstance(model, Payload):
-            raise ConfigError("The checkpoint is of an earlier version of lit-pfl; continue it with that version.")
-        self.model, self.seed = model, state["seed"]
+        self.model, self.seed = payload_from(state["model"]), state["seed"]
         if self.server_optimizer is not None:
             self.server_optimizer.load_state_dict(state["server_optimizer"])
         for name in self._all_kept():
