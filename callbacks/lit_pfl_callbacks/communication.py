@@ -9,8 +9,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.listening import Listening, is_told
-from lit_pfl_callbacks.protocols import HasClients, HasRoles, HasTraffic, Transfer
-from lit_pfl_callbacks.rounds import RoundTable, ends_round, loop_of
+from lit_pfl_callbacks.protocols import HasClients, HasRoles, Transfer
+from lit_pfl_callbacks.rounds import RoundTable, ends_round
 from lit_pfl_callbacks.waiting import waits
 
 COLUMNS = ["round", "client", "direction", "group", "bytes"]
@@ -127,7 +127,7 @@ class CommunicationLedger(Listening):
         names = list(trainer.callback_metrics)
         if self.monitor is not None:
             return self.monitor if self.monitor in names else None
-        if loop_of(trainer) is None and not isinstance(trainer.lightning_module, HasTraffic):
+        if not is_told(trainer, trainer.lightning_module):
             return None
         return "val/acc" if "val/acc" in names else next((name for name in names if name.startswith("val")), None)
 
@@ -155,7 +155,7 @@ class CommunicationLedger(Listening):
         """Take over counts."""
         self.total = state_dict["total"]
         self.curve = [(sent, value) for sent, value in state_dict["curve"]]
-        self._shown = state_dict.get("shown", self._shown)
+        self._shown = state_dict["shown"]
         self._bytes = {(round, client, way, group): size for round, client, way, group, size in state_dict["bytes"]}
         self._table.load_state_dict(state_dict["table"])
 

@@ -11,17 +11,13 @@ WORDS = {TRAINED: "as trained", AGGREGATED: "as aggregated", GLOBAL: "global mod
 JOINING = {AGGREGATED: "as they join", TRAINED: "after a round of training"}
 #: by the value of ``federation.evaluate``, which is also how the models' names in ``clients.csv`` end
 BY_OPTION = {"before": TRAINED, "after": AGGREGATED, "global": GLOBAL}
-#: how the model's name ends of a client that has never trained; the second is that of former versions
-UNTRAINED = (":untrained", ":joining")
+#: how the model's name ends of a client that has never trained
+UNTRAINED = ":untrained"
 
 
 def with_states(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines of ``clients.csv`` with the column ``state``, which former versions did not write."""
-    return [row if row.get("state") else _with_state(row) for row in rows]
-
-
-def _with_state(row: dict[str, Any]) -> dict[str, Any]:
-    model, _, when = row["model"].rpartition(":")
-    if when == "joining":
-        return {**row, "model": f"{model}:untrained", "state": TRAINED}
-    return {**row, "state": BY_OPTION.get(when, "")}
+    """Return lines of ``clients.csv`` with the column ``state``; where it is lacking, the model's name says it."""
+    return [
+        row if row.get("state") else {**row, "state": BY_OPTION.get(row["model"].rpartition(":")[2], "")}
+        for row in rows
+    ]

@@ -5,7 +5,7 @@ import gc
 import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
 import torch
@@ -33,14 +33,6 @@ T = TypeVar("T")
 GARBAGE = 2**28
 
 
-class States(Protocol):
-    """Where states of clients are that are not in memory."""
-
-    def read(self, client: int) -> Content | None: ...  # noqa: D102
-
-    def put(self, client: int, state: Content, trained: bool) -> None: ...  # noqa: D102
-
-
 class Carried:
     """States that come with a worker's work, and go back with what came of it: another process has the files.
 
@@ -64,6 +56,10 @@ class Carried:
     def put(self, client: int, state: Content, trained: bool) -> None:
         """Take note of the state of a client that has trained."""
         self.changed[client] = state
+
+
+#: where states of clients are that are not in memory
+States = StateFiles | Carried
 
 
 class Asleep:

@@ -89,7 +89,7 @@ class Local(Engine):
             if self.asleep is None:
                 if states is None:
                     states = self.files = files_of(work.trainer)
-                self.hub.seed, self.asleep = work.seed, Asleep(self, int(self.awake), states)
+                self.hub.seed, self.asleep = work.seed, Asleep(self, self.awake, states)
         elif not self.clients:
             self.hub.seed = work.seed
             self.make(work.data.clients if own is None else own)
@@ -120,13 +120,13 @@ class Local(Engine):
         self.unfreezing.forget(client)
 
     def _place(self) -> None:
-        first = next(iter(self.clients.values()), None)
+        if not self.clients:
+            return
+        first = next(iter(self.clients.values()))
         for module in self.clients.values():
-            assert first is not None
             module.place_on(self.work.trainer.strategy.root_device)
             share_frozen(module, first)
-        if first is not None:
-            self.work.visitors.share_frozen(first)
+        self.work.visitors.share_frozen(first)
 
     def joined(self, own: Sequence[int] | None = None) -> dict[int, ClientInfo]:
         """Return what clients send on joining, by id.

@@ -33,17 +33,13 @@ class Placement(Generic[W]):
         """Return the ids of a worker's clients."""
         return [client for client, home in self.homes.items() if home is worker]
 
-    def take_from(self, worker: W) -> None:
-        """Leave the clients of a worker without a home."""
-        self.homes |= dict.fromkeys(self.of(worker))
-
     def expected(self, clients: Iterable[int]) -> dict[int, float]:
         """Return how long clients are likely to take, in seconds, or before any have trained in samples."""
         known = sum(self.samples[client] for client in self.seconds)
         each = sum(self.seconds.values()) / known if known else 1.0
         return {client: self.seconds.get(client, each * self.samples[client]) for client in clients}
 
-    def moves(self, workers: Sequence[W], training: Iterable[int] = (), rebalance: bool = True) -> dict[int, W]:
+    def moves(self, workers: Sequence[W], training: Iterable[int], rebalance: bool) -> dict[int, W]:
         """Return who should move where, by client id: such that all have a home, and all workers have work.
 
         Args:

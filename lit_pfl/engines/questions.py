@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from lit_pfl.core import Client
 from lit_pfl.learners.scoring import Score, Split, predictions, score
 from lit_pfl.lightning_internals import show_scores
@@ -29,8 +27,3 @@ def predicted(client: Client) -> list[Any]:
     assert client.data is not None
     with client.as_evaluated(client.evaluated[0]) as learner:
         return predictions(learner, client.data.test)
-
-
-def standalone(client: Client) -> nn.Module:
-    """Return a copy of a client's personalized model as a network on its own."""
-    return client.standalone()

@@ -307,7 +307,7 @@ class Ray(Engine):
                 "its clients; continue from the last checkpoint."
             ) from error
         self._losses.update(clients)
-        self._placement.take_from(worker)
+        self._placement.homes |= dict.fromkeys(clients)  # without a home
         if often := [client for client in clients if self._losses[client] > LOSSES]:
             some = ", ".join(map(str, often[:10])) + (", ..." if len(often) > 10 else "")
             raise RuntimeError(

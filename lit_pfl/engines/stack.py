@@ -58,7 +58,7 @@ class Epoch:
         states = [self.optimizer.state.get(weight, {}) for group in groups for weight in group["params"]]
         return (
             type(self.client),
-            tuple(_made_of(part) for part in learner.modules()),
+            tuple((type(part), part.training, tuple(_options(part))) for part in learner.modules()),
             tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in learner.named_parameters()),
             tuple((name, b.shape, b.dtype) for name, b in learner.named_buffers()),
             tuple(str({key: _exact(value) for key, value in group.items() if key != "params"}) for group in groups),
@@ -216,11 +216,6 @@ def _parts(learner: nn.Module) -> dict[tuple[str, str], Hashable]:
         for name, part in learner.named_modules()
         for attribute, value in _options(part)
     }
-
-
-def _made_of(part: nn.Module) -> Hashable:
-    """Return what a part of a network is next to its tensors and its own parts: its kind, sizes, modes."""
-    return type(part), part.training, tuple(_options(part))
 
 
 def _options(part: nn.Module) -> list[tuple[str, Hashable]]:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import methodcaller
 from typing import Any, Literal, TypeVar
 
 import lightning as L
@@ -21,7 +22,7 @@ from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.scores import Row, mean_over_samples
 from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
 from lit_pfl.engines import Engine, Local, Work
-from lit_pfl.engines.questions import predicted, standalone
+from lit_pfl.engines.questions import predicted
 from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options
 from lit_pfl.engines.validation import monitors
@@ -493,7 +494,7 @@ class Federation(QuickModule):
     def standalone(self, client: int) -> nn.Module:
         """Return a copy of a client's personalized model as a network on its own, in the state in which it is
         scored."""
-        return self.ask(standalone, [client], as_scored=True)[client]
+        return self.ask(methodcaller("standalone"), [client], as_scored=True)[client]
 
     def _test_last_round(self) -> None:
         with torch.no_grad(), self.trainer.precision_plugin.test_step_context():  # as in a test by the Trainer

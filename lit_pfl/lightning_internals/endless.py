@@ -97,7 +97,9 @@ class EndlessFitLoop(_FitLoop):
     def exchange(self) -> None:
         """Wait for the server at the end of an epoch, and end the epoch."""
         trainer = self.trainer
-        self._put_off_a_stop()
+        # a client whose callbacks have ended its training finishes the round: half a round is nothing to upload
+        self._asked_to_stop |= trainer.should_stop
+        trainer.should_stop = self._asked_to_stop and self.round_ends()
         module = trainer.lightning_module
         module._current_fx_name = "on_train_epoch_end"
         self.last.on_train_epoch_end(trainer, module)
@@ -110,11 +112,6 @@ class EndlessFitLoop(_FitLoop):
     def take_over(self, former: "EndlessFitLoop") -> None:
         """Do at the end of an epoch what another loop was to do."""
         self.last, self.validate, self.round_ends = former.last, former.validate, former.round_ends
-
-    def _put_off_a_stop(self) -> None:
-        """Let a client whose callbacks have ended its training finish the round: half a round is nothing to upload."""
-        self._asked_to_stop |= self.trainer.should_stop
-        self.trainer.should_stop = self._asked_to_stop and self.round_ends()
 
 
 def limit_batches(trainer: L.Trainer, batches: int | None) -> None:

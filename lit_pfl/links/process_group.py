@@ -205,8 +205,10 @@ class ProcessGroupLink:
 
     def _begin(self) -> Payload | None:
         """Begin a round; return rank 0's reply, once it is its turn."""
-        while not self._over:
-            self._participants = self._drawn(self.coordinator.round)
+        everybody = range(self._group.size)
+        while self.rounds is None or self.coordinator.round < self.rounds:
+            completed = self.coordinator.round
+            self._participants = self.draws.choose(everybody, self.participation, "participation", completed)
             self._ledger = self.coordinator.ledger.state_dict()
             self.coordinator.begin_round()
             replies = {client: self.coordinator.reply(client) for client in self._participants}
@@ -219,13 +221,6 @@ class ProcessGroupLink:
         for client in range(1, self._group.size):
             self._send(client, Payload({}), over=True, refused=self._refused.pop(client, None))
         return None
-
-    def _drawn(self, completed: int) -> list[int]:
-        return self.draws.choose(range(self._group.size), self.participation, "participation", completed)
-
-    @property
-    def _over(self) -> bool:
-        return self.rounds is not None and self.coordinator.round >= self.rounds
 
     def _collect(self, uploads: dict[int, Upload]) -> None:
         """End a round with what has been uploaded here, and with what the others send."""

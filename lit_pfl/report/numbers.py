@@ -165,15 +165,15 @@ def last_scores(run: Run, metric: Metric) -> dict[int, float]:
     return {int(float(row["client"])): float(row[metric.name]) * metric.scale for row in last if row["model"] in own}
 
 
-def _model_shown(models: Sequence[str], evaluate: str | None) -> tuple[str, ...]:
-    """Return one model of those scored, and its names for clients that have never trained.
+def _model_shown(models: Sequence[str], evaluate: str | None) -> tuple[str, str]:
+    """Return one model of those scored, and its name for clients that have never trained.
 
     Of a method with several models, the first is the one that it is about. A later test may have scored it in another
     state than the run's own evaluation, which ``metrics.csv`` keeps: that of ``federation.evaluate``, else the first.
     """
     settled = [model for model in models if not model.endswith(UNTRAINED)] or models
     fitting = [model for model in settled if model.rpartition(":")[2] == evaluate] or settled
-    return fitting[0], *(fitting[0].partition(":")[0] + ending for ending in UNTRAINED)
+    return fitting[0], fitting[0].partition(":")[0] + UNTRAINED
 
 
 def byte_unit(largest: float) -> tuple[str, float]:

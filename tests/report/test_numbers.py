@@ -293,14 +293,13 @@ def test_of_several_models_the_first_is_shown(tmp_path):
     assert last_scores(read(tmp_path / "a"), ACC) == {0: 50.0, 1: 50.0}
 
 
-@pytest.mark.parametrize("untrained", ["untrained", "joining"])  # the second is that of former versions
 @pytest.mark.parametrize(
     ("evaluate", "shown"), [("before", [50.0, 30.0]), ("after", [90.0, 30.0]), ("global", [70.0]), (None, [50.0, 30.0])]
 )
-def test_a_later_test_of_another_state_does_not_change_whose_scores_are_shown(tmp_path, evaluate, shown, untrained):
+def test_a_later_test_of_another_state_does_not_change_whose_scores_are_shown(tmp_path, evaluate, shown):
     made = read(make_run(tmp_path / "a", "FedAvg", 1, clients=2))
     rows = [
-        [1, 6, "test", f"personalized:{untrained}", 5, 0.3],
+        [1, 6, "test", "personalized:untrained", 5, 0.3],
         [0, 6, "test", "personalized:before", 5, 0.5],
         [0, 6, "test", "personalized:after", 5, 0.9],
         [-1, 6, "test", "global", 5, 0.7],

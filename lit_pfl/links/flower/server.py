@@ -130,7 +130,7 @@ class FlowerServer:
         }
         self.coordinator.start(infos)
         self.coordinator.load_state_dict(state["coordinator"])
-        self.metrics, self.refused = state["metrics"], state.get("refused", [])
+        self.metrics, self.refused = state["metrics"], state["refused"]
         self._write_tables()  # the server may have been stopped between the checkpoint and these
         self.nodes.begin(state["run"], infos, state["answered"])
         self.nodes.gather(self.plan.clients)
