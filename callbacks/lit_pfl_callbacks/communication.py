@@ -1,6 +1,7 @@
 """What is sent, by client, direction and kind of tensor, and how good a model that many bytes have made."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ class CommunicationLedger(Listening):
         self.curve: list[tuple[int, float]] = []
         self._table = RoundTable("communication.csv", COLUMNS)
         self._dashboard = Dashboard()
-        self._bytes: dict[Key, int] = {}  # of what is not written yet
+        self._bytes: Counter[Key] = Counter()  # of what is not written yet
         self._roles: Mapping[str, str] = {}
         self._names: dict[str, str] = {}
         self._scored = False
@@ -85,12 +86,10 @@ class CommunicationLedger(Listening):
         inside = 0
         for name, size in sent.sizes.items():
             group = self._names.get(name) or self._named(name)
-            key = (sent.round, client, sent.direction, group)
-            self._bytes[key] = self._bytes.get(key, 0) + size
+            self._bytes[sent.round, client, sent.direction, group] += size
             inside += size
         if sent.nbytes > inside:
-            key = (sent.round, client, sent.direction, HEADER)
-            self._bytes[key] = self._bytes.get(key, 0) + sent.nbytes - inside
+            self._bytes[sent.round, client, sent.direction, HEADER] += sent.nbytes - inside
         self.total += sent.nbytes
 
     def _named(self, name: str) -> str:
@@ -136,9 +135,9 @@ class CommunicationLedger(Listening):
         for round in sorted({key[0] for key in keys}):
             sizes = {key: self._bytes.pop(key) for key in keys if key[0] == round}
             self._table.add(trainer, [dict(zip(COLUMNS, (*key, size), strict=True)) for key, size in sizes.items()])
-            sums: dict[str, float] = {}
+            sums: Counter[str] = Counter()
             for (_, _, way, group), size in sizes.items():
-                sums[f"comm/{way}/{group}"] = sums.get(f"comm/{way}/{group}", 0) + size
+                sums[f"comm/{way}/{group}"] += size
             self._dashboard.scalars(trainer, round, sums)
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class CommunicationLedger(Listening):
         self.total = state_dict["total"]
         self.curve = [(sent, value) for sent, value in state_dict["curve"]]
         self._shown = state_dict["shown"]
-        self._bytes = {(round, client, way, group): size for round, client, way, group, size in state_dict["bytes"]}
+        self._bytes = Counter({tuple(key): size for *key, size in state_dict["bytes"]})
         self._table.load_state_dict(state_dict["table"])
 
 

@@ -1,6 +1,7 @@
 """How similar clients are, round by round: their parameters, uploads and updates; and who is mixed with whom."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -77,8 +78,8 @@ class Similarity(Listening):
         self._up: dict[int, Mapping[str, Tensor]] = {}
         self._down: dict[int, Mapping[str, Tensor]] = {}
         self._began: dict[int, Mapping[str, Tensor]] = {}  # what those of _up had been sent before
-        self._matched: dict[tuple[int, int], int] = {}
-        self._mixed: dict[int, int] = {}  # rounds in which a client was among those that are mixed
+        self._matched: Counter[tuple[int, int]] = Counter()
+        self._mixed: Counter[int] = Counter()  # rounds in which a client was among those that are mixed
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Choose whom to look at, and listen."""
@@ -177,10 +178,10 @@ class Similarity(Listening):
         own = [client for client in self._ids if client in place]
         rows = [place[client] for client in own]
         for client, row in zip(own, (weights[rows][:, rows] > 0).tolist(), strict=True):
-            self._mixed[client] = self._mixed.get(client, 0) + 1
+            self._mixed[client] += 1
             for other, given in zip(own, row, strict=True):
                 if given and other != client:
-                    self._matched[client, other] = self._matched.get((client, other), 0) + 1
+                    self._matched[client, other] += 1
 
     def _show_matching(self, trainer: L.Trainer, round: int) -> None:
         if not self._mixed:
@@ -190,7 +191,7 @@ class Similarity(Listening):
         for i, client in enumerate(ids):
             for j, other in enumerate(ids):
                 if i != j:
-                    matrix[i, j] = self._matched.get((client, other), 0) / self._mixed[client]
+                    matrix[i, j] = self._matched[client, other] / self._mixed[client]
         values = matrix.tolist()
         self._matching_table.add(trainer, [
             dict(zip(MATCHING_COLUMNS, (round, client, other, round_off(values[i][j])), strict=True))
@@ -214,8 +215,8 @@ class Similarity(Listening):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over counts."""
-        self._matched = {(client, other): times for client, other, times in state_dict["matched"]}
-        self._mixed = dict(state_dict["mixed"])
+        self._matched = Counter({(client, other): times for client, other, times in state_dict["matched"]})
+        self._mixed = Counter(state_dict["mixed"])
         for table, state in zip((self._table, self._matching_table), state_dict["tables"], strict=True):
             table.load_state_dict(state)
 

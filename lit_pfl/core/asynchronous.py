@@ -38,8 +38,7 @@ class Asynchronous(ABC):
             raise ConfigError(f"federation.asynchronous.buffer={buffer}: give 1 or more.")
         self.buffer, self.speeds = int(buffer), speeds or Speeds()
 
-    def __repr__(self) -> str:
-        return named(self)
+    __repr__ = named
 
     @abstractmethod
     def counted(self, upload: Payload, began: Payload, model: Mapping[str, Tensor], staleness: int) -> Payload:

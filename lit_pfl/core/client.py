@@ -17,7 +17,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server import Server, Weighting
 from lit_pfl.core.server_optimizer import ServerOptimizer
-from lit_pfl.core.shared_tensors import EXTRA, SharedTensors, extra_tensors, load_shared
+from lit_pfl.core.shared_tensors import EXTRA, SharedTensors, extra_tensors
 from lit_pfl.core.sharing import Role, check_sharing, encoder_of, names_of_head, refuse_reserved, roles_of
 from lit_pfl.core.spec import ClientSpec
 from lit_pfl.errors import ConfigError, check_options_of
@@ -42,6 +42,7 @@ from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.frozen import FROZEN, table_of
 from lit_pfl_callbacks.protocols import WeightParts
 from lit_pfl_callbacks.sparsity import dense_parts
+from lit_pfl_callbacks.tensors import load_tensors
 
 
 def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Server]:
@@ -424,7 +425,9 @@ class Client(LearnerModule):
         return table_of(self.frozen)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        load_shared(self.learner, self.extra if self.shared_extras else None, tensors)
+        load_tensors(self.learner, {name: x for name, x in tensors.items() if not name.startswith(EXTRA)})
+        if self.shared_extras:
+            load_tensors(self.extra, {k.removeprefix(EXTRA): x for k, x in tensors.items() if k.startswith(EXTRA)})
 
     # --------------------------------------------------------------------------------------------------------- training
 

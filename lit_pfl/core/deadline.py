@@ -73,8 +73,7 @@ class Speeds:
         self.file = None if file is None else str(file)
         self._read = {} if self.file is None else _read(self.file, latency)
 
-    def __repr__(self) -> str:
-        return named(self)
+    __repr__ = named
 
     def check(self, clients: Sequence[int]) -> None:
         """See that every client has a speed.
@@ -157,8 +156,7 @@ class Deadline:
         check_options_of(self, "federation.deadline")
         self.speeds = speeds or Speeds()
 
-    def __repr__(self) -> str:
-        return named(self)
+    __repr__ = named
 
     def plan(self, round: int, batches: Mapping[int, int], draws: Draws) -> Plan:
         """Return what happens in a round.

@@ -10,7 +10,6 @@ from lit_pfl.core.encoding import DTYPES
 from lit_pfl.core.sharing import NORM_STATISTICS, Role, names_found
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.frozen import frozen_weights, hold_apart
-from lit_pfl_callbacks.tensors import load_tensors
 
 #: what names of tensors begin with that are of further modules, not of the learner
 EXTRA = "extra."
@@ -161,10 +160,3 @@ def extra_tensors(extra: nn.ModuleDict, names: Iterable[str], statistics: bool) 
         for leaf, tensor in extra[name].state_dict().items()
         if statistics or leaf.rpartition(".")[2] not in NORM_STATISTICS
     }
-
-
-def load_shared(learner: L.LightningModule, extra: nn.ModuleDict | None, tensors: Mapping[str, Tensor]) -> None:
-    """Load what is sent into a learner, and into a client's further modules if it shares any."""
-    load_tensors(learner, {name: tensor for name, tensor in tensors.items() if not name.startswith(EXTRA)})
-    if extra is not None:
-        load_tensors(extra, {k.removeprefix(EXTRA): x for k, x in tensors.items() if k.startswith(EXTRA)})

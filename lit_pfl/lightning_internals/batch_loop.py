@@ -53,8 +53,7 @@ def make_lean(
         and not any(is_overridden(hook, module) for hook in HOOKS)
         and not (data and any(is_overridden(hook, data, L.LightningDataModule) for hook in HOOKS[:3]))
     )
-    shorten = _short_way() if plain else None
-    if shorten is not None:
+    if plain and (shorten := _short_way()) is not None:
         shorten(trainer, elsewhere)
 
 

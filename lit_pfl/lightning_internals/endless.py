@@ -109,10 +109,6 @@ class EndlessFitLoop(_FitLoop):
         if trainer.received_sigterm:
             raise SIGTERMException
 
-    def take_over(self, former: "EndlessFitLoop") -> None:
-        """Do at the end of an epoch what another loop was to do."""
-        self.last, self.validate, self.round_ends = former.last, former.validate, former.round_ends
-
 
 def limit_batches(trainer: L.Trainer, batches: int | None) -> None:
     """Let a client train at most this many batches from now on; None: all of every epoch."""

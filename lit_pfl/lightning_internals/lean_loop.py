@@ -171,7 +171,7 @@ def replace_loops(trainer: L.Trainer, elsewhere: Elsewhere | None) -> None:
     """Give a Trainer these loops instead of its own, before its fit; see :func:`make_lean`."""
     former = trainer.fit_loop
     assert isinstance(former, EndlessFitLoop)
-    trainer.fit_loop = LeanFitLoop(trainer, former.min_epochs, former.max_epochs)
-    trainer.fit_loop.take_over(former)
-    trainer.fit_loop.epoch_loop = LeanEpochLoop(trainer, former.min_steps, former.max_steps)
-    trainer.fit_loop.epoch_loop.elsewhere = elsewhere
+    trainer.fit_loop = loop = LeanFitLoop(trainer, former.min_epochs, former.max_epochs)
+    loop.last, loop.validate, loop.round_ends = former.last, former.validate, former.round_ends
+    loop.epoch_loop = LeanEpochLoop(trainer, former.min_steps, former.max_steps)
+    loop.epoch_loop.elsewhere = elsewhere
