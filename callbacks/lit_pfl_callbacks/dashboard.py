@@ -94,11 +94,7 @@ def heat(matrix: Tensor) -> Tensor:
 
 
 class Board:
-    """Any logger: it gets numbers, and nothing else.
-
-    Args:
-        logger: the logger.
-    """
+    """Any logger: it gets numbers, and nothing else."""
 
     def __init__(self, logger: Any) -> None:
         self.logger = logger

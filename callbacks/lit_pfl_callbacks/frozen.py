@@ -116,16 +116,7 @@ def hold_apart(weights: Iterable[nn.Parameter]) -> None:
 
 
 def refuse_other_weights(own: Tensor, first: Tensor, site: str) -> None:
-    """See that a site's frozen weights are those of the first one.
-
-    Args:
-        own: the site's table, see :func:`table_of`.
-        first: the first site's.
-        site: what the site is called.
-
-    Raises:
-        MisconfigurationException: when they are others; it names the first that differs.
-    """
+    """See that a site's frozen weights are those of the first one, by the tables of both, see :func:`table_of`."""
     if torch.equal(own.cpu(), first.cpu()):
         return
     mine, theirs = read_table(own), read_table(first)

@@ -123,13 +123,7 @@ def _classes(shares: Tensor) -> Iterator[tuple[int, str]]:
 
 
 def _columns(outputs: Any, labels: Tensor | None, size: int | None) -> dict[str, list[Any]]:
-    """Return what is said of every sample of a batch, by column.
-
-    Args:
-        outputs: what ``predict_step`` has returned.
-        labels: the batch's labels, if it has some.
-        size: number of samples, if it is known.
-    """
+    """Return what is said of every sample of a batch, by column."""
     if outputs is None:
         return {}
     if hasattr(outputs, "_asdict"):

@@ -92,11 +92,7 @@ class RoundTable:
         self._former: Path | None = None  # the file of the run that is resumed
 
     def check(self, trainer: L.Trainer) -> None:
-        """Look whether a run can continue the file, before anything is computed that would be lost.
-
-        Raises:
-            MisconfigurationException: when it cannot.
-        """
+        """Look whether a run can continue the file, before anything is computed that would be lost."""
         self._path, self._former = None, self._path or self._former  # it may be another fit than before
         if writes(trainer):
             checked_rows(self._source(trainer), self.columns)

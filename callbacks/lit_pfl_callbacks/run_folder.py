@@ -105,11 +105,7 @@ class RunLogger(CSVLogger):
 
     @rank_zero_only
     def log_graph(self, *args: Any, **kwargs: Any) -> None:
-        """Look whether the run can continue its ``metrics.csv``: a Trainer calls this before a run's first batch.
-
-        Raises:
-            MisconfigurationException: when it cannot.
-        """
+        """Look whether the run can continue its ``metrics.csv``: a Trainer calls this before a run's first batch."""
         path = Path(self.log_dir) / "metrics.csv"
         rows = checked_rows(path, ["round"])
         lines = len(path.read_text().splitlines()) if path.exists() else 1

@@ -57,17 +57,7 @@ class Asynchronous(ABC):
         return False
 
     def check(self, client: Client, server: Server, clients: Sequence[int], participation: object) -> None:
-        """See that these fit.
-
-        Args:
-            client: any of the clients.
-            server: the method's server.
-            clients: ids of all clients.
-            participation: the option.
-
-        Raises:
-            ConfigError: when they do not.
-        """
+        """See that a method's client and server, all clients' ids and the option ``participation`` fit."""
         if client.needs_full_steps and not self.in_full:
             raise ConfigError(
                 f"federation.asynchronous: a client of {type(client).__name__} {client.needs_full_steps}, so that its "

@@ -60,12 +60,7 @@ class Mixtures:
 
     @torch.no_grad()
     def mean(self, weights: Sequence[float], names: Iterable[str]) -> dict[str, Tensor]:
-        """Return one mean.
-
-        Args:
-            weights: J numbers.
-            names: which tensors to average.
-        """
+        """Return one mean, by J weights, of some of the tensors."""
         small: dict[str, Tensor] = {}
         for pack, tensors in self._packs:
             if any(weights):

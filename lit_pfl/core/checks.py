@@ -111,11 +111,7 @@ class Checks:
 
 
 def check_samples(client: int, number: object) -> None:
-    """See that a client's number of training samples is one.
-
-    Raises:
-        ConfigError: when it is not.
-    """
+    """See that a client's number of training samples is one."""
     if isinstance(number, bool) or not isinstance(number, int | np.integer) or number > MOST_SAMPLES:
         raise ConfigError(f"Client {client}: its number of training samples is {number!r}; it must be a whole number.")
     if number < 1:
@@ -123,11 +119,7 @@ def check_samples(client: int, number: object) -> None:
 
 
 def check_quorum(option: str, quorum: float) -> None:
-    """See that a quorum is a share.
-
-    Raises:
-        ConfigError: when it is not; it names the option.
-    """
+    """See that a quorum is a share; an error names the option."""
     if not isinstance(quorum, Number) or not 0 <= quorum <= 1:
         raise ConfigError(f"{option}={quorum!r}: give a share from 0 to 1.")
 

@@ -73,10 +73,7 @@ class Coordinator:
         self._uploads: dict[int, Upload] = {}
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:
-        """Take in the clients, before the first round.
-
-        Args:
-            clients: by id.
+        """Take in the clients, by id, before the first round.
 
         Raises:
             ConfigError: when there is no client, or one without samples, or with a tensor that cannot be sent, or
@@ -117,12 +114,7 @@ class Coordinator:
         self._uploads = {}
 
     def train(self, engine: Trains, clients: Sequence[int]) -> None:
-        """Let some of a round's participants train; all at once or one after another makes no difference.
-
-        Args:
-            engine: who lets them.
-            clients: their ids.
-        """
+        """Let some of a round's participants train; all at once or one after another makes no difference."""
         self.take_in(engine.train({client: self.reply(client) for client in clients}, self.round))
 
     def send_out(self, clients: Iterable[int], staleness: Mapping[int, int]) -> None:

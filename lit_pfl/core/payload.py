@@ -141,12 +141,8 @@ class Payload(Mapping[str, Tensor]):
 
         The encoding keeps neither: it sorts by type and name, and a tensor that was sent dense is not known as sparse.
 
-        Args:
-            names: all names, in order.
-            sparse: those of sparse tensors.
-
         Raises:
-            ValueError: when these are not all names.
+            ValueError: when ``names`` are not all names.
         """
         names = list(names)
         if sorted(names) != sorted(self):

@@ -118,11 +118,7 @@ class SharedTensors:
                 self._owners.append(self._owner(name))
 
     def refuse_new(self) -> None:
-        """Refuse what the learner has made in its ``setup``, once: it would be kept local without a word.
-
-        Raises:
-            ConfigError: when there is something.
-        """
+        """Refuse what the learner has made in its ``setup``, once: it would be kept local without a word."""
         made = self._learner.state_dict().keys() - self._known if self._known else ()
         if made:
             remedy = "make its layers in __init__ or configure_model."
@@ -147,13 +143,7 @@ def infinite_buffers(learner: nn.Module, shared: Collection[str]) -> frozenset[s
 
 
 def extra_tensors(extra: nn.ModuleDict, names: Iterable[str], statistics: bool) -> dict[str, Tensor]:
-    """Return what is sent of some of a client's further modules, by name in the client: their own memory.
-
-    Args:
-        extra: the further modules.
-        names: which of them.
-        statistics: whether running statistics are sent.
-    """
+    """Return what is sent of some of a client's further modules, by name in the client: their own memory."""
     return {
         f"{EXTRA}{name}.{leaf}": tensor.detach()
         for name in sorted(names)

@@ -105,16 +105,7 @@ def names_found(
 
 
 def refuse_reserved(names: Iterable[str], reserved: Iterable[str], method: str) -> None:
-    """See that no tensor of a learner has a name under which its method sends something else.
-
-    Args:
-        names: of the learner's tensors that are sent.
-        reserved: see :attr:`Client.reserved`.
-        method: the method's name.
-
-    Raises:
-        ConfigError: at the first that has.
-    """
+    """See that no tensor of a learner that is sent has a name under which its method sends something else."""
     for name in sorted(names):
         if any(is_reserved(name, taken) for taken in reserved):
             raise ConfigError(
@@ -153,11 +144,7 @@ def encoder_of(learner: nn.Module, path: str | None) -> nn.Module | None:
 
 
 def needs_head(learner: L.LightningModule, head: frozenset[str], method: str) -> None:
-    """Refuse a learner whose head is not known, for a method that treats it in a way of its own.
-
-    Raises:
-        ConfigError: when there is none.
-    """
+    """Refuse a learner whose head is not known, for a method that treats it in a way of its own."""
     if not head:
         raise ConfigError(
             f"model.head: {method} has to know which parameters of {type(learner).__name__} are its head; give a "
@@ -192,18 +179,7 @@ def last_layers(roles: Mapping[str, Role], count: int, option: str) -> frozenset
 def check_sharing(
     shares: frozenset[str], share_head: bool | None, labels_agree: bool, method: str, needs_common_labels: str
 ) -> None:
-    """See that what a method shares are roles, and that nothing of labels is to be shared where these differ.
-
-    Args:
-        shares: what it shares.
-        share_head: whether the head is to be shared.
-        labels_agree: whether labels mean the same at every client.
-        method: its name.
-        needs_common_labels: why it needs that; empty: it does not.
-
-    Raises:
-        ConfigError: when it is otherwise.
-    """
+    """See that what a method shares are roles, and that nothing of labels is to be shared where these differ."""
     if needs_common_labels and not labels_agree:
         raise ConfigError(
             f"model={method} {needs_common_labels}, and labels differ from client to client; use data whose labels "

@@ -83,12 +83,7 @@ class Asleep:
     # ------------------------------------------------------------------------------------------------ who is in memory
 
     def wake(self, client: int, trains: bool = False) -> None:
-        """Have a client in memory.
-
-        Args:
-            client: its id.
-            trains: whether its state is about to change.
-        """
+        """Have a client in memory; ``trains``: its state is about to change."""
         clients = self.engine.clients
         if client in clients:
             clients[client] = clients.pop(client)  # the last one needed is last
@@ -187,10 +182,6 @@ class Asleep:
 
     def load(self, state: Mapping[str, Any], files: StateFiles) -> None:
         """Take over a state of any engine; nobody is awake then.
-
-        Args:
-            state: the state.
-            files: where the states go.
 
         Raises:
             ConfigError: when it is of another network.

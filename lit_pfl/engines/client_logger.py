@@ -24,10 +24,6 @@ class ClientLogger(Logger):
     ``log_metrics``. What the federation's logger cannot take is left out, with one warning. To ``isinstance`` this is
     the logger behind it, as modules ask what theirs is before they write to it. A client's Trainer writes nothing to
     it on its own: the scores of all clients are in ``clients.csv``.
-
-    Args:
-        logger: the federation's logger.
-        client: the client.
     """
 
     muted = False  # whether nothing is written, as before the first round

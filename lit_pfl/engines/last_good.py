@@ -48,12 +48,7 @@ class LastGoodState:
         ]
 
     def trouble(self, client: int, upload: Payload) -> UploadError | None:
-        """Return what the round left that is not finite, of what is uploaded or of what is never sent; None if nothing.
-
-        Args:
-            client: the client's id.
-            upload: what it uploads.
-        """
+        """Return what the round left that is not finite, of what a client uploads or never sends; None if nothing."""
         if upload.not_finite is not None:
             name = upload.not_finite
             return UploadError(f"Client {client}: tensor {name!r} holds NaN or infinity.{BACK}", name)

@@ -9,13 +9,7 @@ from lit_pfl.lightning_internals import show_scores
 
 
 def scored(model: str, split: Split, client: Client) -> Score:
-    """Return how well one of a client's models does on its own data.
-
-    Args:
-        model: which of ``Client.evaluated``.
-        split: which data.
-        client: the client.
-    """
+    """Return how well one of a client's models, of ``Client.evaluated``, does on its own data."""
     with client.as_evaluated(model) as learner:
         found = score(learner, getattr(client.data, split), split)
         show_scores(client.trainer, found.logged)

@@ -268,11 +268,7 @@ class Ray(Engine):
         return [self._placement.of(worker) for worker in self._crew.at_work]
 
     def _settle(self, training: Iterable[int] = ()) -> None:
-        """Give clients homes that have lost theirs; where some are to train, such that all workers have work.
-
-        Args:
-            training: ids of clients that are about to train.
-        """
+        """Give clients homes that have lost theirs; where some are to train, such that all workers have work."""
         self._check_not_ended()
         while True:
             if not self._crew.at_work:

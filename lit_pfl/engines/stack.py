@@ -138,9 +138,6 @@ class Stack:
     def train(self, step: int = 0) -> None:
         """Train from a step of the epoch to its end, and give the clients what has come of it.
 
-        Args:
-            step: the number of the first batch.
-
         Raises:
             ConfigError: when the network cannot be stacked.
         """

@@ -97,9 +97,6 @@ def _check(client: Client, message: Any) -> None:
     Args:
         client: the client.
         message: what its fit has handed over first: an epoch, unless its Trainer has trained on its own.
-
-    Raises:
-        ConfigError: when it cannot.
     """
     kind: Any = type(client)
     optimizer: Any = client.trainer.optimizers[0]

@@ -31,13 +31,7 @@ class Replaced:
     def loads(self, client: int, names: Collection[str], trains: bool = False) -> None:
         """See that a reply has all that a client is without.
 
-        Args:
-            client: its id.
-            names: what the reply replaces.
-            trains: whether the client goes on from there; otherwise it is put back.
-
-        Raises:
-            ConfigError: when the reply has not.
+        ``trains``: the client goes on from there; otherwise it is put back.
         """
         if lost := self._lacking.get(client, frozenset()).difference(names):
             raise ConfigError(
@@ -99,14 +93,7 @@ def refuse_another_network(
 ) -> None:
     """Compare the state of a client in a checkpoint and in a run.
 
-    Args:
-        client: its id.
-        saved: the checkpoint's.
-        own: the run's.
-        resizes: whether training changes their shapes, so that only numbers of dimensions must agree.
-
-    Raises:
-        ConfigError: at the first that has another shape, or is in one of them only.
+    Of one that ``resizes`` its tensors in training, only numbers of dimensions must agree.
     """
 
     def shape(value: object) -> object:

@@ -78,11 +78,7 @@ class AlreadyJoined(FederatedLoop):
 
 
 def check_client_options(options: Mapping[str, Any]) -> None:
-    """See that ``federation.client_trainer`` holds nothing that is the federation's to decide.
-
-    Raises:
-        ConfigError: when it does.
-    """
+    """See that ``federation.client_trainer`` holds nothing that is the federation's to decide."""
     for name in options:
         if name in OWNED:
             raise ConfigError(f"federation.client_trainer.{name}: the federation decides this: {OWNED[name]}.")
@@ -99,11 +95,7 @@ def check_client_options(options: Mapping[str, Any]) -> None:
 
 
 def check_precision(option: str, trainer: L.Trainer) -> None:
-    """See that clients' weights stay in 32 bits.
-
-    Raises:
-        ConfigError: when they would not.
-    """
+    """See that clients' weights stay in 32 bits."""
     if trainer.precision not in PRECISIONS:
         raise ConfigError(
             f"{option}={trainer.precision}: clients' weights stay in 32 bits, as which they are averaged and sent; "

@@ -40,10 +40,6 @@ class OwnValidation:
     """Validates a client on its own data at the end of a local epoch, if something in its Trainer waits for a score.
 
     Training does not feel it: the client's random stream and the learner are put back afterwards.
-
-    Args:
-        client: the client.
-        seed: the federation's seed.
     """
 
     def __init__(self, client: Client, seed: int) -> None:
@@ -81,11 +77,7 @@ def warn_of_unused(trainer: L.Trainer) -> None:
 
 
 def check_monitored(client: Client) -> None:
-    """See that a client whose Trainer monitors a validation score has data for it.
-
-    Raises:
-        ConfigError: when it has none.
-    """
+    """See that a client whose Trainer monitors a validation score has data for it."""
     assert client.data is not None
     for name, who in monitored(client.trainer).items():
         if STAGE.match(name) and not has_batches(client.data.val):

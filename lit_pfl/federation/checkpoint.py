@@ -29,13 +29,8 @@ READ_AGAIN = 4
 def save_whole(trainer: L.Trainer, if_not_saved: Literal["stop", "continue"], states: StateFiles | None) -> None:
     """Let a Trainer write a checkpoint whole or not at all, unless it was given a way of its own.
 
-    Args:
-        trainer: the federation's.
-        if_not_saved: what to do when one cannot be written.
-        states: files that checkpoints refer to.
-
     Raises:
-        ConfigError: when there are such files, and the Trainer's own way does not know of them.
+        ConfigError: when checkpoints refer to files (``states``), and the Trainer's own way does not know of them.
     """
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO(if_not_saved)
@@ -51,10 +46,7 @@ def save_whole(trainer: L.Trainer, if_not_saved: Literal["stop", "continue"], st
 def saved(identity: Mapping[str, Any], coordinator: Coordinator, engine: Engine) -> dict[str, Any]:
     """Return the whole federation: clients with optimizers, schedulers and random streams, server, byte counts.
 
-    Args:
-        identity: what a checkpoint must agree in, see :func:`resume`.
-        coordinator: the server's side.
-        engine: where the clients live.
+    The arguments are those of :func:`resume`.
     """
     if coordinator.under_way:
         rank_zero_warn(f"A checkpoint in the middle of round {coordinator.round + 1}: no run can continue from it.")
@@ -161,15 +153,7 @@ class Fingerprints(dict[int, str]):
 
 
 def refuse_other_data(data: HasData, known: Mapping[int, str]) -> None:
-    """See that data are what clients were made with, which they continue to train and to be scored on.
-
-    Args:
-        data: the data.
-        known: the fingerprints of those that they were made with.
-
-    Raises:
-        ConfigError: when they are other samples, or assigned otherwise.
-    """
+    """See that data are those of the known fingerprints, which clients continue to train and to be scored on."""
     own = Fingerprints(data)
     if own.keys() != known.keys() or any(own.differs(client, known[client]) for client in own):
         raise ConfigError(
@@ -190,16 +174,7 @@ def sends_of(client: Client) -> dict[str, str | None]:
 
 
 def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: list[str]) -> None:
-    """Compare what a checkpoint and a run say of themselves.
-
-    Args:
-        saved: the checkpoint's ``method`` and so on.
-        own: the run's.
-        names: what must agree.
-
-    Raises:
-        ConfigError: at the first that does not.
-    """
+    """Compare what a checkpoint and a run say of themselves: ``names`` must agree, and the data."""
     for name, now in own["sends"].items():
         if (before := saved.get("sends", {}).get(name, now)) != now:
             raise ConfigError(f"model.{name}: the checkpoint is of a run with {before}, not {now}.")

@@ -50,10 +50,7 @@ class GlobalModel:
     def score(self, batches: Iterable[Any], split: Split, trainer: L.Trainer) -> Score | None:
         """Score it as it is now; None if the server has not finished one yet.
 
-        Args:
-            batches: the samples.
-            split: which of them.
-            trainer: whom the learner may ask how things are.
+        ``trainer`` is whom the learner may ask how things are.
         """
         model = self._get()
         if not model:

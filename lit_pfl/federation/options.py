@@ -18,11 +18,7 @@ def check_options(
     quorum: float,
     engine: object,
 ) -> None:
-    """See that options are in range; see :class:`~lit_pfl.Federation` for them.
-
-    Raises:
-        ConfigError: when one is not.
-    """
+    """See that options are in range; see :class:`~lit_pfl.Federation` for them."""
     check_participation(participation)
     check_share("federation.evaluate_clients", evaluate_clients)
     check_quorum("federation.quorum", quorum)
@@ -36,11 +32,7 @@ def check_options(
 
 
 def check_together(privacy: ClientPrivacy | None, deadline: Deadline | None, asynchronous: Asynchronous | None) -> None:
-    """See that options go together; see :class:`~lit_pfl.Federation` for them.
-
-    Raises:
-        ConfigError: when they do not.
-    """
+    """See that options go together; see :class:`~lit_pfl.Federation` for them."""
     if deadline is not None and deadline.wanted and privacy is not None and privacy.where == "central":
         raise ConfigError(
             "federation.deadline.wanted: who is slower than one client decides whether another one counts, which "

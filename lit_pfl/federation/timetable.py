@@ -100,12 +100,7 @@ def batches_of_round(client: int, data: ClientData, local_epochs: int, options: 
     """Return how many batches of training data a client has in a round.
 
     A method that trains on a part of them, such as PerFedAvg and FedFOMO, takes less; that is not counted.
-
-    Args:
-        client: its id.
-        data: its data.
-        local_epochs: epochs of a round.
-        options: ``federation.client_trainer``, which may limit the batches of an epoch.
+    ``options`` are ``federation.client_trainer``, which may limit the batches of an epoch.
 
     Raises:
         ConfigError: when its loader has no length.

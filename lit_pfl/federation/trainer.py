@@ -34,11 +34,7 @@ _TRAINING = threading.RLock()
 
 
 def check_outer(trainer: L.Trainer) -> None:
-    """See that a federation's own Trainer has no options that are about batches of images: its batches are clients.
-
-    Raises:
-        ConfigError: when it has.
-    """
+    """See that a federation's own Trainer has no options that are about batches of images: its batches are clients."""
     check_precision("trainer.precision", trainer)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     check_callbacks(callbacks, "trainer.callbacks")
@@ -93,9 +89,6 @@ def refuse_processes(trainer: L.Trainer) -> None:
     """See that a federation's own Trainer has one device and no strategy that is for several.
 
     An engine runs clients in several processes.
-
-    Raises:
-        ConfigError: when it has more.
     """
     for name, number in (("devices", trainer.num_devices), ("num_nodes", trainer.num_nodes)):
         if number > 1:
@@ -120,13 +113,6 @@ def refuse_misspelt(trainer: L.Trainer, known: Collection[str]) -> None:
     """See that no callback monitors what is nearly the name of a metric, but is none.
 
     Of other names nobody knows before the first round's end: another callback may log them.
-
-    Args:
-        trainer: the federation's.
-        known: the metrics that the federation will log.
-
-    Raises:
-        ConfigError: when one does.
     """
     for name, callback in monitors(trainer).items():
         if name not in known and (near := get_close_matches(name, known, n=1, cutoff=0.7)):
@@ -162,12 +148,7 @@ def leave_to_clients(trainer: L.Trainer) -> None:
 
 
 def described(client: Client, of: int) -> str:
-    """Return what clients are like, in a line.
-
-    Args:
-        client: any of them.
-        of: their number.
-    """
+    """Return what clients are like, in a line; ``client`` is any of them, ``of`` their number."""
     each, sent = (
         sum(p.numel() for p in parameters) for parameters in (client.parameters(), client.shared_parameters().values())
     )
@@ -251,11 +232,7 @@ class OneAtATime(L.Callback):
 
 
 class EndsFits(L.Callback):
-    """Ends the clients' fits when an error ends the federation's, in training, in validation or in a callback.
-
-    Args:
-        engine: where the clients live.
-    """
+    """Ends the clients' fits when an error ends the federation's, in training, in validation or in a callback."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -18,12 +18,7 @@ HPARAMS = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams")
 
 
 class in_hook:
-    """Let a module know which hook it is called in: what it logs is then taken as from that hook.
-
-    Args:
-        module: the inner module.
-        hook: the hook's name.
-    """
+    """Let a module know which hook it is called in: what it logs is then taken as from that hook."""
 
     def __init__(self, module: L.LightningModule, hook: str) -> None:
         self.module, self.hook = module, hook

@@ -111,11 +111,7 @@ def labelled(
 
 
 def check_logits(logits: Any, labels: Tensor, asker: str) -> None:
-    """Refuse outputs that are no logits of as many samples as there are labels.
-
-    Raises:
-        MisconfigurationException: naming the callback that asks.
-    """
+    """Refuse outputs that are no logits of as many samples as there are labels."""
     fits = isinstance(logits, Tensor) and logits.dim() == 2 and labels.shape == logits.shape[:1]
     if not fits or labels.is_floating_point():
         raise MisconfigurationException(

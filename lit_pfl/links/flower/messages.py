@@ -39,13 +39,7 @@ def clients_in(records: RecordDict) -> list[int]:
 
 
 def unpack(records: RecordDict, client: int, expected: Layout | None = None, limit: int = FROM_FACTORS) -> Payload:
-    """Return a client's payload.
-
-    Args:
-        records: the message.
-        client: whose it is.
-        expected: see :meth:`~lit_pfl.Payload.from_bytes`, like ``limit``.
-        limit: likewise.
+    """Return a client's payload; see :meth:`~lit_pfl.Payload.from_bytes`.
 
     Raises:
         UploadError: when there is none, or one that cannot be decoded.
