@@ -1,10 +1,23 @@
-"""What a learner's ``forward`` returns, passed through a function for a while."""
+"""Methods of a learner, replaced for a while."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+
+
+@contextmanager
+def with_methods(learner: L.LightningModule, **others: Any) -> Iterator[None]:
+    """Give a learner other methods; what it had of its own in their places is put back afterwards."""
+    before = {name: learner.__dict__[name] for name in others if name in learner.__dict__}
+    learner.__dict__.update(others)
+    try:
+        yield
+    finally:
+        for name in others:
+            del learner.__dict__[name]
+        learner.__dict__.update(before)
 
 
 @contextmanager
@@ -15,15 +28,10 @@ def forward_changed(learner: L.LightningModule, change: Callable[..., Any]) -> I
         learner: the learner.
         change: is given what ``forward`` returned, and the arguments that it had; returns what it is to return.
     """
-    forward, before = learner.forward, learner.__dict__.get("forward")
+    forward = learner.forward
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         return change(forward(*args, **kwargs), *args, **kwargs)
 
-    learner.__dict__["forward"] = changed
-    try:
+    with with_methods(learner, forward=changed):
         yield
-    finally:
-        del learner.__dict__["forward"]
-        if before is not None:
-            learner.__dict__["forward"] = before

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lit_pfl.learners.forward import with_methods
+
 #: "val_loss" of one module and "loss" of another are the same score; of a module that logs both they are two
 STAGE = re.compile(r"^(val|valid|validate|validation|test)[/_.]")
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
@@ -122,15 +124,8 @@ class LossTally:
 def recorded(learner: L.LightningModule) -> Iterator[Recorder]:
     """Record what a learner logs instead of telling its Trainer."""
     recorder = Recorder()
-    outside = learner.__dict__.get("log")
-    learner.__dict__["log"] = recorder.log  # log_dict calls it too
-    try:
+    with with_methods(learner, log=recorder.log):  # log_dict calls it too
         yield recorder
-    finally:
-        if outside is None:
-            del learner.__dict__["log"]
-        else:
-            learner.__dict__["log"] = outside
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from torch import Tensor
 from lit_pfl.data.batches import described
 from lit_pfl.errors import WRONG, ConfigError, first_line
 from lit_pfl.learners import (
-    Recorder,
     SkipBatch,
     Step,
     call_hook,
@@ -111,8 +110,9 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
             n += record.batch_size
         if not n:
             return Score(0, {})
-        if any(is_overridden(f"on_{stage}_{when}", learner) for when in ("epoch_end", "end")):
-            _show(learner, record)  # where these hooks look for what has been logged so far
+        after = any(is_overridden(f"on_{stage}_{when}", learner) for when in ("epoch_end", "end"))
+        if after and learner._trainer is not None:  # where these hooks look for what has been logged so far
+            show_scores(learner._trainer, record.as_in_a_trainer(record.compute()))
         _tell(learner, f"on_{stage}_epoch_end")
         _tell(learner, f"on_{stage}_end")
         logged = record.compute()
@@ -123,11 +123,6 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
 def _to_length(batches: Iterable[Any]) -> Iterator[Any]:
     """Return as many batches as a Trainer takes: some loaders begin again at their length, or never end."""
     return islice(batches, sized_len(batches))
-
-
-def _show(learner: L.LightningModule, record: Recorder) -> None:
-    if learner._trainer is not None:
-        show_scores(learner._trainer, record.as_in_a_trainer(record.compute()))
 
 
 def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]:

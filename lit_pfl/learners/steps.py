@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from lit_pfl.data.batches import plain
 from lit_pfl.errors import ConfigError
+from lit_pfl.learners.forward import with_methods
 from lit_pfl.lightning_internals import in_hook, optimizers_and_schedules
 
 #: an attribute of one of several learners of a client: whether its ``training_step`` has been called in this epoch
@@ -136,8 +137,7 @@ class _NoSchedule:
         return self._rates
 
 
-@contextmanager
-def _without_steps(learner: L.LightningModule) -> Iterator[None]:
+def _without_steps(learner: L.LightningModule) -> AbstractContextManager[None]:
     """Let a learner with manual optimization compute its losses without any step."""
     optimizers, schedules = optimizers_and_schedules(learner)
     given = [_NoOptimizer(one) for one in optimizers], [_NoSchedule(one) for one in schedules]
@@ -153,14 +153,7 @@ def _without_steps(learner: L.LightningModule) -> Iterator[None]:
         "lr_schedulers": as_lightning_does(given[1]),
         **dict.fromkeys(("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"), nothing),
     }
-    before = {name: learner.__dict__[name] for name in instead if name in learner.__dict__}
-    learner.__dict__.update(instead)
-    try:
-        yield
-    finally:
-        for name in instead:
-            del learner.__dict__[name]
-        learner.__dict__.update(before)
+    return with_methods(learner, **instead)
 
 
 class Step(nn.Module):
