@@ -119,8 +119,12 @@ class Client(LearnerModule):
     needs_automatic: ClassVar[str] = ""
     #: why its uploads must count in full (asynchronous servers may count them less); empty: they need not
     needs_full_steps: str = ""
+    #: why its weights cannot be factorized; empty: they can
+    needs_dense: ClassVar[str] = ""
     #: whether weights that are unfrozen during a fit may begin to travel then
     may_unfreeze: ClassVar[bool] = True
+    #: the fewest local epochs that a round of this method has room for; the federation's default
+    min_local_epochs: int = 1
     #: whether :attr:`received` holds what a round began with
     remembers: ClassVar[bool] = False
     #: how clients count where the server averages: by their numbers of ``samples``, or all the same (``uniform``)
@@ -160,6 +164,8 @@ class Client(LearnerModule):
         mean: RobustMean | None = None,
     ) -> None:
         super().__init__()
+        if factorization is not None and self.needs_dense:
+            raise ConfigError(f"model.factorization: {type(self).__name__} {self.needs_dense}; leave it out.")
         self.make_backbone, self.make_optimizer, self.make_scheduler = backbone, optimizer, scheduler
         self.scheduler_counts, self.reset_optimizer = scheduler_counts, reset_optimizer
         self.factorization, self.channels_last = factorization, channels_last
@@ -177,11 +183,6 @@ class Client(LearnerModule):
     @abstractmethod
     def shares(self) -> frozenset[Role]:
         """Which parameters are sent; a method sets it to the roles it shares."""
-
-    @property
-    def min_local_epochs(self) -> int:
-        """The fewest local epochs that a round of this method has room for; the federation's default."""
-        return 1
 
     def configure_learner(self) -> None:
         """Change ``self.learner`` before it is known what is sent; by default factorize it if that is asked for."""

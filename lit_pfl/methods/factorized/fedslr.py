@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, UniformServer
-from lit_pfl.errors import ConfigError
 from lit_pfl.learners import Step, call_with, holding, silenced, single_optimizer
 from lit_pfl.methods.factorized.structures import STRUCTURES, Structure, StructureName
 from lit_pfl.methods.partial.phases import check_epochs
@@ -83,6 +82,7 @@ class FedSLR(TwoModels):
     """
 
     needs_automatic = "takes proximal steps on two models and one loss"
+    needs_dense = "makes dense weights low-rank on its own"
     may_unfreeze = False
     remembers = True
 
@@ -105,20 +105,15 @@ class FedSLR(TwoModels):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if self.factorization is not None:
-            raise ConfigError("model.factorization: FedSLR makes dense weights low-rank on its own; leave it out.")
         self.lam, self.mu, self.eta_g, self.solver = lam, mu, eta_g, SOLVERS[solver]
         self.needs_full_steps = "adds its whole step to gamma_i" if self.solver.corrected else ""
         self.p_init, self.personal_epochs, self.server_memory = p_init, personal_epochs, server_memory
+        self.min_local_epochs = personal_epochs + 1
         self.common, self.personal_structure = STRUCTURES[common], STRUCTURES[personal]
         self._trains_personal = False
         self._trained: dict[str, Tensor] = {}  # w_i, until it is sent
         self._shrunk = Payload({})  # w as the latest local step has shrunk it
         self._own_parameters = 0  # of p, while the mixed model is in its place
-
-    @property
-    def min_local_epochs(self) -> int:  # noqa: D102
-        return self.personal_epochs + 1
 
     def configure_state(self) -> None:  # noqa: D102
         super().configure_state()

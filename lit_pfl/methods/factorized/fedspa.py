@@ -50,6 +50,7 @@ class FedSpa(Client):
     """
 
     needs_automatic = "regrows weights by gradients of the loss"
+    needs_dense = "masks dense weights"
     may_unfreeze = False
 
     shares = frozenset({"body", "norm", "head", "adapter"})
@@ -69,8 +70,6 @@ class FedSpa(Client):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if self.factorization is not None:
-            raise ConfigError("model.factorization: FedSpa masks dense weights; leave it out.")
         if not 0 < density <= 1:
             raise ConfigError(f"model.density={density}: give a share above 0 and up to 1.")
         if not 0 <= prune_rate <= 1:

@@ -35,6 +35,8 @@ class PFedPara(Client):
         Nam et al. 2022, Propositions 1 and 2, and pFedPara.
     """
 
+    needs_dense = "has weights of a form of its own"
+
     shares: frozenset[Role] = frozenset({"body", "norm", "head", "adapter"})
 
     private: frozenset[str]
@@ -47,8 +49,6 @@ class PFedPara(Client):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if self.factorization is not None:
-            raise ConfigError("model.factorization: PFedPara has weights of a form of its own; leave it out.")
         self.ratio, self.rank_rule, self.personal = ratio, rank_rule, personal
 
     def configure_learner(self) -> None:  # noqa: D102

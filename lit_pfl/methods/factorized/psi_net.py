@@ -54,6 +54,7 @@ class PsiNet(Client):
     """
 
     needs_automatic = "trains parts of a network that it builds itself"
+    needs_dense = "divides dense layers into groups"
     may_unfreeze = False
 
     shares = frozenset({"body", "norm", "head"})
@@ -77,8 +78,6 @@ class PsiNet(Client):
         **kwargs: Any,
     ) -> None:
         super().__init__(backbone=backbone, optimizer=optimizer, norm_stats=norm_stats, **kwargs)
-        if self.factorization is not None:
-            raise ConfigError("model.factorization: PsiNet divides dense layers into groups; leave it out.")
         self.groups, self.depth, self.mapping, self.trim = groups, depth, mapping, trim
         self.boundary, self.norm, self.structure, self.weighting = boundary, norm, structure, weighting
 

@@ -56,6 +56,7 @@ class FedMA(Client):
     """
 
     needs_automatic = "freezes and grows layers between rounds of training"
+    needs_dense = "matches the units of dense layers"
     may_unfreeze = False
 
     shares = frozenset({"body", "head"})
@@ -77,8 +78,6 @@ class FedMA(Client):
         **kwargs: Any,
     ) -> None:
         super().__init__(backbone=backbone, optimizer=optimizer, reset_optimizer=True, **kwargs)
-        if self.factorization is not None:
-            raise ConfigError("model.factorization: FedMA matches the units of dense layers; leave it out.")
         if self.local is not None:
             raise ConfigError("model.local: FedMA matches the units of whole layers; leave it out.")
         self.matching = matching

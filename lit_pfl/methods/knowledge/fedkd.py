@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, UniformServer
-from lit_pfl.errors import ConfigError
 from lit_pfl.learners import add_parameters, single_optimizer
 from lit_pfl.methods.knowledge.fml import Mutual, divergence
 from lit_pfl.nn import Memory
@@ -49,6 +48,7 @@ class FedKD(Mutual):
         Wu et al. 2022; factors as in the authors' code.
     """
 
+    needs_dense = "sends matrices in factors of its own"
     reserved = (CHANGE, ROUNDS)
     may_unfreeze = False
 
@@ -63,8 +63,6 @@ class FedKD(Mutual):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if self.factorization is not None:
-            raise ConfigError("model.factorization: FedKD sends matrices in factors of its own; leave it out.")
         self.energy_start, self.energy_end, self.rounds = energy_start, energy_end, rounds
 
     def energy(self, completed: int) -> float:

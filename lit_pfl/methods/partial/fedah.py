@@ -55,10 +55,7 @@ class FedAH(Client):
     ) -> None:
         super().__init__(**kwargs)
         self.eta, self.weight_epochs, self.head_epochs = eta, weight_epochs, head_epochs
-
-    @property
-    def min_local_epochs(self) -> int:  # noqa: D102
-        return self.head_epochs + 1
+        self.min_local_epochs = head_epochs + 1
 
     def configure_state(self) -> None:  # noqa: D102
         check_epochs(self.spec.local_epochs, self.head_epochs, "model.head_epochs")

@@ -52,10 +52,11 @@ class FedPAC(Classifying):
     needs_automatic = "freezes head and body in turn"
     needs_labels = "takes the mean features of every class"
     needs_common_labels = "averages prototypes of classes and mixes heads"
+    min_local_epochs = 2
     may_unfreeze = False
 
     shares = EVERYTHING
-    reserved = (PROTOTYPES, COUNTS, VARIANCE, MEANS)
+    reserved = STATISTICS
 
     own: Memory
     common: Memory
@@ -65,10 +66,6 @@ class FedPAC(Classifying):
         self.lam, self.head_rate = lam, head_rate
         self._targets: Tensor | None = None
         self._trains_head = False
-
-    @property
-    def min_local_epochs(self) -> int:  # noqa: D102
-        return 2
 
     def configure_state(self) -> None:  # noqa: D102
         check_epochs(self.spec.local_epochs, 1, "FedPAC's one epoch of the head")

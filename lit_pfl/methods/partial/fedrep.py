@@ -42,10 +42,7 @@ class FedRep(Client):
     ) -> None:
         super().__init__(**kwargs)
         self.mode, self.body_epochs = mode, body_epochs
-
-    @property
-    def min_local_epochs(self) -> int:  # noqa: D102
-        return self.body_epochs + 1 if self.mode == "alternating" else 1
+        self.min_local_epochs = body_epochs + 1 if mode == "alternating" else 1
 
     def configure_state(self) -> None:  # noqa: D102
         needs_head(self.learner, self.head_names, "FedRep")

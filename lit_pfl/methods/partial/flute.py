@@ -68,11 +68,8 @@ class FLUTE(Classifying):
         super().__init__(**kwargs)
         self.body_epochs, self.server_lr, self.weighting = body_epochs, server_lr, weighting
         self.lam1, self.lam2, self.lam3 = lam1, lam2, lam3
+        self.min_local_epochs = body_epochs + 1
         self._trains_body = False
-
-    @property
-    def min_local_epochs(self) -> int:  # noqa: D102
-        return self.body_epochs + 1
 
     def configure_state(self) -> None:  # noqa: D102
         self._check(self.spec.local_epochs)

@@ -62,6 +62,7 @@ class FedEM(Classifying):
     """
 
     needs_automatic = "trains several models on one loss"
+    needs_dense = "averages several models of dense weights"
     needs_labels = "weighs samples by their cross entropies"
     may_unfreeze = False
 
@@ -72,8 +73,6 @@ class FedEM(Classifying):
 
     def __init__(self, components: PositiveInt = 3, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if self.factorization is not None:
-            raise ConfigError("model.factorization: FedEM averages several models of dense weights; leave it out.")
         self.components = components
         self._received: list[dict[str, Tensor]] = []
         self._prior = torch.empty(0)
