@@ -14,8 +14,10 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.methods import FedFOMO, StandAlone
 from lit_pfl.methods.similarity import fedfomo
-from lit_pfl.methods.similarity.fedfomo import FedFOMOServer, by_client, gains_per_distance
+from lit_pfl.methods.similarity.fedfomo import FedFOMOServer, gains_per_distance
+from lit_pfl.methods.similarity.ifca import by_number
 from lit_pfl.nn.factorization import Factorization
+from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, client, digits, run, spec, weights
 
 # ------------------------------------------------------------------------------------------------------ the client
@@ -151,7 +153,7 @@ def test_where_no_model_helps_a_client_goes_back_to_where_it_started():
         member.backbone.head.weight.mul_(-3)
     trained = weights(federation)[1]
     member.download(federation.coordinator.server.reply(1))
-    for name, value in member._network().items():
+    for name, value in tensors_of(member.learner).items():
         assert torch.equal(value, member.base[name])
         assert not torch.equal(value, trained[name])
 
@@ -178,9 +180,9 @@ def test_others_are_tried_with_the_own_head_and_running_statistics(monkeypatch):
     member.download(reply)
     assert len(states) == 1 + len(others)  # where it started, the others, itself
     for state, whose in zip(states[1:], (1, 2, 0), strict=True):
-        for name in member._network():
+        for name in tensors_of(member.learner):
             assert torch.equal(state[name], theirs[whose][name] if name in shared else trained[name])
-    for name in member._network():
+    for name in tensors_of(member.learner):
         assert torch.equal(states[0][name], member.base[name])
         if name not in shared:
             assert torch.equal(member.learner.state_dict()[name], trained[name])
@@ -321,7 +323,7 @@ def test_models_are_kept_as_they_were_uploaded():
 def test_a_reply_is_read_in_the_order_of_ids_however_it_travelled():
     made = server(13, num_models=12)
     made.aggregate(1, {k: upload(k, 12) for k in range(13)})
-    models = by_client(Payload.from_bytes(made.reply(0).to_bytes()))
+    models = by_number(Payload.from_bytes(made.reply(0).to_bytes()))
     assert list(models) == list(range(1, 13))
     assert models[10]["w"].tolist() == [10, 10, 10]
 

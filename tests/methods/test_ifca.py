@@ -9,7 +9,7 @@ from torch import nn
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.methods import IFCA
-from lit_pfl.methods.similarity.ifca import CLUSTER, IFCAServer, by_cluster, draw_anew
+from lit_pfl.methods.similarity.ifca import CLUSTER, IFCAServer, by_number, draw_anew
 from tiny import assert_equal, client, run, weights
 
 
@@ -67,8 +67,8 @@ def test_a_model_that_nobody_chooses_stays():
 def test_all_models_come_down_and_one_goes_up():
     federation = run(client(IFCA, clusters=3), rounds=2)
     upload, reply = federation.clients[0].upload(), federation.coordinator.server.reply(0)
-    models = by_cluster(reply)
-    assert [set(model) for model in models] == [set(upload) - {CLUSTER}] * 3
+    models = by_number(reply)
+    assert [set(model) for model in models.values()] == [set(upload) - {CLUSTER}] * 3
     assert reply.elements == 3 * (upload.elements - 1)
     norm, head = "backbone.body.1.weight", "backbone.head.weight"
     first = run(client(IFCA, clusters=3), rounds=0).coordinator.server.models

@@ -32,7 +32,7 @@ from lit_pfl.learners import (
 from lit_pfl.learners.scoring import transferred
 from lit_pfl.learners.trying import try_step
 from lit_pfl.lightning_internals import own_copy
-from lit_pfl.methods.similarity.ifca import by_cluster, draw_anew
+from lit_pfl.methods.similarity.ifca import by_number, draw_anew
 from lit_pfl_callbacks.tensors import evaluating, load_tensors, tensors_of
 
 
@@ -113,7 +113,7 @@ class FedEM(Classifying):
         return Payload({f"{m}/{name}": own[name] for m, own in enumerate(tensors) for name in names})
 
     def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
-        for component, model in zip(self.learners.values(), by_cluster(reply), strict=False):
+        for component, model in zip(self.learners.values(), by_number(reply).values(), strict=False):
             load_tensors(component, model)
 
     def initial(self) -> Payload:

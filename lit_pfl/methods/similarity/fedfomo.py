@@ -16,6 +16,7 @@ from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.loaders import in_order, needed, num_samples, part_of
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners.scoring import mean_loss, needs_loss
+from lit_pfl.methods.similarity.ifca import by_number, numbered
 from lit_pfl.nn import Memory
 from lit_pfl.randomness import fixed_order
 from lit_pfl_callbacks.tensors import load_tensors, tensors_of
@@ -76,11 +77,8 @@ class FedFOMO(Client):
         self.norm, self.val_fraction = norm, val_fraction
 
     def configure_state(self) -> None:  # noqa: D102
-        self.base = Memory(self._network())
+        self.base = Memory(tensors_of(self.learner))
         self.register_buffer(AFFINITY, torch.zeros(self.num_models))
-
-    def _network(self) -> dict[str, Tensor]:
-        return tensors_of(self.learner)
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """Return which samples are trained on and which are held back: the same at any time, and in a resumed run."""
@@ -114,7 +112,7 @@ class FedFOMO(Client):
 
     def begin_round(self) -> None:  # noqa: D102
         needs_loss(self.learner, self.training_data(), "FedFOMO")
-        self.base.copy_(self._network())
+        self.base.copy_(tensors_of(self.learner))
 
     def upload(self) -> Payload:
         """Return what is shared, and how this round's models have helped: (M,), in the order of their clients' ids."""
@@ -124,10 +122,10 @@ class FedFOMO(Client):
     def download(self, reply: Mapping[str, Tensor]) -> None:
         """Mix the models of a reply, named ``<client>/<tensor>``, with the own one; without any keep that as it is."""
         self.affinity.zero_()
-        models = by_client(reply)
+        models = by_number(reply)
         if not models:
             return
-        trained = {name: tensor.clone() for name, tensor in self._network().items()}
+        trained = {name: tensor.clone() for name, tensor in tensors_of(self.learner).items()}
         base = dict(self.base.items())
         held_back = self.held_back()
 
@@ -245,22 +243,11 @@ class FedFOMOServer(Server):
 
     def reply(self, client: int) -> Payload:
         """Return the chosen models, each tensor named ``<client>/<tensor>``."""
-        models = {other: self.latest[other] for other in self.chosen(client)}
-        tensors = {f"{other}/{name}": tensor for other, model in models.items() for name, tensor in model.items()}
-        return Payload(tensors, [f"{other}/{name}" for other, model in models.items() for name in model.sparse])
+        return numbered({other: self.latest[other] for other in self.chosen(client)})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         super().load_state_dict(state)
         self.affinity = self.affinity.cpu()  # which a few numbers are looked up in
-
-
-def by_client(reply: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Return the models of a reply by client, in the order of their ids."""
-    models: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in reply.items():
-        client, _, rest = name.partition("/")
-        models.setdefault(int(client), {})[rest] = tensor
-    return dict(sorted(models.items()))
 
 
 def gains_per_distance(start: float, losses: list[float], distances: list[float]) -> Tensor:

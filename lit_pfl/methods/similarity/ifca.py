@@ -64,7 +64,7 @@ class IFCA(Client):
     @torch.no_grad()
     def download(self, reply: Mapping[str, Tensor]) -> None:
         """Become the model of a reply, named ``<cluster>/<tensor>``, with the least loss."""
-        models = by_cluster(reply)
+        models = list(by_number(reply).values()) or [{}]
         best = 0
         if len(models) > 1:
             batches = in_order(self.training_data())
@@ -134,9 +134,7 @@ class IFCAServer(UniformServer):
 
     def reply(self, client: int) -> Payload:
         """Return all models, each tensor named ``<cluster>/<tensor>``."""
-        named = {f"{cluster}/{name}": t for cluster, model in self.models.items() for name, t in model.items()}
-        sparse = [f"{cluster}/{name}" for cluster, model in self.models.items() for name in model.sparse]
-        return Payload(named, sparse)
+        return numbered(self.models)
 
     def mixing(self) -> tuple[list[int], Tensor] | None:
         """Return equal weights of all clients that have chosen the same model."""
@@ -148,13 +146,19 @@ class IFCAServer(UniformServer):
         return ids, same / same.sum(1, keepdim=True)
 
 
-def by_cluster(reply: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the models of a reply in their order."""
+def numbered(models: Mapping[int, Payload]) -> Payload:
+    """Return the tensors of several models, each named ``<number>/<tensor>``."""
+    tensors = {f"{number}/{name}": tensor for number, model in models.items() for name, tensor in model.items()}
+    return Payload(tensors, [f"{number}/{name}" for number, model in models.items() for name in model.sparse])
+
+
+def by_number(reply: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Return the models of a :func:`numbered` reply, in the order of their numbers."""
     models: dict[int, dict[str, Tensor]] = {}
     for name, tensor in reply.items():
-        cluster, _, rest = name.partition("/")
-        models.setdefault(int(cluster), {})[rest] = tensor
-    return [models[cluster] for cluster in sorted(models)] or [{}]
+        number, _, rest = name.partition("/")
+        models.setdefault(int(number), {})[rest] = tensor
+    return dict(sorted(models.items()))
 
 
 @torch.no_grad()
