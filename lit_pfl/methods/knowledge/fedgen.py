@@ -232,9 +232,6 @@ class FedGenServer(TrainedServer):
         told = {COUNTS: self.occurring, ROUNDS: torch.tensor(self.completed)}
         return self.model.with_({**told, **generator})
 
-    def global_model(self) -> Payload:  # noqa: D102
-        return self.model
-
 
 def teacher_loss(logits: Iterator[Tensor], labels: Tensor, counts: Tensor) -> Tensor:
     """Return the cross entropies of several heads, weighted by shares of the class, the mean over the batch.

@@ -153,16 +153,10 @@ class FedKDServer(UniformServer):
     averages = means_only = True
     kept = ("participants", "completed", "change")
 
+    participants: list[int]
+
     def __init__(self, method: FedKD) -> None:
         self.energy = method.energy
-        self.change = Payload({})
-        self.participants: list[int] = []
-        self.completed = 0
-
-    @property
-    def holders(self) -> set[int]:
-        """Who has the model that the last change was added to."""
-        return set(self.participants)
 
     def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
         super().start(clients)
@@ -179,7 +173,7 @@ class FedKDServer(UniformServer):
         return Payload({})
 
     def reply(self, client: int) -> Payload:  # noqa: D102
-        if client not in self.holders:
+        if client not in self.participants:  # who has the model that the change was added to
             return self.evaluation_reply(client)
         told = {CHANGE: torch.ones((), dtype=torch.uint8), ROUNDS: torch.tensor(self.completed)}
         plain = {name: x for name, x in self.change.items() if name not in self.change.low_rank}

@@ -134,9 +134,8 @@ class PFedHNServer(TrainedServer):
 
     def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
         others = [name for name in self.model if name not in self.weights]
-        if others:
-            mean = weighted_mean(list(uploads.values()), self.averaging_weights(round, uploads), others)
-            self.model = self.model.with_(mean)
+        mean = weighted_mean(list(uploads.values()), self.averaging_weights(round, uploads), others)
+        self.model = self.model.with_(mean)
         parameters = list(self.module.parameters())
         with self.training(round):
             gradients = [torch.zeros_like(parameter) for parameter in parameters]

@@ -109,9 +109,8 @@ class PFedLAServer(TrainedServer):
             self.optimizer.step()
             self.optimizer.zero_grad()
         others = [name for name in self.model if name not in self.weights]
-        if others:
-            mean = weighted_mean(list(uploads.values()), self.averaging_weights(round, uploads), others)
-            self.model = self.model.with_(mean)
+        mean = weighted_mean(list(uploads.values()), self.averaging_weights(round, uploads), others)
+        self.model = self.model.with_(mean)
         copies = {client: upload.clone() for client, upload in uploads.items()}
         self.latest = dict(sorted((self.latest | copies).items()))
 
