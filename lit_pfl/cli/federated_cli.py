@@ -244,7 +244,7 @@ class FederatedCLI(LightningCLI):
         with self.stops.listening():
             try:
                 self._run(self.trainer.fit, model, **kwargs)
-                self.stops.ended()
+                self.stops.written()
             except (SystemExit, SIGTERMException) as ended:
                 stopped = self.stops.asked or (Stopped(15) if isinstance(ended, SIGTERMException) else None)
                 if stopped is None:

@@ -50,18 +50,15 @@ class Stops(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A round is written."""
-        self._written()
+        self.written()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The last round is written. From now on signals wait for :meth:`ended`: a Trainer's end cannot be redone."""
-        self._written()
+        """The last round is written. From now on signals wait for :meth:`written`: a Trainer's end cannot be redone."""
+        self.written()
         self._writing = True
 
-    def ended(self) -> None:
-        """The fit has ended."""
-        self._written()
-
-    def _written(self) -> None:
+    def written(self) -> None:
+        """All is written: end the fit if a signal has come meanwhile."""
         self._writing = False
         if self.asked is not None:
             raise self.asked

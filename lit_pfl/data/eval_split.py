@@ -47,9 +47,7 @@ def alike_samples(
                 "it gets no sample of any; give more, or data.evaluate_on=own."
             )
     return [
-        np.sort(np.concatenate([rng.permutation(of_c)[:n] for of_c, n in zip(members, own, strict=True)])).astype(
-            np.int64
-        )
+        np.sort(np.concatenate([rng.permutation(of_c)[:n] for of_c, n in zip(members, own, strict=True)]))
         for own in wanted
     ]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import lit_pfl.methods
 from lit_pfl.core import Client
@@ -30,26 +30,14 @@ class LearnerReport(dict[str, str | None]):
         return [method for method, reason in self.items() if reason is None]
 
 
-class _Batches(Dataset):
-    """Batches of somebody's own as samples: a loader of one a batch gives them back as they are."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.batches[index]
-
-
 class _Loaders(L.LightningDataModule):
     def __init__(self, batches: list[Any]) -> None:
         super().__init__()
         self.batches = batches
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(_Batches(self.batches), batch_size=1, collate_fn=lambda batches: batches[0])
+        # Somebody's batches as samples: a loader of one a batch gives them back as they are.
+        return DataLoader(self.batches, batch_size=1, collate_fn=lambda batches: batches[0])  # type: ignore[arg-type]
 
     val_dataloader = train_dataloader
     test_dataloader = train_dataloader
