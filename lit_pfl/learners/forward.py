@@ -1,7 +1,7 @@
 """Methods of a learner, replaced for a while."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning as L
@@ -20,8 +20,7 @@ def with_methods(learner: L.LightningModule, **others: Any) -> Iterator[None]:
         learner.__dict__.update(before)
 
 
-@contextmanager
-def forward_changed(learner: L.LightningModule, change: Callable[..., Any]) -> Iterator[None]:
+def forward_changed(learner: L.LightningModule, change: Callable[..., Any]) -> AbstractContextManager[None]:
     """Let a learner's ``forward`` return something else, whether its steps call ``self(x)`` or ``self.forward(x)``.
 
     Args:
@@ -33,5 +32,4 @@ def forward_changed(learner: L.LightningModule, change: Callable[..., Any]) -> I
     def changed(*args: Any, **kwargs: Any) -> Any:
         return change(forward(*args, **kwargs), *args, **kwargs)
 
-    with with_methods(learner, forward=changed):
-        yield
+    return with_methods(learner, forward=changed)

@@ -1,7 +1,7 @@
 """A module put back as it was, after it has been tried or scored."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from operator import attrgetter
 
@@ -33,8 +33,7 @@ def put_back(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
         load_tensors(module, own)
 
 
-@contextmanager
-def unchanged(module: nn.Module, parts: bool = True) -> Iterator[None]:
+def unchanged(module: nn.Module, parts: bool = True) -> AbstractContextManager[None]:
     """Put a module and its parts back afterwards: their tensors, hidden states, caches, counters, metrics.
 
     What changes inside is undone too: of tensors, also those in dicts, as parameters and buffers are; of lists and
@@ -44,8 +43,7 @@ def unchanged(module: nn.Module, parts: bool = True) -> Iterator[None]:
         module: the module.
         parts: whether the modules in it are put back too.
     """
-    with _as_they_were([*module.modules()] if parts else [module]):
-        yield
+    return _as_they_were([*module.modules()] if parts else [module])
 
 
 @contextmanager

@@ -53,7 +53,8 @@ def _partition(counts: Sequence[tuple[int, int, int]], whose: str, number: int) 
     )
     legend = "training samples"
     if few:
-        key = alt.Legend(title=legend, values=_ticks(rows))
+        most = max(row["samples"] for row in rows)
+        key = alt.Legend(title=legend, values=sorted({max(1, most // 4), max(1, most // 2), most}))
         size = alt.Size("samples:Q", scale=alt.Scale(range=[0, 380], zero=True), legend=key)
         chart = base.mark_circle(color="var(--c0)", opacity=0.85).encode(size=size)
     else:
@@ -67,11 +68,6 @@ def _partition(counts: Sequence[tuple[int, int, int]], whose: str, number: int) 
     height = max(14, min(24, 480 // len(classes))) * len(classes) if len(classes) <= 40 else 6 * len(classes)
     chart = chart.properties(width=width, height=height, title=title)
     return Picture(f"partition_{number}" if number > 1 else "partition", says, chart, wide)
-
-
-def _ticks(rows: Sequence[Row]) -> list[int]:
-    most = max(row["samples"] for row in rows)
-    return sorted({max(1, most // 4), max(1, most // 2), most})
 
 
 def similarities(groups: Sequence[Group]) -> Picture | None:

@@ -1,6 +1,7 @@
 """Runs as they lie in their folders, and which of them differ in nothing but the seed."""
 
 import csv
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,9 +201,7 @@ def short(value: Any) -> str:
     """Write an option's value for people: a class by its name, the rest as in YAML."""
     if isinstance(value, str):
         return value.rpartition(".")[2] if value.replace(".", "").replace("_", "").isalnum() else value
-    return (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
-    )
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

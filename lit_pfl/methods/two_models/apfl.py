@@ -1,7 +1,7 @@
 """APFL: every client's model is a mixture of the global model and one of its own."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning as L
@@ -112,29 +112,24 @@ class APFL(TwoModels):
             prefix + name: alpha * v + (1 - alpha) * w[name].detach() for name, v in self.personal.named_parameters()
         }
 
-    @contextmanager
-    def _watched(self, outputs: list[Tensor]) -> Iterator[None]:
+    def _watched(self, outputs: list[Tensor]) -> AbstractContextManager[None]:
         """Keep what the common learner's ``forward`` returns."""
         if self.mixing == "parameters":
-            yield
-            return
+            return nullcontext()
 
         def watched(output: Any, *args: Any, **kwargs: Any) -> Any:
             outputs.append(output)
             return output
 
-        with forward_changed(self.learner, watched):
-            yield
+        return forward_changed(self.learner, watched)
 
-    @contextmanager
-    def _mixed_outputs(self, alpha: Tensor, common: Iterator[Tensor]) -> Iterator[None]:
+    def _mixed_outputs(self, alpha: Tensor, common: Iterator[Tensor]) -> AbstractContextManager[None]:
         """Let the personal learner's ``forward`` return the mixture of its own output and the common learner's."""
 
         def mixed(output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             return alpha * output + (1 - alpha) * next(common).detach()
 
-        with forward_changed(self.personal, mixed):
-            yield
+        return forward_changed(self.personal, mixed)
 
     def _check_outputs(self, outputs: list[Tensor]) -> None:
         if not outputs or not all(isinstance(output, Tensor) for output in outputs):
