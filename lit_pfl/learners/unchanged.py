@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
+from typing import Any
 
 import lightning as L
 import torch
@@ -78,7 +79,8 @@ def unseen(learner: L.LightningModule) -> Iterator[None]:
 def _as_they_were(parts: Sequence[nn.Module]) -> Iterator[None]:
     before = [(part.__dict__, part.__dict__.copy()) for part in parts]
     values = [value for _, attributes in before for value in attributes.values()]
-    inside = [(value, value.copy()) for value in values if isinstance(value, list | dict)]
+    # not by their own copy(): a dict of a library may be made otherwise
+    inside = [(x, dict(x) if isinstance(x, dict) else [*x]) for x in values if isinstance(x, list | dict)]
     in_dicts = (value for _, content in inside if isinstance(content, dict) for value in content.values())
     tensors = {id(x): x for x in chain(values, in_dicts) if isinstance(x, Tensor) and not is_lazy(x)}
     held = [_Held(tensor) for tensor in tensors.values()]
@@ -89,6 +91,8 @@ def _as_they_were(parts: Sequence[nn.Module]) -> Iterator[None]:
             attributes.clear()
             attributes.update(former)
         for value, content in inside:
+            if _is_as_it_was(value, content):
+                continue  # it may refuse to be changed, as a dict of options does
             if isinstance(value, list):
                 value[:] = content
             else:
@@ -96,6 +100,11 @@ def _as_they_were(parts: Sequence[nn.Module]) -> Iterator[None]:
                 value.update(content)
         for one in held:
             one.put_back()
+
+
+def _is_as_it_was(value: list[Any] | dict[Any, Any], content: list[Any] | dict[Any, Any]) -> bool:
+    parts = (chain(x, x.values()) if isinstance(x, dict) else x for x in (value, content))
+    return len(value) == len(content) and all(map(is_, *parts))
 
 
 class _Held:

@@ -1,5 +1,7 @@
 """What scoring and sleeping leave behind in a module: nothing."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,24 @@ def test_plain_attributes_are_put_back_inside_too():
     assert not hasattr(module, "new")
     assert not auroc.update_called
     assert not auroc.preds
+
+
+class Frozen(OrderedDict):
+    """Options that refuse to be changed, as those of networks of diffusers do."""
+
+    def update(self, *_, **__):
+        raise TypeError("frozen")
+
+
+def test_a_dict_that_refuses_changes_is_left_alone():
+    module = nn.Linear(1, 1)
+    module.options = options = Frozen(width=1)
+    module.order = {"a": 1, "b": 2}
+    with unchanged(module):
+        module.order["a"] = module.order.pop("a")
+    assert module.options is options
+    assert dict(options) == {"width": 1}
+    assert [*module.order] == ["a", "b"]
 
 
 class ScheduleFree(torch.optim.SGD):
