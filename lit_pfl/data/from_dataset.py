@@ -18,6 +18,7 @@ from lit_pfl.data.partition import Partition, Uniform
 from lit_pfl.data.resident import SampleSet, TensorLoader, leaves_one_out, relabelled
 from lit_pfl.errors import ConfigError
 from lit_pfl.randomness import FixedDraws, random_state, same_state
+from lit_pfl_callbacks.batches import LABELS
 
 #: how something is found of every sample: a column, an attribute or a key, a function of a sample, or a sequence
 Lookup = str | Sequence[Any] | Callable[[Any], Any]  # in the order in which the command line tries them
@@ -105,6 +106,7 @@ class FromDataset(PartitionedDataModule):
         labels, num_classes, groups, names = torch.zeros(n, dtype=torch.int64), None, None, None
         if self.labels is not None:
             labels, num_classes, names = self._classes(self._found(self.labels, "labels"))
+            self._check_that_all_read(self._key())
         if self.group_of is not None:
             self.names, groups = _numbered(self._found(self.group_of, "groups"), "groups")
         samples = self.dataset
@@ -162,6 +164,16 @@ class FromDataset(PartitionedDataModule):
         sample = FixedDraws(self.dataset)[0]
         named = isinstance(self.labels, str) and isinstance(sample, Mapping) and self.labels in sample
         return self.labels if named else None  # type: ignore[return-value]
+
+    def _check_that_all_read(self, key: str | None) -> None:
+        """See that networks and methods find in batches the classes that samples are dealt by."""
+        read = key and next((name for name in LABELS if name in FixedDraws(self.dataset)[0]), key)
+        if read != key and self.collate_fn is None:
+            raise ConfigError(
+                f"data.labels={key!r}: of batches that have {read!r} too, networks and methods read that; leave one of "
+                f"the two out of the dataset, or, where only the partition is to follow {key!r}, give a function of a "
+                "sample as labels."
+            )
 
     @staticmethod
     def _classes(found: np.ndarray) -> tuple[Tensor, int, tuple[str, ...] | None]:

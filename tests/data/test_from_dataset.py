@@ -227,8 +227,16 @@ def test_labels_and_groups_are_keys_of_samples_that_are_dicts(named):
 def test_dicts_without_such_a_key_are_told_which_they_have():
     with pytest.raises(ConfigError, match="data.groups='hospital': Scans .* key; it has image, label, site"):
         ready(dataset=Scans(), groups="hospital")
-    with pytest.raises(ConfigError, match="permute_labels=true: samples must have their label, a number, under 'path'"):
-        ready(dataset=Scans(named=True), labels="path", permute_labels=True)
+    named = [{"x": float(i), "kind": "ab"[i % 2]} for i in range(40)]
+    with pytest.raises(ConfigError, match="permute_labels=true: samples must have their label, a number, under 'kind'"):
+        ready(dataset=named, labels="kind", permute_labels=True)
+
+
+def test_dicts_with_two_labels_are_not_dealt_by_one_and_trained_on_the_other():
+    message = "data.labels='site': of batches that have 'label' too, networks and methods read that; leave one of the"
+    with pytest.raises(ConfigError, match=message):
+        ready(dataset=Scans(), labels="site", partition=ClassShards(1))
+    assert ready(dataset=Scans(), labels=lambda scan: scan["site"], partition=ClassShards(1)).client(0).num_classes == 4
 
 
 @pytest.mark.parametrize("format", [None, "numpy"])
