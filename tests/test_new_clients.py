@@ -83,6 +83,20 @@ def test_a_test_of_the_checkpoint_finds_the_same(tmp_path):
     assert_equal(run(3, tmp_path / "last.ckpt").coordinator.state_dict(), run(3).coordinator.state_dict(), "server")
 
 
+def test_a_checkpoint_can_be_asked_what_more_epochs_of_their_own_would_give(tmp_path):
+    def data():
+        return PerClient(sites(4), num_classes=10, new_clients=[3])
+
+    fitting, federation = trainer(2), Federation(client(FedAvg), seed=1, threads=1)
+    fitting.fit(federation, datamodule=data())
+    fitting.save_checkpoint(tmp_path / "last.ckpt")
+    longer = Federation(client(FedAvg), seed=1, threads=1, local_epochs=3)
+    trainer(2).test(longer, data(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    former, now = new_rows(federation), new_rows(longer)
+    assert now[3, "aggregated"].scores == former[3, "aggregated"].scores
+    assert now[3, "trained"].scores != former[3, "trained"].scores
+
+
 def test_the_table_has_a_line_for_them(tmp_path, capsys):
     federation = Federation(client(FedAvg), seed=1)
     fitting = trainer(1, callbacks=[ClientsTable()], default_root_dir=str(tmp_path), logger=True)
