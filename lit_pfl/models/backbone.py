@@ -25,7 +25,8 @@ class Backbone(nn.Module, ABC):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (B, C, H, W) images to (B, classes) logits; whole numbers, as bytes, are divided by 255."""
-        return self.head(self.body(images if images.is_floating_point() else images / 255))
+        # as numbers of 32 bits first, since PyTorch 2.6 exports no division of bytes
+        return self.head(self.body(images if images.is_floating_point() else images.float() / 255))
 
 
 Norm = Literal["batch", "group"]

@@ -173,7 +173,7 @@ def test_a_buffer_of_infinity_stays_at_home():
 
 
 def test_buffers_without_values_are_not_asked_for_any():
-    with FakeTensorMode(), torch.device("cuda"):
+    with FakeTensorMode():
         learner = Scored()
         learner.register_buffer("seen", torch.zeros(1))
         client = FedAvg(learner=learner)
