@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import lightning as L
 import torch
 
-from lit_pfl import Client, Federation, Payload
-from lit_pfl.core.mixing import MixingServer
+from lit_pfl import Client, Federation, MixingServer, Payload
 from lit_pfl.data import Digits
 from lit_pfl.models import ResNet9
 

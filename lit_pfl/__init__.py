@@ -7,11 +7,13 @@ if TYPE_CHECKING:
     from lit_pfl.core import (
         BODY,
         EVERYTHING,
+        Classifying,
         Client,
         ClientInfo,
         MixingServer,
         Payload,
         Server,
+        TrainedServer,
         averaging,
         weighted_mean,
     )
@@ -20,12 +22,14 @@ if TYPE_CHECKING:
 __all__ = [
     "BODY",
     "EVERYTHING",
+    "Classifying",
     "Client",
     "ClientInfo",
     "Federation",
     "MixingServer",
     "Payload",
     "Server",
+    "TrainedServer",
     "averaging",
     "weighted_mean",
 ]

@@ -1,16 +1,16 @@
 """Methods as others write them: what they may rely on, and what is refused in a line."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lit_pfl import Client, Federation, Payload, Server
-from lit_pfl.core.classifying import Classifying
+from lit_pfl import EVERYTHING, Classifying, Client, Federation, MixingServer, Payload, Server
 from lit_pfl.core.privacy import ClientPrivacy
-from lit_pfl.core.sharing import EVERYTHING
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.methods import FedAvg
 from lit_pfl.testing.method_tester import MethodTester, PlainNet
 from lit_pfl.testing.methods import a_bad_upload_is_refused_and_the_round_goes_on
@@ -219,3 +219,79 @@ def test_what_clients_answer_as_they_are_scored_can_be_copied_and_shown():
     for answer in federation.ask(own_weights, as_scored=True).values():
         assert answer
         assert not any(tensor.requires_grad for tensor in answer.values())
+
+
+class Sends(FedAvg):
+    """Sends something next to the weights, which nobody takes out of the reply."""
+
+    reserved = ("counts",)
+    counts = torch.ones(3)
+
+    def upload(self):
+        return {**super().upload(), "counts": self.counts}
+
+
+class SendsNoTensor(Sends):
+    counts = 3.0
+
+
+class SendsMoreLater(Sends):
+    def initial(self):
+        return Payload(self.shared_parameters())
+
+
+class ReturnsNothing(FedAvg):
+    def objective(self, batch, batch_idx):
+        super().objective(batch, batch_idx)
+
+
+class StartsAlone(Server):
+    def start(self, clients):
+        self.started = True
+
+
+class Mixes(MixingServer):
+    def __init__(self, matrix):
+        self.matrix = matrix
+
+    def mixing_matrix(self, round, latest):
+        return self.matrix
+
+
+def served_by(server):
+    method = client(Own)
+    method.server = server
+    return method
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "message"),
+    [
+        (
+            client(Sends),
+            MisconfigurationException,
+            r"holds '\S*counts', which \w+ does not have; a method's download\(\) ta",
+        ),
+        (client(SendsNoTensor), TypeError, "^'counts' is a float; what is sent must be tensors"),
+        (
+            client(SendsMoreLater),
+            UploadError,
+            "nobody asked for tensor 'counts': an upload holds what the client joined",
+        ),
+        (client(ReturnsNothing), ConfigError, r"^ReturnsNothing\.objective returns None; it must return the loss"),
+        (served_by(StartsAlone), ConfigError, r"^StartsAlone has no model; its start\(clients\) must call"),
+        *(
+            (
+                served_by(partial(Mixes, matrix)),
+                ConfigError,
+                r"^Mixes\.mixing_matrix returns a matrix of shape .* in round 1; for 4 clients it must be \(4, 4\)",
+            )
+            for matrix in (torch.eye(2), torch.ones(4, 4), torch.full((4, 4), torch.nan))
+        ),
+    ],
+    ids=lambda value: getattr(type(value), "__name__", ""),
+)
+def test_what_a_method_does_wrong_is_said_in_a_line(method, error, message):
+    with pytest.raises(error, match=message) as caught:
+        run(method, digits(permute_labels=False))
+    assert "\n" not in str(caught.value)

@@ -34,6 +34,23 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in state.items()}
 
 
+def tensor_of(module: nn.Module, name: str) -> Tensor:
+    """Return a module's parameter or buffer by its name.
+
+    Raises:
+        MisconfigurationException: when the module has no such tensor.
+    """
+    own: Any = module
+    for part in name.split("."):
+        own = getattr(own, part, None)
+    if not isinstance(own, Tensor):
+        raise MisconfigurationException(
+            f"The reply holds {name!r}, which {type(module).__name__} does not have; a method's download() takes such "
+            "a tensor out before it loads the rest, or its server's is_averaged() keeps it back."
+        )
+    return own
+
+
 @torch.no_grad()
 def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy named tensors into a module's parameters and buffers of the same names, in place.
@@ -42,11 +59,7 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         MisconfigurationException: when the module has no such tensor, or one of another shape.
     """
     for name, tensor in tensors.items():
-        own: Any = module
-        for part in name.split("."):
-            own = getattr(own, part, None)
-        if not isinstance(own, Tensor):
-            raise MisconfigurationException(f"The reply holds {name!r}, which {type(module).__name__} does not have.")
+        own = tensor_of(module, name)
         if own.shape != tensor.shape:
             raise MisconfigurationException(
                 f"The reply's {name!r} has shape {tuple(tensor.shape)}; "

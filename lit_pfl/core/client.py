@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.core.learner_module import LearnerModule
-from lit_pfl.core.payload import Payload
+from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server import Server, Weighting
 from lit_pfl.core.server_optimizer import ServerOptimizer
@@ -417,7 +417,7 @@ class Client(LearnerModule):
 
     def joining(self) -> Payload:
         """Return what is sent once, on joining: the initial tensors, and what the frozen ones are, which stay here."""
-        initial = self.initial()
+        initial = as_payload(self.initial())
         return initial.with_({FROZEN: self.frozen_table}) if self.frozen else initial
 
     @cached_property

@@ -209,7 +209,7 @@ def misfit(found: Layout, expected: Layout) -> tuple[str, str] | None:
             return f"the upload lacks tensor {name!r}.", name
     for name, (shape, dtype) in found.items():
         if name not in known:
-            return f"nobody asked for tensor {name!r}.", name
+            return f"nobody asked for tensor {name!r}: an upload holds what the client joined with.", name
         if (shape, dtype) != known[name]:
             right_shape, right_dtype = known[name]
             right = f"{right_dtype} {tuple(right_shape)}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_pfl.data import ClientData
+from lit_pfl.errors import ConfigError
 from lit_pfl.learners import (
     ImageClassifier,
     LossTally,
@@ -112,6 +113,8 @@ class LearnerModule(QuickModule, ABC):
         except SkipBatch:
             self._outputs = {}
             return None
+        if loss is None:
+            raise ConfigError(f"{type(self).__name__}.objective returns None; it must return the loss of the batch.")
         self.note_loss(loss, size)
         outputs, self._outputs = self._outputs, {}
         return {**outputs, "loss": loss} if outputs else loss

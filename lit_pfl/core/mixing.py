@@ -9,6 +9,7 @@ from torch import Tensor
 from lit_pfl.core.averaging import Mixtures
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo, Server
+from lit_pfl.errors import ConfigError
 
 
 class MixingServer(Server):
@@ -48,6 +49,12 @@ class MixingServer(Server):
         copies = {client: upload.clone() for client, upload in uploads.items()}
         self.latest = dict(sorted((self.latest | copies).items()))
         self.weights = self.mixing_matrix(round, self.latest)
+        shape, size = tuple(self.weights.shape), len(self.latest)
+        if shape != (size, size) or not bool(((self.weights.sum(1) - 1).abs() < 1e-3).all()):
+            raise ConfigError(
+                f"{type(self).__name__}.mixing_matrix returns a matrix of shape {shape} in round {round}; for {size} "
+                f"clients it must be {(size, size)}, with rows that sum to 1."
+            )
 
     def reply(self, client: int) -> Payload:  # noqa: D102
         if client not in self.latest:

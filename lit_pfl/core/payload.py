@@ -87,6 +87,9 @@ class Payload(Mapping[str, Tensor]):
             if name in tensors:
                 raise ValueError(f"Tensor {name!r} is given twice, as it is and in factors.")
         self._tensors = {**tensors, **{name: factors.dense() for name, factors in self.low_rank.items()}}
+        for name, tensor in self._tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name!r} is a {type(tensor).__name__}; what is sent must be tensors, by name.")
         if METADATA in self._tensors:
             raise ValueError(f"A tensor cannot be named {METADATA!r}, which the encoding needs.")
         for names, what, parts in (

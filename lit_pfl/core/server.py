@@ -64,12 +64,16 @@ class Server:
     count_tensors: ClassVar[tuple[str, ...]] = ()
     #: how many participants a mean stands for, where that is not the number of uploads, see :meth:`how_many`
     mean_of: float | None = None
+    #: every client's number of training samples, by id
     num_samples: dict[int, int]
+    _model: Payload | None = None
     seed: int = 0  # of whatever is drawn; from the federation's, so a resumed server draws on
 
     @property
     def model(self) -> Payload:
         """What clients are sent, by name. A plain dict of tensors may be put in its place."""
+        if self._model is None:
+            raise ConfigError(f"{type(self).__name__} has no model; its start(clients) must call that of Server.")
         return self._model
 
     @model.setter
@@ -222,8 +226,9 @@ class Server:
 
     def _averaged(self, uploads: Mapping[int, Payload]) -> list[str]:
         """Return the names of what is averaged: what clients are sent, and what some of them have just unfrozen."""
-        more = (name for upload in uploads.values() for name in upload if name not in self._model)
-        return [*self._model, *dict.fromkeys(name for name in more if self.is_averaged(name))]
+        model = self.model
+        more = (name for upload in uploads.values() for name in upload if name not in model)
+        return [*model, *dict.fromkeys(name for name in more if self.is_averaged(name))]
 
     def reply(self, client: int) -> Payload:
         """Return what this client loads before it trains again. Called any number of times, changing nothing."""

@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any
 
 from jsonargparse.typing import PositiveInt
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload
@@ -13,7 +14,7 @@ from lit_pfl.engines.local import Local
 from lit_pfl.engines.stack import ELEMENTWISE, Epoch, train_together
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import ImageClassifier
-from lit_pfl.lightning_internals import Elsewhere
+from lit_pfl.lightning_internals import HOOKS, Elsewhere
 from lit_pfl.randomness import random_state_kept
 
 #: what makes a client's objective that of its learner alone, as long as a method leaves them as they are
@@ -110,8 +111,10 @@ def _check(client: Client, message: Any) -> None:
         reason = f"{kind.__name__} has hooks in every step of a client"
     elif any(schedule.interval == "step" for schedule in client.trainer.lr_scheduler_configs):
         reason = "the learning rate changes from step to step"
+    elif hook := next((hook for hook in HOOKS if is_overridden(hook, client)), None):
+        reason = f"{kind.__name__}.{hook} is about single steps of a client"
     elif not isinstance(message, Epoch):
-        reason = "trainer.precision, federation.client_trainer or a hook is about single steps of a client"
+        reason = "trainer.precision or federation.client_trainer is about single steps of a client"
     else:
         return
     raise ConfigError(f"federation.engine=Stacked: {reason}; use federation.engine=Local.")

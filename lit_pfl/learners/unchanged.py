@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import lightning as L
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lit_pfl.learners.logs import recorded
-from lit_pfl_callbacks.tensors import copied, evaluating, load_tensors
+from lit_pfl_callbacks.tensors import copied, evaluating, load_tensors, tensor_of
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def holding(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[Non
 @contextmanager
 def put_back(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Give some parameters and buffers of a module their values back afterwards."""
-    own = copied({name: attrgetter(name)(module).detach() for name in names})
+    own = copied({name: tensor_of(module, name).detach() for name in names})
     try:
         yield
     finally:

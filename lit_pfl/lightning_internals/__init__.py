@@ -1,6 +1,6 @@
 """What is done to Lightning's own classes and PyTorch's optimizers: private names of theirs are used only here."""
 
-from lit_pfl.lightning_internals.batch_loop import make_lean
+from lit_pfl.lightning_internals.batch_loop import HOOKS, make_lean
 from lit_pfl.lightning_internals.checkpoint_io import (
     AtomicCheckpointIO,
     LastCheckpoint,

@@ -60,7 +60,7 @@ def check_method(make: Callable[..., Client]) -> None:
         try:
             check(tester)
         except Exception as error:
-            error.add_note(f"(in lit_pfl.testing: {check.__name__.replace('_', ' ')})")
+            error.add_note(f"(in lit_pfl.testing: {check.__name__.replace('_', ' ')}) {check.__doc__}")
             raise
 
 
@@ -77,7 +77,7 @@ def two_rounds_are_logged(tester: MethodTester) -> None:
 
 
 def resumed_equals_uninterrupted(tester: MethodTester) -> None:
-    """A run that continues from a checkpoint comes to what an uninterrupted one does: what a method keeps is in it."""
+    """What a client keeps is made in ``configure_state``, and what a server keeps is named in ``kept``."""
     with tempfile.TemporaryDirectory() as folder:
         whole_folder, parts = Path(folder) / "whole", Path(folder) / "parts"
         whole = tester.run_saved(whole_folder, 4)
@@ -103,7 +103,7 @@ def servers_work_on_the_clients_device_also_after_a_resume(tester: MethodTester)
 
 
 def the_order_of_clients_does_not_matter(tester: MethodTester) -> None:
-    """Clients that train in the opposite order come to the same."""
+    """Clients that train in the opposite order come to the same; a server clones what it keeps of an upload."""
     forwards, backwards = (tester.run(rounds=3, kind=kind) for kind in (Federation, BackToFront))
     assert_equal(weights(backwards), weights(forwards), "weights")
     assert_equal(backwards.traffic.state_dict(), forwards.traffic.state_dict(), "traffic")

@@ -277,7 +277,7 @@ def step_schedule(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
-OWN_WAY = "trainer.precision, federation.client_trainer or a hook is about single steps"
+OWN_WAY = "trainer.precision or federation.client_trainer is about single steps"
 
 
 class Hears(M.FedAvg):
@@ -308,7 +308,7 @@ class StepSchedule(M.FedAvg):
         ),
         (M.FedAvg, {"optimizer": lambda p: torch.optim.LBFGS(p)}, {}, "LBFGS may not treat every number on its own"),
         (M.FedAvg, {}, {"client_trainer": {"gradient_clip_val": 1.0}}, OWN_WAY),
-        (Hears, {}, {}, OWN_WAY),
+        (Hears, {}, {}, "Hears.on_train_batch_start is about single steps"),
         (StepSchedule, {}, {}, "the learning rate changes from step to step"),
         (M.FedSpa, {}, {}, "FedSpa has hooks in every step"),
     ],

@@ -10,7 +10,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import Server
 from lit_pfl.methods import FedAvg
 from lit_pfl.testing import MethodTester, assert_equal, check_method
-from lit_pfl.testing.methods import resumed_equals_uninterrupted, uploads_and_replies_change_nothing
+from lit_pfl.testing.methods import uploads_and_replies_change_nothing
 
 
 class Slower(FedAvg):
@@ -121,8 +121,10 @@ def test_an_impure_upload_is_what_is_said(impure):
 
 
 def test_what_is_forgotten_is_named():
-    with pytest.raises(AssertionError, match=r"^weights/\d/learner\.\S+ differs"):
-        resumed_equals_uninterrupted(MethodTester(Forgets))
+    with pytest.raises(AssertionError, match=r"^weights/\d/learner\.\S+ differs") as caught:
+        check_method(Forgets)
+    assert "`configure_state`" in caught.value.__notes__[-1]
+    assert "`kept`" in caught.value.__notes__[-1]
 
 
 @pytest.mark.slow
