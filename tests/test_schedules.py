@@ -1,11 +1,16 @@
 """Learning rates that follow a client's own epochs, or the federation's rounds."""
 
+import lightning as L
 import pytest
+import torch
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pfl import Federation
 from lit_pfl.errors import ConfigError
+from lit_pfl.links import LocalHub
 from lit_pfl.methods import FedAvg
+from lit_pfl_callbacks import FederatedLoop
 from tiny import client, digits, trainer
 
 GAMMA = 0.9
@@ -39,6 +44,38 @@ def test_rounds_are_counted_by_a_schedule_of_several_epochs():
 
     for _, round_, _, rate in rates("rounds", rounds=8, decays=every_third, participation=2):
         assert rate == pytest.approx(0.1 * GAMMA ** ((round_ - 1) // 3), rel=1e-6)
+
+
+def test_a_site_counts_its_rounds():
+    seen, hub = [], LocalHub(seed=1)
+
+    class Line(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.line = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.line(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            return [optimizer], [{"scheduler": decaying(optimizer), "frequency": 3}]
+
+    class Noting(FedAvg):
+        def begin_epoch(self, epoch, local_epochs):
+            [optimizer] = self.trainer.optimizers
+            seen.append((self.trainer.current_epoch // local_epochs, optimizer.param_groups[0]["lr"]))
+
+    def site():
+        fitting = trainer(14, callbacks=[FederatedLoop(hub.link, every_n_epochs=2)])
+        fitting.fit(Noting(learner=Line(), scheduler_counts="rounds"), DataLoader(TensorDataset(torch.ones(4, 2))))
+
+    for one in range(2):
+        hub.add(one, site)
+    hub.run()
+    assert len(seen) == 2 * 14
+    for completed, rate in seen:
+        assert rate == pytest.approx(0.1 * GAMMA ** (completed // 3), rel=1e-6)
 
 
 def test_a_schedule_that_does_not_say_where_it_is_counts_epochs_only():

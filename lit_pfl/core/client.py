@@ -82,7 +82,7 @@ class Client(LearnerModule):
         optimizer: makes the classifier's optimizer from the parameters. A learner has its own, like its schedule.
         scheduler: makes the classifier's learning rate scheduler.
         scheduler_counts: what schedules of epochs count: the ``epochs`` that the client has trained, or the ``rounds``
-            of the federation, whoever took part in them.
+            of the federation, whoever took part in them; at a site with a Trainer of its own, its own rounds.
         factorization: factorize every convolution and linear layer of the learner; None leaves the weights dense.
         norm_stats: ``local``: running statistics of normalization layers are never sent; ``averaged``: they are sent
             with the layer's affine parameters.
@@ -439,6 +439,8 @@ class Client(LearnerModule):
         """
         self.epoch_ended = False
         if epoch == 0:
+            if self.alone:  # nobody tells a site how many rounds there were besides its own
+                self.completed_rounds = self.trainer.current_epoch // local_epochs
             self._shared.refuse_new()
             if self.reset_optimizer:
                 for optimizer in self.trainer.optimizers:
