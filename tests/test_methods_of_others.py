@@ -279,6 +279,8 @@ def served_by(server):
             "nobody asked for tensor 'counts': an upload holds what the client joined",
         ),
         (client(ReturnsNothing), ConfigError, r"^ReturnsNothing\.objective returns None; it must return the loss"),
+        (served_by(lambda: Server), ConfigError, "^Own.configure_server returns the class Server; it must return a S"),
+        (served_by(lambda: None), ConfigError, "^Own.configure_server returns a NoneType; it must return a Server"),
         (served_by(StartsAlone), ConfigError, r"^StartsAlone has no model; its start\(clients\) must call"),
         *(
             (

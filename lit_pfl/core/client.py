@@ -52,6 +52,9 @@ def _made_ready(make: Callable[["Client"], Server]) -> Callable[["Client"], Serv
     def configure_server(self: "Client") -> Server:
         self.configure_model()  # also before any Trainer has seen it
         server = make(self)
+        if not isinstance(server, Server):
+            what = f"the class {server.__name__}" if isinstance(server, type) else f"a {type(server).__name__}"
+            raise ConfigError(f"{type(self).__name__}.configure_server returns {what}; it must return a Server.")
         if self.weighting == "uniform":
             server.weighting = "uniform"
         if self.server_optimizer is not None:
