@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -14,7 +15,7 @@ from lit_pfl.errors import ConfigError, UploadError
 from lit_pfl.methods import FedAvg
 from lit_pfl.testing.method_tester import MethodTester, PlainNet
 from lit_pfl.testing.methods import a_bad_upload_is_refused_and_the_round_goes_on
-from tiny import client, digits, run, spec, trainer
+from tiny import assert_equal, client, digits, run, spec, trainer
 
 
 class Weighted(Server):
@@ -256,6 +257,11 @@ class Mixes(MixingServer):
 
     def mixing_matrix(self, round, latest):
         return self.matrix
+
+
+def test_a_mixing_matrix_may_be_of_numpy():
+    found = [run(served_by(partial(Mixes, matrix)), digits()) for matrix in (torch.eye(4), np.eye(4))]
+    assert_equal(*(federation.clients[1].state_dict() for federation in found), "weights")
 
 
 def served_by(server):

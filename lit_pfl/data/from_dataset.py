@@ -170,9 +170,9 @@ class FromDataset(PartitionedDataModule):
         read = key and next((name for name in LABELS if name in FixedDraws(self.dataset)[0]), key)
         if read != key and self.collate_fn is None:
             raise ConfigError(
-                f"data.labels={key!r}: of batches that have {read!r} too, networks and methods read that; leave one of "
-                f"the two out of the dataset, or, where only the partition is to follow {key!r}, give a function of a "
-                "sample as labels."
+                f"data.labels={key!r}: the samples also have {read!r}, which networks and methods take for the class; "
+                f"leave one of the two out of the dataset, or, if only the partition is to follow {key!r}, give labels "
+                "as a function of a sample."
             )
 
     @staticmethod

@@ -233,7 +233,7 @@ def test_dicts_without_such_a_key_are_told_which_they_have():
 
 
 def test_dicts_with_two_labels_are_not_dealt_by_one_and_trained_on_the_other():
-    message = "data.labels='site': of batches that have 'label' too, networks and methods read that; leave one of the"
+    message = "data.labels='site': the samples also have 'label', which networks and methods take for the class; leave"
     with pytest.raises(ConfigError, match=message):
         ready(dataset=Scans(), labels="site", partition=ClassShards(1))
     assert ready(dataset=Scans(), labels=lambda scan: scan["site"], partition=ClassShards(1)).client(0).num_classes == 4
