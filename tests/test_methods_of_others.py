@@ -246,6 +246,16 @@ class ReturnsNothing(FedAvg):
         super().objective(batch, batch_idx)
 
 
+class Remembers(FedAvg):
+    """It stays near what it does not keep."""
+
+    def objective(self, batch, batch_idx):
+        return (
+            super().objective(batch, batch_idx)
+            + (self.learner.get_parameter("backbone.head.weight") - self.received["backbone.head.weight"]).norm()
+        )
+
+
 class StartsAlone(Server):
     def start(self, clients):
         self.started = True
@@ -285,6 +295,11 @@ def served_by(server):
             "nobody asked for tensor 'counts': an upload holds what the client joined",
         ),
         (client(ReturnsNothing), ConfigError, r"^ReturnsNothing\.objective returns None; it must return the loss"),
+        (
+            client(Remembers),
+            ConfigError,
+            "^received has no 'backbone.head.weight': in a round it holds the shared weights, where the me",
+        ),
         (served_by(lambda: Server), ConfigError, "^Own.configure_server returns the class Server; it must return a S"),
         (served_by(lambda: None), ConfigError, "^Own.configure_server returns a NoneType; it must return a Server"),
         (served_by(StartsAlone), ConfigError, r"^StartsAlone has no model; its start\(clients\) must call"),
@@ -294,7 +309,7 @@ def served_by(server):
                 ConfigError,
                 r"^Mixes\.mixing_matrix returns a matrix of shape .* in round 1; for 4 clients it must be \(4, 4\)",
             )
-            for matrix in (torch.eye(2), torch.ones(4, 4), torch.full((4, 4), torch.nan))
+            for matrix in (None, torch.eye(2), torch.ones(4, 4), torch.full((4, 4), torch.nan))
         ),
     ],
     ids=lambda value: getattr(type(value), "__name__", ""),

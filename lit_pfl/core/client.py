@@ -17,7 +17,7 @@ from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server import Server, Weighting
 from lit_pfl.core.server_optimizer import ServerOptimizer
-from lit_pfl.core.shared_tensors import EXTRA, SharedTensors, extra_tensors
+from lit_pfl.core.shared_tensors import EXTRA, Received, SharedTensors, extra_tensors
 from lit_pfl.core.sharing import Role, check_sharing, encoder_of, names_of_head, refuse_reserved, roles_of
 from lit_pfl.core.spec import ClientSpec
 from lit_pfl.errors import ConfigError, check_options_of
@@ -177,7 +177,7 @@ class Client(LearnerModule):
         self.head, self.encoder, self.server_optimizer, self.mean = head, encoder, server_optimizer, mean
         self.completed_rounds = 0  # of the federation, which keeps it up to date
         self.epoch_ended = False
-        self.received = {}
+        self.received = Received()
 
     # --------------------------------------------------- what a method may override, in the order in which it is asked
     # (and in LearnerModule: learners, training_data, objective, scored, personalized)
@@ -251,7 +251,7 @@ class Client(LearnerModule):
         Returns:
             The sum of the training loss over the samples of this round, and their number.
         """
-        self.received = {}
+        self.received = Received()
         for parameter in self.parameters():
             parameter.grad = None
         return self.loss_tally.total()
@@ -451,7 +451,8 @@ class Client(LearnerModule):
             if self.scheduler_counts == "rounds":
                 set_schedules_to(self.completed_rounds, local_epochs, self.trainer)
             if self.remembers:
-                self.received = {name: weight.detach().clone() for name, weight in self.shared_weights().items()}
+                weights = self.shared_weights().items()
+                self.received = Received((name, weight.detach().clone()) for name, weight in weights)
             self.begin_round()
         self.begin_epoch(epoch, local_epochs)
 

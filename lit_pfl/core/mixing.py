@@ -48,7 +48,8 @@ class MixingServer(Server):
         # Copies, because an upload of this process is the client's own memory and changes when it trains on.
         copies = {client: upload.clone() for client, upload in uploads.items()}
         self.latest = dict(sorted((self.latest | copies).items()))
-        self.weights = torch.as_tensor(self.mixing_matrix(round, self.latest))  # solvers return NumPy's arrays
+        matrix = self.mixing_matrix(round, self.latest)
+        self.weights = torch.as_tensor([] if matrix is None else matrix)  # solvers return NumPy's arrays
         shape, size = tuple(self.weights.shape), len(self.latest)
         if shape != (size, size) or not bool(((self.weights.sum(1) - 1).abs() < 1e-3).all()):
             raise ConfigError(

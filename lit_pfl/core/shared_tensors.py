@@ -15,6 +15,15 @@ from lit_pfl_callbacks.frozen import frozen_weights, hold_apart
 EXTRA = "extra."
 
 
+class Received(dict[str, Tensor]):
+    """What a round began with, by name."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ConfigError(
+            f"received has no {name!r}: in a round it holds the shared weights, where the method has remembers = True."
+        )
+
+
 class SharedTensors:
     """The tensors of a learner that are sent and received, and those that never train and so are not.
 

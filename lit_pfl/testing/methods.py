@@ -171,6 +171,17 @@ def clients_that_join_after_the_training_are_scored(tester: MethodTester) -> Non
     assert [row for row in federation.other_rows if row.split == "new"] == [*new, *new], "scores differ"
 
 
+def further_parameters_are_trained(tester: MethodTester) -> None:
+    """A parameter that a method adds is in ``extra``, whose parameters an optimizer has; what nothing trains is a
+    buffer."""
+    client = tester.run(rounds=1).clients[0]
+    groups = [group for optimizer in client.trainer.optimizers for group in optimizer.param_groups]
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    added = {name: p for name, p in client.named_parameters() if name.split(".")[0] not in client.learners}
+    left = sorted(name for name, p in added.items() if p.requires_grad and id(p) not in trained)
+    assert not left, f"no optimizer has {left}"
+
+
 def a_single_client_is_a_federation(tester: MethodTester) -> None:
     """One client trains and is scored."""
     federation = tester.run(tester.digits(1), rounds=3)
@@ -342,6 +353,7 @@ METHOD_CHECKS: tuple[Callable[[MethodTester], None], ...] = (
     clients_that_sleep_come_to_the_same,
     uploads_and_replies_change_nothing,
     clients_that_join_after_the_training_are_scored,
+    further_parameters_are_trained,
     a_single_client_is_a_federation,
     a_single_batch_is_an_epoch,
     bytes_are_those_of_the_encoded_payloads,

@@ -93,6 +93,16 @@ class SharesHeads(FedAvg):
         return role in self.shares
 
 
+class AddsOutsideOfExtra(FedAvg):
+    """No optimizer sees what it adds."""
+
+    def configure_state(self):
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def objective(self, batch, batch_idx):
+        return super().objective(batch, batch_idx) * self.scale
+
+
 @pytest.mark.parametrize("right", [Slower, Frozen])
 def test_a_method_that_is_right_passes(right):
     check_method(right)
@@ -106,6 +116,7 @@ def test_a_method_that_is_right_passes(right):
         (Impure, ".*"),
         (Draws, ".*"),
         (SharesHeads, "heads are kept local"),
+        (AddsOutsideOfExtra, "further parameters are trained"),
     ],
 )
 def test_a_wrong_method_is_caught(wrong, rule):
