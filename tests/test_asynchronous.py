@@ -114,7 +114,7 @@ def same(one: Federation, other: Federation) -> None:
     assert one.rows == other.rows
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -135,6 +135,7 @@ def test_a_buffer_of_all_participants_is_the_method_itself(method, options, part
     same(plain, buffered)
 
 
+@pytest.mark.slow
 def test_single_uploads_of_one_client_at_a_time_are_the_method_itself():
     shared = {"rounds": 5, "participation": 0.2}
     plain = run(client(FedAvg), digits(5), **shared)
@@ -266,7 +267,7 @@ def test_a_bad_upload_is_refused_and_its_client_begins_anew():
     assert federation.coordinator.round == 6
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "made"),
     [

@@ -50,7 +50,7 @@ def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "options"),
     [

@@ -56,6 +56,7 @@ def test_one_run_has_what_two_runs_have(tmp_path, capsys):
     assert validated == {"aggregated"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", always_first(METHODS))
 def test_every_method_has_in_one_run_what_it_has_in_two(name):
     tester = MethodTester(partial(configured, name))

@@ -45,6 +45,7 @@ def test_fit_leaves_a_whole_run_folder_and_shows_a_table(capsys):
         assert part in shown
 
 
+@pytest.mark.slow
 def test_the_printed_next_command_goes_on_in_the_same_folder(capsys):
     main(["fit", *TINY, "--trainer.max_epochs", "1"])
     command = capsys.readouterr().out.split("lit-pfl ")[-1].split("\n\n")[0].split()
@@ -91,6 +92,7 @@ def test_a_class_path_of_one_s_own_module():
     assert rows(Path("runs/Mine-Digits/version_0/metrics.csv"))
 
 
+@pytest.mark.slow
 def test_data_fragments_fit_any_method(capsys):
     fragments = sorted((ROOT / "configs/data").glob("*.yaml"))
     assert fragments
@@ -227,6 +229,7 @@ def test_somebodys_own_module_of_the_current_folder_is_trained_resumed_scored_an
     assert capsys.readouterr().err.strip().endswith("model.learner: module 'their_module' has no attribute 'Nobody'.")
 
 
+@pytest.mark.slow
 def test_a_module_of_the_current_folder_comes_before_an_installed_one_of_its_name(tmp_path):
     for folder, content in (("installed", ""), ("here", "from lit_pfl.data import Digits\nclass Own(Digits): ...\n")):
         (tmp_path / folder / "mine").mkdir(parents=True)

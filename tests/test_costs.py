@@ -129,6 +129,7 @@ class Trained(FedSpa):
         super().end_round()
 
 
+@pytest.mark.slow
 def test_fedspa_costs_what_the_table_prints():
     """Half of everything, normalisation layers included, both ways; masks and the round's number count for nothing."""
     row = yaml.safe_load((ROOT / "configs/paper/fedslr/rows/fedspa.yaml").read_text())["model"]["init_args"]
@@ -187,6 +188,7 @@ def test_fedfomo_costs_what_the_table_prints():
     assert round(gigabytes(elements, DOMAIN), 2) == 244.66
 
 
+@pytest.mark.slow
 def test_factorized_fl_by_the_papers_definition_and_as_it_is_sent():
     """The paper prints 0.32 and 0.64, which its own definition, |U| + |V^(L-1)| up and |U| down, does not give."""
     method = FactorizedFL(backbone=ResNet9, share_head=False)
@@ -232,6 +234,7 @@ def test_psi_nets_page_has_the_parameters_of_its_networks():
     assert rows_of("Parameters") == [line.split() for line in documented]
 
 
+@pytest.mark.slow
 def test_what_travels_of_vgg_9_in_psi_nets_comparison():
     """A node's elements in a round, down and up. Of FedMA nine rounds, of which the last reply comes with the next."""
     classes = (3, 4, 5, 10)

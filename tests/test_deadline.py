@@ -161,6 +161,7 @@ SLOW = {"deadline": Deadline(9, speeds=Speeds(spread=0.8, variation=0.6)), "quor
 FIRST = Deadline(1000, wanted=2, speeds=Speeds(spread=0.8, variation=0.6))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -323,6 +324,7 @@ def test_a_run_that_is_resumed_is_the_same(tmp_path, late):
         trainer(4).fit(other, datamodule=digits(**data), ckpt_path=tmp_path / "two.ckpt")
 
 
+@pytest.mark.slow
 def test_it_is_chosen_by_name(capsys, tmp_path):
     words = ["fit", *TINY, "--federation.deadline", "Deadline", "--federation.deadline.seconds", "4",
              "--federation.deadline.late", "partial", "--federation.deadline.speeds", "Speeds",

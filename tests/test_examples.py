@@ -31,6 +31,7 @@ def test_a_table(capsys):
     assert f"gain {together - alone:+.3f}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_texts(capsys):
     alone, together = run("text.py", rounds=1)
     assert 0 < alone < 1

@@ -71,6 +71,7 @@ def data_bytes(path):
     return len(data) - 8 - int.from_bytes(data[:8], "little")
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_same_logits_after_saving_and_loading(network, way):
@@ -84,6 +85,7 @@ def test_the_same_logits_after_saving_and_loading(network, way):
     assert torch.equal(logits(other), logits(model))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_dense_copy_computes_the_same_and_needs_nothing_of_this_library(network, way):

@@ -138,6 +138,7 @@ torch.save(network(images), "logits.pt")
 """
 
 
+@pytest.mark.slow
 def test_a_program_runs_without_this_library():
     network = to_factors(shrunk(GroupNet(3, 10), 2))
     save_program(network, "model.pt2", torch.zeros(2, 3, 32, 32))

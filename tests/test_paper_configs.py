@@ -114,7 +114,7 @@ def leaves(part: Any, at: str = "") -> Iterator[str]:
         yield from leaves(value, whole) if isinstance(value, dict) else [whole]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("paper", "name"), TABLES)
 def test_every_row_and_every_column_makes_a_method_and_data(tables, make, paper, name):
     """Every row with some column and every column with some row; that they go together in any way is the next test."""
@@ -169,6 +169,7 @@ def test_rows_and_columns_set_options_of_their_own(tables, paper, name):
             assert all(option.startswith("model.") or option == "federation.local_epochs" for option in method)
 
 
+@pytest.mark.slow
 def test_every_file_of_the_papers_is_used(tables):
     """A file that no table names would go stale unseen."""
     used = {PAPERS / paper / "tables.yaml" for paper, _ in TABLES}
@@ -191,6 +192,7 @@ def test_a_scale_makes_any_cell_small(cell, table, scale, channels):
     assert (type(config.model), type(config.data.partition)) == (type(paper.model), type(paper.data.partition))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("scale", ["middle", "reduced"])
 @pytest.mark.parametrize(("paper", "name"), [(paper, name) for paper, name in TABLES if paper in SCALED])
 def test_networks_have_room_for_the_images_of_any_scale(tables, make, paper, name, scale):
@@ -203,7 +205,7 @@ def test_networks_have_room_for_the_images_of_any_scale(tables, make, paper, nam
         config.model.make_backbone(3, 10)(torch.zeros(2, 3, size, size))
 
 
-@pytest.mark.few(40)
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("table", "place", "expected"), CELLS)
 def test_cells_are_what_the_papers_say(cell, make, table, place, expected):
     row, _, column = place.partition("|")

@@ -183,6 +183,7 @@ def test_more_clients_than_lists():
     assert taken == federation.scores.trained
 
 
+@pytest.mark.slow
 def test_it_is_chosen_by_name_and_resumed(capsys, tmp_path):
     file = trace(tmp_path, "round,client\n1,0\n1,2\n2,1\n")
     words = ["fit", *TINY, "--federation.participation", "Trace", "--federation.participation.file", file]

@@ -277,6 +277,7 @@ def test_results_lie_in_order_and_go_by_their_configuration(reproduce, tiny):
     assert results.of(changed, 1) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "reproduction").glob("*.jsonl")), ids=lambda path: path.stem)
 def test_what_was_measured_is_of_configurations_there_are(reproduce, path):
     """Whoever changes a paper's configuration takes out what was measured with the former one."""
@@ -478,6 +479,7 @@ def test_the_best_round_on_test_data_stands_beside_the_last_and_is_marked(reprod
     assert "\n- **best round on test data**: chosen by these data, so it is too high\n" in text
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("factorization", "threshold"),
     [

@@ -273,7 +273,7 @@ def plain_client(method: type[Client], **options) -> Client:
     return client(method, **options)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mean", [*MEANS[:3], Krum(1), MultiKrum(1), *MEANS[5:]], ids=lambda mean: type(mean).__name__)
 @pytest.mark.parametrize("method", [FedAvg, Ditto, ClusteredFL])
 def test_a_run_with_a_robust_mean_is_finite_and_another_one(mean, method):

@@ -117,7 +117,7 @@ def cells() -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "kind"), cells())
 def test_every_method_by_the_callback_alone(name, kind, tmp_path):
     whole, states, paths = run(METHODS[name], kind, tmp_path / "whole")
@@ -131,6 +131,7 @@ def test_every_method_by_the_callback_alone(name, kind, tmp_path):
         assert any(not torch.equal(own[name], weight) for name, weight in first.items() if name in own)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("check", [0, 2], ids=["", "sanity check"])
 @pytest.mark.parametrize("name", ["FedAvg", "Floco", "KNNPer", "FedBABU"])
 def test_a_site_that_shuffles_and_drops_out_goes_on_with_its_bits(name, check, tmp_path, monkeypatch):

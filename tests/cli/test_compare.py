@@ -55,6 +55,7 @@ def test_what_is_missing_is_run_and_what_is_there_is_not(fit, capsys):
     assert "SimFed/seed_1: there" in came.out
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_and_the_rest_is_shown(fit, capsys):
     came = typed(capsys, "compare", "--methods", "FactorizedFL", "FedAvg", "--seeds", "1")
     assert "FactorizedFL/seed_1: failed" in came.out

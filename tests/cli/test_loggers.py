@@ -216,6 +216,7 @@ def test_the_run_folder_is_the_run_loggers_wherever_it_is_in_the_list(capsys):
     assert not {"metrics.csv", "config.yaml", "checkpoints"} & {path.name for path in Path("board/same").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_run_in_the_folder_of_another_logger_is_refused_too(capsys):
     pytest.importorskip("tensorboard")
     Path("board.yaml").write_text(TENSORBOARD)
@@ -246,6 +247,7 @@ def test_wandb_without_an_account_is_told_before_anything_is_computed(capsys, mo
     assert not list(Path("runs").glob("SimFed-Digits/*"))
 
 
+@pytest.mark.slow
 def test_wandb_as_the_only_logger_has_one_folder_before_and_after_a_resume(capsys):
     words = ["fit", *TINY, "--trainer.logger", "WandbLogger", "--trainer.logger.save_dir", "runs"]
     assert typed(capsys, *words, "--trainer.max_epochs", "1").code == 0

@@ -25,6 +25,7 @@ def test_several_have_it_where_they_all_lie(capsys):
     assert not Path("runs/report").exists()
 
 
+@pytest.mark.slow
 def test_it_goes_where_it_is_told(capsys):
     make_run(Path("a"), "FedAvg", 1, clients=3, rounds=2)
     typed(capsys, "report", "a", "--output", "there/it.html", "--no_pictures")

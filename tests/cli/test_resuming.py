@@ -76,7 +76,7 @@ def refused(capsys, folder: Path, words: list[str], named: str) -> None:
     assert contents(folder) == before
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "words",
     [
@@ -243,7 +243,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_checkpoint_is_refused_or_the_run_goes_on_rightly(damage, runs, run, capsys):
     path = run / "checkpoints/last.ckpt"
@@ -288,6 +288,7 @@ def test_a_config_of_a_run_begins_a_run_of_its_own(run, capsys):
     assert (run.parent / "1/version_0").exists() or "version_1" in came.out
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_again_and_again(run, capsys):
     for rounds in (2, 3):
         typed(capsys, *resume(run, "--trainer.max_epochs", str(rounds)))
@@ -376,6 +377,7 @@ def test_a_run_that_is_killed_between_its_first_row_and_its_checkpoint_is_begun_
     assert Path("cut/metrics.cut_off.csv").read_text().endswith("1,0.125\n")
 
 
+@pytest.mark.slow
 def test_the_checkpoints_before_the_last_are_kept_and_a_damaged_one_offers_the_one_before(runs, capsys):
     keeps = ["--trainer.callbacks", "lit_pfl.lightning_internals.LastCheckpoint", "--trainer.callbacks.keep", "2"]
     words = ["fit", *TINY, "--folder", "kept", *keeps, "--trainer.max_epochs"]
@@ -417,6 +419,7 @@ def test_a_configuration_of_one_s_own_is_not_overwritten(capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_run_whose_first_logger_is_another_one_goes_on_in_its_folder(capsys):
     pytest.importorskip("tensorboard")
     loggers = [{"class_path": name, "init_args": {"save_dir": "runs"}} for name in ("TensorBoardLogger",) * 2]
@@ -434,6 +437,7 @@ def test_a_run_whose_first_logger_is_another_one_goes_on_in_its_folder(capsys):
     assert "test" in {row["split"] for row in rows(moved / "clients.csv")}
 
 
+@pytest.mark.slow
 def test_a_logger_that_cannot_go_on_is_told_of(capsys):
     words = [*TINY, "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "runs", "--trainer.max_epochs"]
     typed(capsys, "fit", *words, "1")

@@ -67,6 +67,7 @@ def test_a_folder_of_another_machine_is_refused(capsys):
     assert not list(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_a_comparison_is_below_it(fit, capsys):  # noqa: F811
     Path("common.yaml").write_text(yaml.safe_dump({"trainer": {"default_root_dir": "mine"}}))
     came = typed(capsys, "compare", "--methods", "FedAvg", "--seeds", "1", "--config", "common.yaml")

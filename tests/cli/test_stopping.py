@@ -248,6 +248,7 @@ SHARES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("share", SHARES)
 def test_a_disk_that_fills_up_at_any_write_damages_nothing_and_the_run_is_gone_on_with(share, monkeypatch, capsys):

@@ -12,6 +12,7 @@ from wandb_files import finish, wandb_history
 EXAMPLES = ROOT / "examples/wandb"
 
 
+@pytest.mark.slow
 def test_the_sweep_types_what_the_command_line_takes(capsys):
     """As W&B's agent does: every parameter becomes an option."""
     sweep = yaml.safe_load((EXAMPLES / "sweep.yaml").read_text())

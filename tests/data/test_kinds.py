@@ -131,6 +131,7 @@ def fit(kind, method=FedAvg, rounds=2, data=None, path=None, save=None) -> Feder
     return federation
 
 
+@pytest.mark.few(8)
 @ALL
 @pytest.mark.parametrize("method", [FedAvg, Scaffold, Ditto])
 def test_every_kind_of_data_trains(kind, method):

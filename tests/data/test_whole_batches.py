@@ -379,6 +379,7 @@ def weights(fed: Federation) -> list[torch.Tensor]:
     return [tensor for client in fed.clients.values() for tensor in tensors_of(client).values()]
 
 
+@pytest.mark.few(4)
 @ALL
 def test_a_run_that_is_resumed_is_the_same_run(kind, tmp_path):
     whole = federation(FedAvg)

@@ -101,7 +101,7 @@ def referred(path):
     return {Path(name).name for name in torch.load(path)["federation"][state_files.ASLEEP].splitlines()}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -141,7 +141,7 @@ class StopsInRound3(L.Callback):
             raise Stopped
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("before", "after"), [(2, 2), (None, 2), (2, None), pytest.param(2, 3, marks=pytest.mark.slow)]
 )
@@ -198,6 +198,7 @@ def test_a_process_that_is_killed_between_states_and_checkpoint_leaves_them_toge
     assert files(tmp_path / "killed") == referred(last(tmp_path / "killed"))
 
 
+@pytest.mark.slow
 def test_files_stay_as_long_as_a_checkpoint_refers_to_them(tmp_path):
     class Keep(L.Callback):
         """Keeps the checkpoint of a round under another name, and writes one into another folder."""
@@ -335,6 +336,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_with_states_ends_the_run_and_it_is_gone_on_with(tmp_path, monkeypatch):
     whole, put, states = fit(tmp_path / "whole", "Ditto", awake=2), Path.replace, []
 
@@ -370,6 +372,7 @@ if __name__ == "__main__":
 AFTER = {"evaluate": "after", "keep_trained": False}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "kept"),
     [

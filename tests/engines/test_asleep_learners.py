@@ -86,6 +86,7 @@ class Finetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.learner.head, optimizer)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "learner", "callbacks"),
     [
@@ -176,6 +177,7 @@ class Extra(Net):
         checkpoint.pop("mine")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("learner", [Sparse, Extra])
 def test_unusual_states(tmp_path, learner):
     whole = fit(FedAvg(learner=learner()))

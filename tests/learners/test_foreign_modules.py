@@ -78,7 +78,7 @@ def fit(
     return federation
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("method", "project"), trained(cell for cell in CELLS if cell not in REFUSED | NAMED))
 def test_a_method_and_somebody_s_module(method, project, tmp_path):
     """It trains; interrupted, resumed and in another order of clients it comes to the same."""
@@ -117,6 +117,7 @@ def test_parts_that_a_method_has_to_know_are_asked_for(method, project, tmp_path
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("method", "project"), trained(c for c in CELLS if c not in NAMELESS | REFUSED))
 def test_other_methods_do_without_being_told(method, project, tmp_path):
     there = PROJECTS[project]

@@ -156,6 +156,7 @@ def test_further_modules_train_and_travel_or_not():
     assert weights(federation)[0].keys() >= {"extra.own.weight", "extra.common.weight"}
 
 
+@pytest.mark.slow
 def test_a_method_with_further_modules_keeps_every_rule():
     check_method(Widened)
 

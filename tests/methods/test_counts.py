@@ -11,6 +11,7 @@ from tiny import assert_equal, digits, trainer
 FURTHER = (pytest.param(method, marks=pytest.mark.slow) for method in (CCVR, FedGH, FedGen, FedMA, FedPAC, FedProto))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", [FD, FedNova, *FURTHER])
 @pytest.mark.parametrize("number", [-1, 10**9])
 @pytest.mark.filterwarnings("ignore:.*continues without one upload")

@@ -41,6 +41,7 @@ def test_rounds_equal_the_formula(start, participation, eta):
         np.testing.assert_allclose(flat(dict(member.dual.items())), duals[k], rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_it_comes_to_rest_at_the_optimum_where_duals_are_gradients():
     problem = Quadratics.random()
     federation = run(quadratic(FedADMM, problem, rho=1.0), equal(4), rounds=60, local_epochs=10)

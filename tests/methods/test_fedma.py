@@ -364,6 +364,7 @@ class Widths(L.Callback):
         self.elements.append(federation.traffic.elements)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("num_clients", "partition"), [(16, BalancedDirichlet(0.5)), (10, ClassShards(3, deal="mixed"))]
 )
@@ -487,6 +488,7 @@ def test_a_client_that_is_refused_heals_in_the_next_communication_round():
 # -------------------------------------------------------------------------------------------------- whole federations
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path):
     """Stopped after the first sub-round, at the end of a communication round, and within the next."""
 

@@ -139,6 +139,7 @@ class DoubleNet(TinyNet):
         return super().forward(images.double())
 
 
+@pytest.mark.slow
 def test_algorithms_1_and_3_have_the_same_iterates():
     """Over 20 rounds of some batches, with half of the clients; in double precision, where both round alike."""
     each, mean = (
@@ -190,6 +191,7 @@ class OfItsClient(Client):
         super().configure(spec, alone)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_it_recovers_rank_and_support(participation):
     """M_k = L + S_k: w becomes the low-rank part, p_k of every client the sparse one."""

@@ -109,6 +109,7 @@ def test_before_round_tau_mixtures_are_of_all_the_simplex():
     np.testing.assert_allclose(server.reply(0)[ENDPOINTS], np.average(uploads, axis=0, weights=n), atol=1e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "check",
     [

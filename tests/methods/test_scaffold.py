@@ -59,6 +59,7 @@ def controls(federation) -> np.ndarray:
     return np.stack([flat(dict(member.control.items())) for member in federation.clients.values()])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "options",
     [

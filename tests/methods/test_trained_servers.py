@@ -189,6 +189,7 @@ def test_a_short_last_batch_has_the_weight_of_the_others():
     assert added(member.batch_size) == pytest.approx(added(None) * 2 / 16, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_generator_learns_what_the_heads_know():
     federation = run(client(FedGen, generator_steps=300, generator_lr=1e-2, eta=0.0), skewed(), rounds=2)
     server, sent = federation.coordinator.server, federation.clients[0].upload()

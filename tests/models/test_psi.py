@@ -47,6 +47,7 @@ def images(n: int = 2) -> torch.Tensor:
     return torch.randn(n, 3, 32, 32, generator=torch.Generator().manual_seed(5))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("boundary", ["split", "full"])
 def test_no_gradient_crosses_from_group_to_group(name, boundary):
@@ -70,7 +71,7 @@ def test_no_gradient_crosses_from_group_to_group(name, boundary):
     assert all(reached.any() for reached in touched.values())
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("boundary", ["split", "full"])
 @pytest.mark.parametrize("kept", [[1], [0, 2]])
@@ -193,6 +194,7 @@ def test_the_added_norm_follows_its_convolution():
     assert seen[1] is seen[2]
 
 
+@pytest.mark.slow
 def test_the_table_of_parameters():
     """Every row of psi's documentation, counted by the tensors of its networks."""
     rows = re.findall(r"^ *(\w+) +(\d+)  +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)$", psi.__doc__, re.MULTILINE)

@@ -15,6 +15,7 @@ from lit_pfl.models import TorchvisionModel
 TINY = ["--config", str(Path(__file__).parent.parent / "conf/tiny.yaml")]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "features"),
     [
@@ -68,6 +69,7 @@ def test_mistakes(name, options, message):
         TorchvisionModel(3, 10, name, options)
 
 
+@pytest.mark.slow
 def test_from_the_command_line(capsys):
     model = ["--model", "FedAvg", "--model.backbone", "TorchvisionModel", "--model.backbone.name"]
     short = [

@@ -122,6 +122,7 @@ def test_the_papers_start_draws_the_same_as_the_layer_itself():
     assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_the_classifiers_mask_is_what_the_released_code_learns_by():
     """With lr 1e-3 and momentum 0.9, after 40 steps, from a mask drawn in the classifier alone."""
     data = Digits(num_clients=1, image_size=16, batch_size=64)

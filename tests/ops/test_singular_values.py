@@ -129,6 +129,7 @@ def decomposed(monkeypatch):
     return counts
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [(300, 300), (500, 300), (300, 600)])
 @pytest.mark.parametrize("exponent", [1.0, 2.0])
 def test_near_a_known_subspace_it_is_found_without_a_whole_decomposition(decomposed, shape, exponent):

@@ -162,6 +162,7 @@ def test_the_lead_names_only_what_all_runs_have(tmp_path):
     assert "3 runs · 2 rounds" in report_of(tmp_path).read_text()
 
 
+@pytest.mark.slow
 def test_names_from_outside_stay_text(tmp_path):
     name = "<!--<script></script><script>alert(1)</script>"
     make_run(tmp_path / "a", "FedAvg", 1)

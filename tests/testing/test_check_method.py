@@ -103,11 +103,13 @@ class AddsOutsideOfExtra(FedAvg):
         return super().objective(batch, batch_idx) * self.scale
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("right", [Slower, Frozen])
 def test_a_method_that_is_right_passes(right):
     check_method(right)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("wrong", "rule"),
     [
