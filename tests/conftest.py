@@ -24,6 +24,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE  # noqa: E402, F4
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
 torch.set_num_threads(1)  # the tests' networks are tiny, and more threads only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also in processes that tests start, beside other tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -176,6 +176,20 @@ def test_another_data_set_does_not_get_the_defaults_of_digits(before, chosen, ca
     assert (data["image_size"], data["batch_size"], data["num_clients"]) == (32, 128, 20)
 
 
+@pytest.mark.parametrize(
+    ("given", "found"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_that_wait_give_their_core_away_unless_the_user_says_otherwise(monkeypatch, given, found):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("lit_pfl.cli.run.run", lambda args: None)
+    main(["fit"])
+    assert os.environ.get("GOMP_SPINCOUNT") == found
+
+
 def test_an_error_that_is_no_mistake_of_the_user_keeps_its_traceback():
     Path("faulty.py").write_text(
         "import lit_pfl.data\n"
