@@ -42,7 +42,7 @@ from lit_pfl.engines.trainers import several
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
 from lit_pfl.federation.trainer import refuse_processes
-from lit_pfl.lightning_internals import LastCheckpoint
+from lit_pfl.lightning_internals import LastCheckpoint, leave_jobs_alone
 from lit_pfl_callbacks import (
     ClientsTable,
     CommunicationLedger,
@@ -206,6 +206,8 @@ class FederatedCLI(LightningCLI):
         """Make the Trainer, the data and the federation, and take the run folder."""
         super().instantiate_classes()
         refuse_processes(self.trainer)
+        if self.own.folder is not None:  # and continues from what is there
+            leave_jobs_alone(self.trainer)
         self.model, trainer = Federation(self.model, **self._get(self.config_init, "federation")), self.trainer
         try_optimizer(self.model, trainer, self.given["model"].get("init_args") or {})
         begins = not self.scoring and self.own.ckpt_path is None

@@ -16,7 +16,14 @@ from lit_pfl.engines.made_with import continued, made_with
 from lit_pfl.engines.validation import OwnValidation
 from lit_pfl.errors import ConfigError, refuse_other_lightning
 from lit_pfl.learners import check_callbacks, place_checkpoints
-from lit_pfl.lightning_internals import NoProfiler, log_nothing, looked_up_once, make_endless, undisturbed
+from lit_pfl.lightning_internals import (
+    NoProfiler,
+    leave_jobs_alone,
+    log_nothing,
+    looked_up_once,
+    make_endless,
+    undisturbed,
+)
 from lit_pfl_callbacks import FederatedLoop, run_folder
 from lit_pfl_callbacks.federated_loop import JoinInfo, Link
 
@@ -158,6 +165,7 @@ def client_trainer(
             "give federation.client_trainer.limit_train_batches."
         )
     log_nothing(trainer)
+    leave_jobs_alone(trainer)  # its checkpoint is of all clients
     if outer.sanity_checking:
         trainer.state.stage = outer.state.stage
     epochs = loop.every_n_epochs

@@ -43,6 +43,7 @@ from lit_pfl.federation.timetable import Timetable
 from lit_pfl.federation.trainer import (
     EndsFits,
     OneAtATime,
+    RequeuesBetweenRounds,
     ServerStep,
     check_outer,
     described,
@@ -204,7 +205,8 @@ class Federation(QuickModule):
         """See that the Trainer's options suit a federation; of all hooks the one before Lightning's own checks."""
         check_outer(self.trainer)
         refuse_processes(self.trainer)
-        own = [OneAtATime(), EndsFits(self.engine)]
+        self._job = RequeuesBetweenRounds()
+        own = [OneAtATime(), self._job, EndsFits(self.engine)]
         # those of a former fit leave before Lightning tells that it replaces them
         left = [callback for callback in self.trainer.callbacks if type(callback) not in map(type, own)]  # type: ignore[attr-defined]
         self.trainer.callbacks = left  # type: ignore[attr-defined]
@@ -396,6 +398,7 @@ class Federation(QuickModule):
         self._log({**self._validated, **more})
         metrics = {**self._trained(), **self._validated, **more}
         self.round_log.write(self.trainer.loggers, self.coordinator.round, metrics)
+        self._job.round_is_over()
 
     def _trained(self) -> dict[str, float]:
         return {"train/loss": mean_over_samples(self._losses), **self.traffic.of_round()}

@@ -1,14 +1,17 @@
 """What a federation does to the Trainer that runs it: refuses, takes away, adds and says."""
 
+import signal
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
 from lightning.pytorch.callbacks.spike import SpikeDetection
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -229,6 +232,33 @@ class OneAtATime(L.Callback):
         if self._held:
             _TRAINING.release()
         self._held = False
+
+
+class RequeuesBetweenRounds(L.Callback):
+    """Lets a job of SLURM be requeued when the round is over.
+
+    Lightning saves a checkpoint and requeues the job as soon as SLURM's signal comes, and half a round is nothing that
+    could be resumed.
+    """
+
+    def __init__(self) -> None:
+        self._asked: Callable[[], Any] | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the signal in place of Lightning, which has just begun to listen."""
+        environment = trainer._accelerator_connector.cluster_environment
+        if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+            return
+        signum = environment.requeue_signal
+        handler = signal.getsignal(signum) if signum is not None else None
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signum, lambda *given: setattr(self, "_asked", partial(handler, *given)))  # type: ignore[arg-type]
+
+    def round_is_over(self) -> None:
+        """Let Lightning save and requeue, if it was asked to meanwhile."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked()
 
 
 class EndsFits(L.Callback):

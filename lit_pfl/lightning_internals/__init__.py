@@ -15,6 +15,7 @@ from lit_pfl.lightning_internals.inside import (
     hand_down_trainer,
     hand_up_hparams,
     in_hook,
+    leave_jobs_alone,
     lend_data,
     lent_trainer,
     log_nothing,

@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from torchmetrics import Metric
@@ -99,6 +100,15 @@ def show_progress(trainer: L.Trainer, state: Mapping[str, Any], groups: Iterable
 def log_nothing(trainer: L.Trainer) -> None:
     """Let a Trainer write no metrics to its loggers on its own; what a module writes to them is written."""
     trainer._logger_connector.log_metrics = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+
+class _OfNoJob(_CheckpointConnector):
+    _hpc_resume_path = None
+
+
+def leave_jobs_alone(trainer: L.Trainer) -> None:
+    """Let a Trainer not continue from a requeued job's checkpoint; in a SLURM job it would take one from its folder."""
+    trainer._checkpoint_connector = _OfNoJob(trainer)
 
 
 def optimizers_in(configured: Any) -> list[torch.optim.Optimizer]:

@@ -13,17 +13,21 @@ from lightning.fabric.accelerators.cuda import num_cuda_devices
 from lightning.fabric.utilities import registry
 from lightning.pytorch.accelerators import cuda as accelerators_cuda
 
+#: what a Trainer handles; SIGUSR1 is SLURM's, by default
+HANDLED = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Let fits start or end without traces in the process.
 
-    Every fit installs a SIGTERM handler that calls the one it found, and puts that back when it ends: a thousand fits
-    inside one another's would call each other, and leave a dead one's behind. And every Trainer tells of its device,
-    which the federation's own Trainer has done once. Each change of a level clears the caches of all loggers in the
-    process, so of nested contexts only the outer one changes it.
+    Every fit installs a SIGTERM handler that calls the one it found, and in the end puts all handlers back that it
+    found: a thousand fits inside one another's would call each other, and leave a dead one's behind. And every Trainer
+    tells of its device, which the federation's own Trainer has done once. Each change of a level clears the caches of
+    all loggers in the process, so of nested contexts only the outer one changes it.
     """
-    handler, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("lightning.pytorch")
+    handlers = {signum: signal.getsignal(signum) for signum in HANDLED}
+    logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     if talks := level < logging.WARNING:
         logger.setLevel(logging.WARNING)
@@ -32,8 +36,10 @@ def undisturbed() -> Iterator[None]:
     finally:
         if talks:
             logger.setLevel(level)
-        if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+        if threading.current_thread() is threading.main_thread():
+            for signum, handler in handlers.items():
+                if handler is not None:
+                    signal.signal(signum, handler)
 
 
 @contextmanager
