@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,13 @@ def test_threads_that_wait_give_their_core_away_unless_the_user_says_otherwise(m
     monkeypatch.setattr("lit_pfl.cli.run.run", lambda args: None)
     main(["fit"])
     assert os.environ.get("GOMP_SPINCOUNT") == found
+
+
+def test_a_terminal_without_a_sign_ends_no_run(monkeypatch):
+    ascii_only = TextIOWrapper(BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    main(["fit", *TINY, "--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "true"])
+    assert b"round 1/1 ? " in ascii_only.buffer.getvalue()
 
 
 def test_an_error_that_is_no_mistake_of_the_user_keeps_its_traceback():

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from lit_pfl.cli.overview import answer, no_command
@@ -21,6 +22,8 @@ def main(args: "ArgsType" = None) -> None:
     Args:
         args: the arguments; by default those of the process.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # no run ends for a sign that a terminal does not have
     try:
         _answer_or_run(args)
         sys.stdout.flush()
