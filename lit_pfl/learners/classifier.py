@@ -90,7 +90,7 @@ class ImageClassifier(QuickModule):
             # Anew, so that what is drawn from here on is the same for clients with other numbers of classes.
             seed_torch(torch.initial_seed() + 1)
             with torch.no_grad():  # gives lazy layers their shapes
-                backbone(torch.zeros_like(images[:1]))
+                backbone(_like_weights(torch.zeros_like(images[:1]), backbone))
         except ConfigError:
             raise
         except (RuntimeError, ValueError, ZeroDivisionError) as error:
@@ -126,6 +126,7 @@ class ImageClassifier(QuickModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (B, C, H, W) images to (B, classes) logits."""
+        images = _like_weights(images, self.backbone)
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         return self.backbone(images)
@@ -162,8 +163,15 @@ class ImageClassifier(QuickModule):
 def _images_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
     if isinstance(batch, Mapping):
         return cast(Tensor, images_in(batch)), labels_in(batch)
-    images, labels = batch  # or probabilities, as CutMix makes them
-    return images, labels
+    images, labels = batch
+    return images, labels if labels.is_floating_point() else labels.long()  # or probabilities, as CutMix makes them
+
+
+def _like_weights(images: Tensor, network: nn.Module) -> Tensor:
+    """Return images of 64-bit numbers, NumPy's default, as the type of a network's weights; others as they are."""
+    if images.dtype != torch.float64:
+        return images
+    return images.to(next((weight.dtype for weight in network.parameters()), images.dtype))
 
 
 def network_of(learner: L.LightningModule) -> nn.Module:

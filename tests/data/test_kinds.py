@@ -3,6 +3,7 @@
 import random
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos import LightningTransformer
@@ -14,7 +15,7 @@ from lit_pfl import Federation
 from lit_pfl.data import Dirichlet, FromDataset, PerClient, Table, Text
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import Ditto, FedAvg, Scaffold
-from tiny import assert_equal, trainer, weights
+from tiny import assert_equal, client, run, trainer, weights
 
 
 class Linear(L.LightningModule):
@@ -184,6 +185,17 @@ def test_the_built_in_classifier_says_what_it_needs(kind):
         data = FromDataset(TensorDataset(torch.rand(30, 1, 3, 3), torch.zeros(30).long()), num_clients=3)
     with pytest.raises(ConfigError, match="model.learner: without one, clients classify images"):
         trainer(1).fit(Federation(FedAvg()), datamodule=data)
+
+
+def test_the_built_in_classifier_takes_the_numbers_of_numpy():
+    """Images of 64 bits, and labels of other whole types, as it does those of PyTorch."""
+    images, labels = np.random.rand(60, 1, 8, 8).astype(np.float32), np.arange(60) % 3  # noqa: NPY002
+    found = []
+    for x, y in ((images, labels), (images.astype(np.float64), labels.astype(np.int32))):
+        samples = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        found.append(run(client(FedAvg), FromDataset(samples, labels=labels, num_clients=2)))
+    assert_equal(weights(found[1]), weights(found[0]), "weights")
+    assert found[1].rows == found[0].rows
 
 
 def test_the_built_in_classifier_takes_any_dataset_of_images():
