@@ -11,8 +11,8 @@ from lit_pfl.cli.tools import TOOLS, run_tool
 if TYPE_CHECKING:
     from lightning.pytorch.cli import ArgsType
 
-#: how often a thread looks whether the others are ready before it gives its core away. GNU's OpenMP would look 300,000
-#: times, and where another process has one of the cores, a step on two threads then takes 7 times as long again
+#: how often a thread looks whether the others are ready before it gives its core away. By default, GNU's OpenMP looks
+#: 300,000 times: if another process has one of two cores, a step on two threads then takes up to seven times longer
 SPINS = "10000"
 
 

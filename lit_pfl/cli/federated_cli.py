@@ -206,7 +206,7 @@ class FederatedCLI(LightningCLI):
         """Make the Trainer, the data and the federation, and take the run folder."""
         super().instantiate_classes()
         refuse_processes(self.trainer)
-        if self.own.folder is not None:  # and continues from what is there
+        if self.own.folder is not None:  # it continues from that folder's checkpoint, and from no other
             leave_jobs_alone(self.trainer)
         self.model, trainer = Federation(self.model, **self._get(self.config_init, "federation")), self.trainer
         try_optimizer(self.model, trainer, self.given["model"].get("init_args") or {})

@@ -205,8 +205,7 @@ class Federation(QuickModule):
         """See that the Trainer's options suit a federation; of all hooks the one before Lightning's own checks."""
         check_outer(self.trainer)
         refuse_processes(self.trainer)
-        self._job = RequeuesBetweenRounds()
-        own = [OneAtATime(), self._job, EndsFits(self.engine)]
+        own = [OneAtATime(), EndsFits(self.engine)]
         # those of a former fit leave before Lightning tells that it replaces them
         left = [callback for callback in self.trainer.callbacks if type(callback) not in map(type, own)]  # type: ignore[attr-defined]
         self.trainer.callbacks = left  # type: ignore[attr-defined]
@@ -343,6 +342,7 @@ class Federation(QuickModule):
 
     def on_train_start(self) -> None:
         """See that callbacks monitor what there will be: the metrics are known once a client has been scored."""
+        self._job = RequeuesBetweenRounds(self.trainer)
         self._end_without_clients()
         known = {"round", "train/loss", *self.traffic.of_round()}
         if monitors(self.trainer).keys() <= known or not self.trainer.limit_val_batches:

@@ -234,18 +234,18 @@ class OneAtATime(L.Callback):
         self._held = False
 
 
-class RequeuesBetweenRounds(L.Callback):
+class RequeuesBetweenRounds:
     """Lets a job of SLURM be requeued when the round is over.
 
     Lightning saves a checkpoint and requeues the job as soon as SLURM's signal comes, and half a round is nothing that
-    could be resumed.
+    could be resumed. So this takes the signal in its place.
+
+    Args:
+        trainer: the federation's own, which listens to the signal by now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: L.Trainer) -> None:
         self._asked: Callable[[], Any] | None = None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the signal in place of Lightning, which has just begun to listen."""
         environment = trainer._accelerator_connector.cluster_environment
         if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
             return
