@@ -539,11 +539,17 @@ def test_an_engine_is_as_good_for_another_federation():
     assert not engine.clients
 
 
-def test_several_devices_are_answered_by_the_options_that_there_are():
+def test_several_processes_are_answered_by_the_options_that_there_are(monkeypatch):
     with pytest.raises(ConfigError, match=r"^trainer\.devices=2: .* federation\.engine=Ray and .*engine\.workers=2, "):
         refuse_processes(trainer(1, devices=2))
     with pytest.raises(ConfigError, match=r"^trainer\.strategy=DDPStrategy: one process runs .* its default, auto; "):
         refuse_processes(trainer(1, strategy="ddp"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refuse_processes(trainer(1))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"torchrun has started 4 processes, each of which would run this federation"):
+        refuse_processes(trainer(1))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A federation in a job of SLURM that is requeued: it goes on with a whole round."""
+"""A federation in a job of SLURM: requeued, it goes on with a whole round; and each task may run one."""
 
 import os
 import signal
@@ -7,6 +7,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from cli.typed import TINY, rows
 from lit_pfl import Federation
@@ -59,6 +61,23 @@ def test_it_is_the_run_that_was_not_requeued(job, tmp_path, participation):
     assert_equal(weights(again), weights(whole), "weights")
     assert again.rows == whole.rows
     assert again.traffic.total == whole.traffic.total
+
+
+@pytest.fixture
+def second_task(monkeypatch):
+    """The second of the tasks that srun has started, of which Lightning would let the first one write and warn."""
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+
+
+def test_each_task_that_runs_a_federation_writes_all_its_files(second_task, tmp_path):
+    main(["fit", *TINY, "--folder", "mine", "--trainer.max_epochs", "2"])
+    assert [row["round"] for row in rows(Path("mine/metrics.csv"))] == ["1", "2"]
+
+
+def test_each_task_that_runs_a_federation_writes_to_any_logger(second_task, tmp_path):
+    federation, logger = Federation(client(Ditto), seed=3, threads=1), CSVLogger(tmp_path, name="", version="")
+    trainer(2, logger=logger).fit(federation, datamodule=digits())
+    assert (tmp_path / "metrics.csv").exists()
 
 
 def test_the_command_that_begins_and_continues_a_run_needs_no_other_checkpoint(job):

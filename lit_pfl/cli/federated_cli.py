@@ -42,7 +42,7 @@ from lit_pfl.engines.trainers import several
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
 from lit_pfl.federation.trainer import refuse_processes
-from lit_pfl.lightning_internals import LastCheckpoint, leave_jobs_alone
+from lit_pfl.lightning_internals import LastCheckpoint, be_rank_zero, leave_jobs_alone
 from lit_pfl_callbacks import (
     ClientsTable,
     CommunicationLedger,
@@ -78,6 +78,7 @@ class FederatedCLI(LightningCLI):
         self.folder: Path | None = None  # the run folder that the checkpoint is in
         self.loggers: list[list[Any]] = []  # those of the run that is resumed
         self.stops = Stops()
+        be_rank_zero()
         super().__init__(Client, FederatedDataModule, args=args, **kwargs)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # a static method there

@@ -23,7 +23,7 @@ from lit_pfl.engines.parcels import Parcel, alike, packed, unpacked
 from lit_pfl.engines.switches import Modes, Switches
 from lit_pfl.engines.threads import keep_freed_memory
 from lit_pfl.engines.work import Work
-from lit_pfl.lightning_internals import Content, undisturbed
+from lit_pfl.lightning_internals import Content, be_rank_zero, undisturbed
 from lit_pfl.randomness import random_state_kept
 
 
@@ -91,6 +91,7 @@ class Worker:
 
     def __init__(self, path: Sequence[str], job: Parcel, samples: Parcel, awake: int | None = None) -> None:
         sys.path[:] = dict.fromkeys([*path, *sys.path])
+        be_rank_zero()  # also on the second of the machines on which srun has started Ray
         keep_freed_memory()
         self.warned = keep_warnings()
         self.prototype, self.data, self.epochs, self.options = unpacked(job)

@@ -53,7 +53,7 @@ from lit_pfl.federation.trainer import (
     refuse_processes,
     summarize,
 )
-from lit_pfl.lightning_internals import QuickModule
+from lit_pfl.lightning_internals import QuickModule, be_rank_zero
 from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.dashboard import RoundLog
 from lit_pfl_callbacks.protocols import Refusal
@@ -205,6 +205,7 @@ class Federation(QuickModule):
         """See that the Trainer's options suit a federation; of all hooks the one before Lightning's own checks."""
         check_outer(self.trainer)
         refuse_processes(self.trainer)
+        be_rank_zero()  # of the tasks that srun has started, each may run a federation
         own = [OneAtATime(), EndsFits(self.engine)]
         # those of a former fit leave before Lightning tells that it replaces them
         left = [callback for callback in self.trainer.callbacks if type(callback) not in map(type, own)]  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
 from lightning.pytorch.callbacks.spike import SpikeDetection
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -100,6 +100,11 @@ def refuse_processes(trainer: L.Trainer) -> None:
                 f"federation.engine=Ray and federation.engine.workers={trainer.num_devices * trainer.num_nodes}, see "
                 "docs/engines.md."
             )
+    if TorchElasticEnvironment.detect() and (number := TorchElasticEnvironment().world_size()) > 1:
+        raise ConfigError(
+            f"torchrun has started {number} processes, each of which would run this federation; start one with python. "
+            f"To train clients in several give federation.engine=Ray and federation.engine.workers={number}."
+        )
     if isinstance(trainer.strategy, ParallelStrategy):
         raise ConfigError(
             f"trainer.strategy={type(trainer.strategy).__name__}: one process runs a federation, so leave it at its "

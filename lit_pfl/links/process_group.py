@@ -1,4 +1,4 @@
-"""One client a process: a script that torchrun starts, whose every process is a site of its own."""
+"""One client a process: a script that torchrun or a cluster starts, whose every process is a site of its own."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.plugins.environments import LSFEnvironment, MPIEnvironment, SLURMEnvironment
 from torch import Tensor
 
 from lit_pfl.core.checks import check_quorum
@@ -16,6 +16,7 @@ from lit_pfl.core.payload import FROM_FACTORS, Payload, Upload, as_payload
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.engines.greenlets import how_trained, server_of
 from lit_pfl.errors import ConfigError, UploadError
+from lit_pfl.lightning_internals import be_rank_zero
 from lit_pfl.links.processes import Processes
 from lit_pfl.links.unavailable import refuse_unavailable
 from lit_pfl.randomness import Draws, check_share
@@ -23,11 +24,16 @@ from lit_pfl_callbacks.federated_loop import JoinInfo
 
 #: what rank 0 compares of how clients train
 ALIKE = ("method", "local_epochs", "completed")
+#: what torchrun tells each of its processes
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: clusters that tell their processes the same in other ways
+CLUSTERS = (SLURMEnvironment, LSFEnvironment, MPIEnvironment)
 
 
 class ProcessGroupLink:
     """Joins the processes of one run, each with a Trainer of its own, by torch.distributed's gloo.
 
+    The processes are those that torchrun, SLURM's ``srun``, LSF's ``jsrun`` or, with mpi4py, ``mpirun`` has started.
     The process of rank r is client r; that of rank 0 is the server too, whenever its own client waits. What is sent is
     encoded as it is counted. Every process makes one link, with the same options, and gives it to one fit.
 
@@ -93,8 +99,7 @@ class ProcessGroupLink:
         self._state: dict[str, Any] | None = None  # of a run that goes on
         self._processes: Processes | None = None
         self._refused: dict[int, tuple[int, str]] = {}  # what clients are told with their next replies: round, reason
-        # Each process has a training of its own; by torchrun's ranks all loggers but those of rank 0 would be silent.
-        rank_zero_only.rank = 0  # type: ignore[attr-defined]
+        be_rank_zero()  # each process has a training of its own
 
     # --------------------------------------------------------------------------------------------------- every process
 
@@ -248,12 +253,16 @@ class ProcessGroupLink:
 
 
 def _started_together(timeout: float) -> Processes:
-    try:
-        rank, size, address, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    except KeyError as missing:
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    cluster = next((kind() for kind in CLUSTERS if kind.detect()), None) if "RANK" in missing else None
+    if cluster is not None:
+        return Processes(cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port, timeout)
+    if missing:
         raise ConfigError(
-            f"ProcessGroupLink: {missing} is not in the environment; start the script with torchrun --nproc-per-node N."
-        ) from None
+            f"ProcessGroupLink: {missing[0]} is not in the environment; start the script with torchrun "
+            "--nproc-per-node N, or with srun in a job of SLURM."
+        )
+    rank, size, address, port = (os.environ[name] for name in TORCHRUN)
     if not 0 <= int(rank) < int(size):
         raise ConfigError(f"ProcessGroupLink: RANK={rank} and WORLD_SIZE={size}: ranks are from 0 to {int(size) - 1}.")
     return Processes(int(rank), int(size), address, int(port), timeout)

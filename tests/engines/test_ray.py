@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from ray_runs import fit_saved, same, same_files, workers_kept
 
 from lit_pfl import Client, Federation
@@ -41,7 +42,9 @@ def cluster():
     """Ray for three workers, which serve all tests of this file."""
     from lit_pfl.engines.cluster import connect
 
-    ray = connect(None, 3)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SLURM_PROCID", "1")  # as on the second of the machines on which srun has started Ray
+        ray = connect(None, 3)
     with workers_kept(ray):
         yield ray
     ray.shutdown()
@@ -386,6 +389,15 @@ def test_errors_travel_whatever_they_are_made_of(cluster):
     with pytest.raises(RuntimeError, match="TwoWords: 1 is not 2") as raised:
         run(client(M.FedAvg, optimizer=lambda parameters: Says(parameters, lr=0.1)), engine=Ray(1))
     assert "(in a worker: " in " ".join(raised.value.__notes__)
+
+
+def rank(module):
+    return rank_zero_only.rank
+
+
+def test_workers_on_any_machine_of_slurm_call_what_only_the_first_process_calls(cluster):
+    federation = run(client(M.FedAvg), digits(3), engine=Ray(workers=2))
+    assert set(federation.ask(rank).values()) == {0}
 
 
 def switches(module):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from lit_pfl import Client, Federation, Payload, Server
 from lit_pfl.core.asynchronous import FedBuff
 from lit_pfl.errors import ConfigError
-from lit_pfl.links import ProcessGroupLink
+from lit_pfl.links import ProcessGroupLink, process_group
 from lit_pfl.methods import FedAvg, Scaffold
 from lit_pfl_callbacks import FederatedLoop, JoinInfo
 from tiny import assert_equal, digits, trainer
@@ -155,8 +156,26 @@ def test_loggers_write_in_every_process(tmp_path, monkeypatch):
 
 def test_without_torchrun_it_says_so(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match="'RANK' is not in the environment; start the script with torchrun"):
+    with pytest.raises(ConfigError, match="RANK is not in the environment; start the script with torchrun"):
         ProcessGroupLink().join(JoinInfo(1, {"w": torch.ones(1)}))
+
+
+def test_processes_of_slurm_find_each_other_by_what_slurm_says(monkeypatch):
+    said = {"NTASKS": "8", "NTASKS_PER_NODE": "4", "PROCID": "5", "NODELIST": "gpu[07-08]", "JOB_ID": "314159"}
+    for name, value in said.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    started = Mock(side_effect=ConnectionError)
+    monkeypatch.setattr(process_group, "Processes", started)
+    with pytest.raises(ConnectionError):
+        ProcessGroupLink(timeout=9.0).join(JoinInfo(1, W))
+    assert started.call_args.args == (5, 8, "gpu07", 15000 + 4159, 9.0)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "7"}.items():
+        monkeypatch.setenv(name, value)  # torchrun, started by srun
+    with pytest.raises(ConnectionError):
+        ProcessGroupLink(timeout=9.0).join(JoinInfo(1, W))
+    assert started.call_args.args == (1, 2, "here", 7, 9.0)
 
 
 def test_processes_that_train_one_model_are_no_clients():
