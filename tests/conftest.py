@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the sizes of the campaigns, and where one begins."""
-    parser.addoption("--campaign", type=int, default=20, help="seeded runs of tests/test_campaign.py (with -m slow)")
+    parser.addoption("--campaign", type=int, default=10, help="seeded runs of tests/test_campaign.py (with -m slow)")
     parser.addoption("--first-seed", type=int, default=0, help="seed of the first of these runs")
     parser.addoption(
         "--killed", type=int, default=3, help="seeded runs of tests/engines/test_ray_campaign.py (with -m slow)"

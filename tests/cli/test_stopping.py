@@ -242,14 +242,9 @@ class Disk:
 
 
 #: of all writes of a run, after which share none succeeds any more
-SHARES = [
-    *(0.0, 0.3, 0.7),
-    *(pytest.param(i / 40, marks=pytest.mark.full if i % 10 else pytest.mark.slow) for i in range(1, 40)),
-]
+SHARES = [pytest.param(i / 40, marks=pytest.mark.full if i % 5 else pytest.mark.slow) for i in range(40)]
 
 
-@pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize("share", SHARES)
 def test_a_disk_that_fills_up_at_any_write_damages_nothing_and_the_run_is_gone_on_with(share, monkeypatch, capsys):
     keeps = ["--trainer.callbacks", "lit_pfl.lightning_internals.LastCheckpoint", "--trainer.callbacks.keep", "2"]
