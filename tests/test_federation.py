@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import pickle
 import random
 
@@ -637,3 +638,12 @@ def test_clients_that_are_not_there_are_named():
 
 def test_threads_are_as_many_as_are_given():
     assert run(client(FedAvg), digits(2), rounds=1, threads=3).threads == 3
+
+
+def test_threads_that_wait_for_each_other_beside_other_processes_are_told_of_once(notes, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (os.cpu_count() + 1.0, 0.0, 0.0))
+    run(client(FedAvg), digits(2), rounds=2, threads=2)
+    assert notes.text.count("so that 2 threads wait for each other. federation.threads=1 is faster then.") == 1
+    notes.clear()
+    run(client(FedAvg), digits(2), rounds=2, threads=1)
+    assert "wait for each other" not in notes.text

@@ -1,5 +1,6 @@
 """How many CPU threads clients compute with."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_pfl.errors import WRONG, ConfigError
@@ -89,6 +91,28 @@ def computing(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class ReportsBusyCores(L.Callback):
+    """Reports once, after a round, that other processes keep cores busy, so that threads wait for each other.
+
+    Beside one other process, a small network's step on two threads of two cores may take a hundred times as long.
+    """
+
+    def __init__(self) -> None:
+        self.reported = not hasattr(os, "getloadavg")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Compare the load of the last minute with the number of cores."""
+        threads, cores = pl_module.threads, os.cpu_count() or 1
+        elsewhere = pl_module.device.type != "cpu" or pl_module.engine.cores is not None
+        if self.reported or threads == 1 or elsewhere or os.getloadavg()[0] < cores + 0.3:
+            return
+        self.reported = True
+        rank_zero_info(
+            f"Other processes keep cores of this machine busy, so that {threads} threads wait for each other. "
+            "federation.threads=1 is faster then."
+        )
 
 
 def keep_freed_memory() -> None:

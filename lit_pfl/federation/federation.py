@@ -23,7 +23,7 @@ from lit_pfl.core.scores import Row, mean_over_samples
 from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
 from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted
-from lit_pfl.engines.threads import choose_threads, computing, keep_freed_memory
+from lit_pfl.engines.threads import ReportsBusyCores, choose_threads, computing, keep_freed_memory
 from lit_pfl.engines.trainers import check_client_options
 from lit_pfl.engines.validation import monitors
 from lit_pfl.errors import ConfigError, check_options_of
@@ -206,7 +206,7 @@ class Federation(QuickModule):
         check_outer(self.trainer)
         refuse_processes(self.trainer)
         be_rank_zero()  # of the tasks that srun has started, each may run a federation
-        own = [OneAtATime(), EndsFits(self.engine)]
+        own = [OneAtATime(), EndsFits(self.engine), ReportsBusyCores()]
         # those of a former fit leave before Lightning tells that it replaces them
         left = [callback for callback in self.trainer.callbacks if type(callback) not in map(type, own)]  # type: ignore[attr-defined]
         self.trainer.callbacks = left  # type: ignore[attr-defined]
