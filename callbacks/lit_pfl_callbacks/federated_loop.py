@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import lightning as L
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -55,7 +56,8 @@ class Link(Protocol):
     whose Trainer has several processes, that of global rank 0 alone uses its link, unless the link has an attribute
     ``in_every_process`` that is true: then each uses it on its own, as each has the whole federation or is a client. If
     it has a method ``no_batches``, that is called when a fit ends without a batch to train on. If it has a method
-    ``take_server``, that is called before a fit with a module that has ``configure_server``.
+    ``take_server``, that is called before a fit with a module that has ``configure_server``. If it has an attribute
+    ``shares_process`` that is true, fits of several clients alternate in one process.
     """
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
@@ -149,6 +151,10 @@ class FederatedLoop(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Keep no random state of a checkpoint that was loaded before, to be tested; let the link have the server."""
         self._draws.forget()
+        if stage == "fit" and getattr(self.link, "shares_process", False):
+            for bar in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(bar, RichProgressBar):  # of which a process can have only one at a time
+                    bar.disable()
         take_server = getattr(self.link, "take_server", None)
         if stage == "fit" and take_server is not None and callable(getattr(pl_module, "configure_server", None)):
             take_server(pl_module)  # now: on another device, a module would draw other numbers

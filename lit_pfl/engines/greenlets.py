@@ -29,6 +29,7 @@ class LocalLink:
     """
 
     in_every_process = True  # where clients train by several processes, each of these has a hub with them all
+    shares_process = True
 
     def __init__(self) -> None:
         self.round: int | None = None

@@ -2,6 +2,7 @@
 
 import copy
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -50,6 +51,14 @@ def test_without_a_server_modules_as_they_are_are_averaged():
     default, given = models(), models(Server())
     assert torch.equal(default[0], default[1])
     assert torch.equal(default[0], given[0])
+
+
+def test_trainers_show_what_they_show_by_default(capsys):
+    hub = LocalHub()
+    for site in range(2):
+        one = L.Trainer(max_epochs=2, accelerator="cpu", logger=False, callbacks=[FederatedLoop(hub.link)])
+        hub.add(site, lambda one=one: one.fit(Line(), batches(), batches()))
+    assert hub.run().round == 2
 
 
 @pytest.mark.parametrize("method", [Scaffold, IFCA, PFedHN])
