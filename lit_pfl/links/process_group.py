@@ -255,12 +255,12 @@ class ProcessGroupLink:
 def _started_together(timeout: float) -> Processes:
     missing = [name for name in TORCHRUN if name not in os.environ]
     cluster = next((kind() for kind in CLUSTERS if kind.detect()), None) if "RANK" in missing else None
-    if cluster is not None:
+    if cluster is not None and cluster.world_size() > 1:  # a job of one task has not started them
         return Processes(cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port, timeout)
     if missing:
         raise ConfigError(
             f"ProcessGroupLink: {missing[0]} is not in the environment; start the script with torchrun "
-            "--nproc-per-node N, or with srun in a job of SLURM."
+            "--nproc-per-node N, or with srun in a job of several tasks."
         )
     rank, size, address, port = (os.environ[name] for name in TORCHRUN)
     if not 0 <= int(rank) < int(size):

@@ -171,6 +171,9 @@ def test_processes_of_slurm_find_each_other_by_what_slurm_says(monkeypatch):
     with pytest.raises(ConnectionError):
         ProcessGroupLink(timeout=9.0).join(JoinInfo(1, W))
     assert started.call_args.args == (5, 8, "gpu07", 15000 + 4159, 9.0)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    with pytest.raises(ConfigError, match="RANK is not in the environment; .* or with srun in a job of several tasks"):
+        ProcessGroupLink().join(JoinInfo(1, W))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "7"}.items():
         monkeypatch.setenv(name, value)  # torchrun, started by srun
     with pytest.raises(ConnectionError):
