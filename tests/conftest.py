@@ -69,8 +69,8 @@ def _no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())  # lit-pfl puts the current folder there
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # what the other tests keep busy
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # whatever other tests keep busy
     signals = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     others = set(threading.enumerate())
     switches = torch.is_grad_enabled(), torch.get_num_threads(), torch.is_autocast_cache_enabled()

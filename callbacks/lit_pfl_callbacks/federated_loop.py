@@ -20,6 +20,7 @@ from torch.utils.data import SubsetRandomSampler
 from lit_pfl_callbacks.frozen import FROZEN, frozen_weights, table_of
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
 from lit_pfl_callbacks.random_state import ResumedDraws
+from lit_pfl_callbacks.rank_zero import be_rank_zero
 from lit_pfl_callbacks.tensors import copied, load_tensors, tensors_of
 
 # Running statistics of normalization layers describe one client's data, so they stay with the client.
@@ -149,14 +150,21 @@ class FederatedLoop(L.Callback):
         self._draws = ResumedDraws()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Keep no random state of a checkpoint that was loaded before, to be tested; let the link have the server."""
-        self._draws.forget()
-        if stage == "fit" and getattr(self.link, "shares_process", False):
+        """Let a client of one process write and warn, whatever its rank; let the link have the server.
+
+        Where fits of several clients alternate in one process, they show no live progress bar.
+        """
+        self._draws.forget()  # those of a checkpoint that was loaded before, to be tested
+        if trainer.world_size == 1:
+            be_rank_zero()
+        if stage != "fit":
+            return
+        if getattr(self.link, "shares_process", False):
             for bar in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(bar, RichProgressBar):  # of which a process can have only one at a time
                     bar.disable()
         take_server = getattr(self.link, "take_server", None)
-        if stage == "fit" and take_server is not None and callable(getattr(pl_module, "configure_server", None)):
+        if take_server is not None and callable(getattr(pl_module, "configure_server", None)):
             take_server(pl_module)  # now: on another device, a module would draw other numbers
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -42,7 +42,7 @@ from lit_pfl.engines.trainers import several
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
 from lit_pfl.federation.trainer import refuse_processes
-from lit_pfl.lightning_internals import LastCheckpoint, be_rank_zero, leave_jobs_alone
+from lit_pfl.lightning_internals import LastCheckpoint, leave_jobs_alone
 from lit_pfl_callbacks import (
     ClientsTable,
     CommunicationLedger,
@@ -56,6 +56,7 @@ from lit_pfl_callbacks import (
     resume_command,
     run_folder,
 )
+from lit_pfl_callbacks.rank_zero import be_rank_zero
 from lit_pfl_callbacks.run_folder import RUNS
 
 #: what writes a run's tables and fills its loggers, as the defaults have it; a configuration may give its own in place

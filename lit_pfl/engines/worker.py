@@ -23,8 +23,9 @@ from lit_pfl.engines.parcels import Parcel, alike, packed, unpacked
 from lit_pfl.engines.switches import Modes, Switches
 from lit_pfl.engines.threads import keep_freed_memory
 from lit_pfl.engines.work import Work
-from lit_pfl.lightning_internals import Content, be_rank_zero, undisturbed
+from lit_pfl.lightning_internals import Content, undisturbed
 from lit_pfl.randomness import random_state_kept
+from lit_pfl_callbacks.rank_zero import be_rank_zero
 
 
 @dataclass(frozen=True)

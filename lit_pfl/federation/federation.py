@@ -53,10 +53,11 @@ from lit_pfl.federation.trainer import (
     refuse_processes,
     summarize,
 )
-from lit_pfl.lightning_internals import QuickModule, be_rank_zero
+from lit_pfl.lightning_internals import QuickModule
 from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.dashboard import RoundLog
 from lit_pfl_callbacks.protocols import Refusal
+from lit_pfl_callbacks.rank_zero import be_rank_zero
 
 T = TypeVar("T")
 

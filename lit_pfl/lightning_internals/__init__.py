@@ -31,4 +31,4 @@ from lit_pfl.lightning_internals.own_copy import own_copy
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule
 from lit_pfl.lightning_internals.state_files import ASLEEP, FOLDER, Content, SavedStates
 from lit_pfl.lightning_internals.state_writing import StateFiles
-from lit_pfl.lightning_internals.undisturbed import be_rank_zero, looked_up_once, signals_kept, undisturbed
+from lit_pfl.lightning_internals.undisturbed import looked_up_once, signals_kept, undisturbed

@@ -12,7 +12,6 @@ from typing import Any
 from lightning.fabric.accelerators.cuda import num_cuda_devices
 from lightning.fabric.utilities import registry
 from lightning.pytorch.accelerators import cuda as accelerators_cuda
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 #: what a Trainer handles; SIGUSR1 is SLURM's, by default
 HANDLED = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
@@ -41,15 +40,6 @@ def undisturbed() -> Iterator[None]:
             for signum, handler in handlers.items():
                 if handler is not None:
                     signal.signal(signum, handler)
-
-
-def be_rank_zero() -> None:
-    """Let this process write to loggers, warn and call all hooks, as the only one of its training.
-
-    By the number that SLURM or torchrun has given it, Lightning may take it for one of several that train one model,
-    where the first one writes for all.
-    """
-    rank_zero_only.rank = 0  # type: ignore[attr-defined]
 
 
 @contextmanager

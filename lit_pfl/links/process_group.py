@@ -16,11 +16,11 @@ from lit_pfl.core.payload import FROM_FACTORS, Payload, Upload, as_payload
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.engines.greenlets import how_trained, server_of
 from lit_pfl.errors import ConfigError, UploadError
-from lit_pfl.lightning_internals import be_rank_zero
 from lit_pfl.links.processes import Processes
 from lit_pfl.links.unavailable import refuse_unavailable
 from lit_pfl.randomness import Draws, check_share
 from lit_pfl_callbacks.federated_loop import JoinInfo
+from lit_pfl_callbacks.rank_zero import be_rank_zero
 
 #: what rank 0 compares of how clients train
 ALIKE = ("method", "local_epochs", "completed")

@@ -6,6 +6,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from callbacks.plain import Line, batches
 from lit_pfl import Payload, Server
@@ -59,6 +61,17 @@ def test_trainers_show_what_they_show_by_default(capsys):
         one = L.Trainer(max_epochs=2, accelerator="cpu", logger=False, callbacks=[FederatedLoop(hub.link)])
         hub.add(site, lambda one=one: one.fit(Line(), batches(), batches()))
     assert hub.run().round == 2
+
+
+def test_sites_write_to_their_loggers_in_any_task_of_slurm(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    hub = LocalHub()
+    for site in range(2):
+        logger = CSVLogger(tmp_path, name=str(site), version="")
+        one = trainer(1, logger=logger, log_every_n_steps=1, callbacks=[FederatedLoop(hub.link)])
+        hub.add(site, lambda one=one: one.fit(Line(), batches(), batches()))
+    hub.run()
+    assert all((tmp_path / str(site) / "metrics.csv").exists() for site in range(2))
 
 
 @pytest.mark.parametrize("method", [Scaffold, IFCA, PFedHN])

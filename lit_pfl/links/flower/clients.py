@@ -18,7 +18,6 @@ from lit_pfl.engines.questions import scored
 from lit_pfl.engines.threads import choose_threads, computing
 from lit_pfl.engines.trainers import check_client_options
 from lit_pfl.errors import UploadError
-from lit_pfl.lightning_internals import be_rank_zero
 from lit_pfl.links.flower.messages import SIZE, clients_in, pack, unpack
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.links.flower.states import States
@@ -119,7 +118,6 @@ class Node:
         trainer: L.Trainer,
         options: Mapping[str, Any],
     ) -> None:
-        be_rank_zero()
         self.prototype, self.data, self.plan, self.trainer = prototype, data, plan, trainer
         self.folder = Path(str(context.node_config.get("folder", "lit-pfl-clients")))
         epochs = plan.local_epochs or prototype.min_local_epochs
