@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import SubsetRandomSampler
 
 from lit_pfl_callbacks.frozen import FROZEN, frozen_weights, table_of
+from lit_pfl_callbacks.processes import check_alike, check_strategy
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
 from lit_pfl_callbacks.random_state import ResumedDraws
 from lit_pfl_callbacks.rank_zero import be_rank_zero
@@ -174,12 +174,7 @@ class FederatedLoop(L.Callback):
             MisconfigurationException: when that is a checkpoint of the middle of a round, when the Trainer counts steps
                 (``max_steps``), or when it has several processes which do not all hold the same.
         """
-        if trainer.world_size > 1 and (type(trainer.strategy) is not DDPStrategy or _decides(pl_module)):
-            raise MisconfigurationException(
-                f"FederatedLoop: a client of {trainer.world_size} processes needs strategy='ddp' and a module that "
-                f"shares its state_dict(); with {type(trainer.strategy).__name__} and {type(pl_module).__name__}, "
-                "give Trainer(devices=1)."
-            )
+        check_strategy(trainer)
         if trainer.fit_loop.restarted_on_epoch_end:
             raise MisconfigurationException(
                 f"FederatedLoop: with max_steps={trainer.max_steps}, Lightning ends the checkpoint's epoch once more, "
@@ -219,6 +214,7 @@ class FederatedLoop(L.Callback):
             pl_module.end_epoch(trainer.current_epoch % self.every_n_epochs, self.every_n_epochs)
         if (trainer.current_epoch + 1) % self.every_n_epochs:
             return
+        check_alike(trainer, pl_module)
         shared = pl_module.upload() if _decides(pl_module) else self._shared(pl_module)
         round = (trainer.current_epoch + 1) // self.every_n_epochs
         self._tell(round, "up", shared)

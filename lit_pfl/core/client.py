@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lit_pfl.core.learner_module import LearnerModule
+from lit_pfl.core.learner_module import LearnerModule, one_process
 from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.robust import RobustMean
 from lit_pfl.core.server import Server, Weighting
@@ -120,6 +120,9 @@ class Client(LearnerModule):
     evaluated: ClassVar[tuple[str, ...]] = ("personalized",)
     #: why a learner that steps its optimizers itself (manual optimization) cannot be trained so; empty: it can
     needs_automatic: ClassVar[str] = ""
+    #: why a site's Trainer cannot train it by several processes (``strategy="ddp"``), although it does not ask for
+    #: :meth:`training_data`; empty: it can
+    needs_one_process: ClassVar[str] = ""
     #: why its uploads must count in full (asynchronous servers may count them less); empty: they need not
     needs_full_steps: str = ""
     #: why its weights cannot be factorized; empty: they can
@@ -479,8 +482,8 @@ class Client(LearnerModule):
         """See that a Trainer that fits this client takes part in a federation.
 
         Raises:
-            ConfigError: when it has no :class:`~lit_pfl_callbacks.FederatedLoop`, or an optimizer that the method does
-                not know.
+            ConfigError: when it has no :class:`~lit_pfl_callbacks.FederatedLoop`, an optimizer that the method does not
+                know, or several processes that the method cannot do with.
         """
         name = type(self).__name__
         if stage == "fit" and "configure_optimizers" in vars(self):
@@ -493,6 +496,8 @@ class Client(LearnerModule):
                 f"{name} is a method and trains in rounds: give this Trainer callbacks=[FederatedLoop(link)], or fit "
                 f"Federation({name}(...)) with all clients' data."
             )
+        if stage == "fit" and self.needs_one_process and self.trainer.world_size > 1:
+            raise ConfigError(one_process(self, self.needs_one_process))
         super().setup(stage)
 
     def configure_model(self) -> None:

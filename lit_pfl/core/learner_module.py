@@ -28,6 +28,14 @@ from lit_pfl.learners import (
 from lit_pfl.lightning_internals import QuickModule, hand_down_trainer, hand_up_hparams, lend_data, name_metrics
 
 
+def one_process(module: L.LightningModule, why: str) -> str:
+    """Return the words that a module cannot be trained by several processes."""
+    return (
+        f"{type(module).__name__} {why}, and each of this Trainer's {module.trainer.world_size} processes has a part "
+        "of the data; give Trainer(devices=1)."
+    )
+
+
 class LearnerModule(QuickModule, ABC):
     """Trains a learner by an objective, on data of its own if it is given any.
 
@@ -58,9 +66,15 @@ class LearnerModule(QuickModule, ABC):
         return {"learner": self.learner}
 
     def training_data(self) -> Any:
-        """Return the batches to train on; a method may hold some of them back."""
+        """Return the batches to train on; a method may hold some of them back.
+
+        Raises:
+            ConfigError: at a site of several processes, each of which has a part of them.
+        """
         if self.data is not None:
             return self.data.train
+        if self.trainer.world_size > 1:
+            raise ConfigError(one_process(self, "looks at all of its training data"))
         if self.trainer.sanity_checking:  # before a Trainer of one's own has made its loader
             self.trainer.fit_loop.setup_data()
         return self.trainer.train_dataloader

@@ -1,12 +1,7 @@
 """The callback alone, with modules that know nothing of lit_pfl."""
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
@@ -361,23 +356,3 @@ def test_a_fit_that_never_joins_is_named(why):
     with pytest.raises(ConfigError, match="Client 1: its fit ended before it had joined. .*drop_last=True") as error:
         hub.run()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_a_site_of_two_processes_is_one_client(tmp_path):
-    command = [sys.executable, str(Path(__file__).with_name("ddp_site.py")), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    came = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert came.returncode == 0, came.stderr
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert (first["samples"], first["exchanged"], first["epochs"]) == (8, 3, 3)
-    assert (second["samples"], second["exchanged"], second["epochs"]) == (None, 0, 3)
-    assert first["weight"] == second["weight"]
-    assert first["fits"] == second["fits"]  # of a hub, which every process has
-    assert first["rounds"] == 2
-
-
-def test_processes_that_do_not_hold_the_same_are_refused():
-    trainer = SimpleNamespace(current_epoch=0, world_size=2, strategy=SimpleNamespace())
-    with pytest.raises(MisconfigurationException, match=r"2 processes needs strategy='ddp' .*Trainer\(devices=1\)"):
-        FederatedLoop(Ends()).on_train_start(trainer, PlainModule())

@@ -45,6 +45,7 @@ class FedDBE(Classifying):
     """
 
     needs_automatic = "adds a term to the loss"
+    needs_one_process = "averages the features of its batches"
     needs_labels = ""
 
     shares = EVERYTHING

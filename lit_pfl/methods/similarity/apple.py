@@ -52,6 +52,7 @@ class APPLE(Client):
     """
 
     needs_automatic = "takes gradients by the weights of a sum of models"
+    needs_one_process = "takes gradients of its own by the weights of a sum of models"
     may_unfreeze = False
 
     shares = EVERYTHING

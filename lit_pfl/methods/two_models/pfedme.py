@@ -45,6 +45,7 @@ class PFedMe(TwoModels):
     """
 
     needs_automatic = "takes inner steps on one loss"
+    needs_one_process = "takes inner steps of its own on every batch"
 
     def __init__(
         self,
