@@ -7,6 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 
 @contextmanager
 def replacing(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
@@ -61,6 +66,11 @@ def link_or_copy(path: Path, new: Path) -> None:
     unfinished.replace(new)
 
 
+def opened(folder: Path) -> int:
+    """Open a folder to :func:`lock` it; return a descriptor. Windows opens no folders; there it is of nothing."""
+    return os.open(os.devnull if fcntl is None else folder, os.O_RDONLY)
+
+
 def lock(file: int | BinaryIO, shared: bool = False) -> bool:
     """Lock a file or folder for as long as it is open and its process lives, in place of a former lock.
 
@@ -69,10 +79,10 @@ def lock(file: int | BinaryIO, shared: bool = False) -> bool:
         shared: whether others may have such a lock too; then it waits for a lock that is not shared.
 
     Returns:
-        Whether it is locked now, and nobody else has it. A file system without locks says that always.
+        Whether it is locked now, and nobody else has it. A file system without locks says that always, and Windows.
     """
-    import fcntl  # POSIX only
-
+    if fcntl is None:
+        return True
     try:
         fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

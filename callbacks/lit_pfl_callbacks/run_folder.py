@@ -108,7 +108,7 @@ class RunLogger(CSVLogger):
         """Look whether the run can continue its ``metrics.csv``: a Trainer calls this before a run's first batch."""
         path = Path(self.log_dir) / "metrics.csv"
         rows = checked_rows(path, ["round"])
-        lines = len(path.read_text().splitlines()) if path.exists() else 1
+        lines = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 1
         if lines != 1 + len(rows):  # it is written whole, never in part
             rank_zero_warn(
                 f"{path}: was cut off after line {min(lines, 1 + len(rows))}; the run continues without the rest."

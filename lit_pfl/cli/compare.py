@@ -154,7 +154,7 @@ def _root(configs: list[str]) -> str | None:
 def _contents(config: str) -> list[dict[str, Any]]:
     """Return the options of a configuration file and of its fragments, or of YAML."""
     files = with_fragments(config) if located(config) else []
-    texts = [Path(file).read_text() for file in files] or [config]
+    texts = [Path(file).read_text(encoding="utf-8") for file in files] or [config]
     try:
         return [content for text in texts if isinstance(content := yaml.safe_load(text), dict)]
     except yaml.YAMLError as error:

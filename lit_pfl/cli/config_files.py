@@ -71,7 +71,7 @@ def with_fragments(file: str, above: tuple[Path, ...] = ()) -> list[str]:
     if path is None:
         return [file]
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not YAML: {error}") from None
     except UnicodeDecodeError:

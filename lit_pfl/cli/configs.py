@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     if name in names():
         file = Path(f"{name.rpartition('/')[2]}{ENDING}")
         try:
-            with file.open("x") as copy:
+            with file.open("x", encoding="utf-8") as copy:
                 copy.write(copied(name))
         except FileExistsError:
             raise ConfigError(f"configs: {file} already exists in this folder; rename or move it first.") from None
@@ -58,7 +58,7 @@ def listing(within: list[str], folder: str) -> list[str]:
 
 def about(name: str) -> str:
     """Return the first sentence of the comment that a configuration begins with."""
-    lines = (FOLDER / f"{name}{ENDING}").read_text().splitlines()
+    lines = (FOLDER / f"{name}{ENDING}").read_text(encoding="utf-8").splitlines()
     comment = " ".join(line[2:] for line in takewhile(re.compile(r"# \S").match, lines))
     return re.split(r"\.\s+(?=[A-Z])", comment)[0].rstrip(".:")  # not at "Fig. 7"
 
@@ -73,4 +73,4 @@ def copied(name: str) -> str:
     def line(found: re.Match[str]) -> str:
         return re.sub(rf"[\w./-]+{ENDING}", anywhere, found[0])
 
-    return re.sub(r"^fragments: .*$", line, source.read_text(), flags=re.MULTILINE)
+    return re.sub(r"^fragments: .*$", line, source.read_text(encoding="utf-8"), flags=re.MULTILINE)

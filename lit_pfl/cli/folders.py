@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl_callbacks import RunLogger, run_folder
-from lit_pfl_callbacks.files import lock
+from lit_pfl_callbacks.files import lock, opened
 from lit_pfl_callbacks.run_folder import RUNS, checked_rows
 
 #: how a configuration begins that a run has written
@@ -85,7 +85,7 @@ def _refuse_a_run_in(folder: Path, option: str) -> None:
         how = f"Continue it by --ckpt_path {checkpoints[0]}"
     elif (folder / "metrics.csv").exists() and not _first_round(folder / "metrics.csv"):
         how = "It has no checkpoint to continue from; move it away"
-    elif config.exists() and not config.read_text(errors="replace").startswith(OF_A_RUN):
+    elif config.exists() and not config.read_text(encoding="utf-8", errors="replace").startswith(OF_A_RUN):
         raise ConfigError(f"{option}: {config} is not of a run, and would be overwritten; choose another folder.")
     else:
         return
@@ -151,7 +151,7 @@ def alone_in(folder: Path, made: bool) -> Iterator[None]:
     Raises:
         ConfigError: when another process has it.
     """
-    handle = os.open(folder, os.O_RDONLY)
+    handle = opened(folder)
     try:
         if not lock(handle):
             raise ConfigError(f"Another process is at work in {folder}; wait for it, or choose another folder.")

@@ -76,7 +76,7 @@ def families() -> dict[str, dict[str, str]]:
     All is read from the sources: importing them takes seconds.
     """
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse((METHODS / "__init__.py").read_text()).body:
+    for node in ast.parse((METHODS / "__init__.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module:
             family, file = node.module.split(".")[-2:]
             about = first_line(METHODS / family / f"{file}.py").partition(": ")

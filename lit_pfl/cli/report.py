@@ -81,7 +81,7 @@ def read(folder: Path) -> Run:
     """
     path = latest_config(folder)
     try:
-        config: Any = yaml.safe_load(path.read_text()) if path.exists() else {}
+        config: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"runs: {path} is not YAML: {error}") from None
     named = by_name(of_a_run(config if isinstance(config, dict) else {}))

@@ -29,6 +29,8 @@ RECORD, OUTPUT = "job.json", "output.txt"
 FIT = [sys.executable, "-P", "-m", "lit_pfl", "fit"]
 #: seconds between two looks at a run, and those that a run has to end in when it is asked to
 PAUSE, PATIENCE = 0.1, 60.0
+#: how a process ends that was asked to stop: by SIGTERM or SIGKILL, by an exit for the former, or as Windows ends one
+STOPPED = (-15, -9, 128 + 15, *([1] if os.name == "nt" else []))
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,9 @@ def _run(job: Job, environment: dict[str, str], stop: threading.Event) -> Job | 
         _write_record(job, done=code == 0, seconds=seconds)
     if code == 0:
         return Outcome(job, "done", seconds)
-    if asked and code in (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM):
+    if asked and code in STOPPED:
         return Outcome(job, "stopped", seconds)
-    lines = (job.folder / OUTPUT).read_text(errors="replace").split("\n")
+    lines = (job.folder / OUTPUT).read_text(encoding="utf-8", errors="replace").split("\n")
     said = next((line.strip() for line in reversed(lines) if line.strip()), f"it ended with code {code}")
     return Outcome(job, "failed", seconds, said)
 
@@ -193,7 +195,7 @@ def _is_done(job: Job) -> bool:
 def _record(job: Job) -> dict[str, Any]:
     """Return what was last noted of a job; empty where nothing was."""
     try:
-        return json.loads((job.folder / RECORD).read_text())
+        return json.loads((job.folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 

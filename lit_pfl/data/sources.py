@@ -272,12 +272,12 @@ class TinyImageNet(_TorchvisionData):
         folder = Path(self.root) / "tiny-imagenet-200"
         if self.download and not (folder / "wnids.txt").is_file():
             download_and_extract_archive(self.address, self.root, md5=self.md5)
-        names = sorted((folder / "wnids.txt").read_text().split())
+        names = sorted((folder / "wnids.txt").read_text(encoding="utf-8").split())
         train = []
         for c, name in enumerate(names):
             files = sorted((folder / "train" / name / "images").iterdir())
             train += [(file, c) for file in files]
-        lines = [line.split() for line in (folder / "val/val_annotations.txt").read_text().splitlines()]
+        lines = [line.split() for line in (folder / "val/val_annotations.txt").read_text(encoding="utf-8").splitlines()]
         return [train, [(folder / "val/images" / file, names.index(name)) for file, name, *_ in lines]]
 
     def load(self) -> ImageSet:  # noqa: D102

@@ -30,7 +30,7 @@ from lit_pfl.lightning_internals.state_files import (
     references_to,
     referred_to,
 )
-from lit_pfl_callbacks.files import link_or_copy, lock, replacing
+from lit_pfl_callbacks.files import link_or_copy, lock, opened, replacing
 
 #: how many clients' files are in one folder
 EACH = 1000
@@ -66,7 +66,7 @@ class StateFiles:
                 "federation.engine.awake."
             ) from None
         self.folder = folder.resolve()
-        self._handle = os.open(self.folder, os.O_RDONLY)
+        self._handle = opened(self.folder)
         weakref.finalize(self, os.close, self._handle)
         # what is there although no other run is at work is of processes that have ended: see _sweep
         self._found = set(self.folder.glob("*/*")) if lock(self._handle) else set()
