@@ -161,7 +161,7 @@ SLOW = {"deadline": Deadline(9, speeds=Speeds(spread=0.8, variation=0.6)), "quor
 FIRST = Deadline(1000, wanted=2, speeds=Speeds(spread=0.8, variation=0.6))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "options"),
     [

@@ -162,6 +162,7 @@ def test_the_same_logits_by_onnx_runtime_and_in_a_process_without_this_library(t
     )
 
 
+@pytest.mark.slow
 @with_onnx
 def test_the_five_lines_name_the_class_in_the_clients_own_order(tmp_path):
     """Without this library, from a picture file, larger than the model's images and in colour."""

@@ -49,6 +49,7 @@ def test_adapters(capsys):
     assert f"{results['alone'][0]:.3f}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_private_samples(capsys):
     pytest.importorskip("opacus")
     results = run("private_samples.py", rounds=2)
@@ -84,6 +85,7 @@ def test_pictures_of_neurons(tmp_path):
         assert (tmp_path / name).stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_writers(capsys):
     pytest.importorskip("datasets")
     run("writers.py", rounds=1)

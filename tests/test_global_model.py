@@ -37,6 +37,7 @@ def test_scoring_it_changes_nothing():
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
 def test_fedma_has_one_when_all_its_layers_are_done():
     def layers(network: nn.Module) -> int:
         return len([m for m in network.modules() if isinstance(m, nn.Conv2d | nn.Linear)])

@@ -114,7 +114,7 @@ def leaves(part: Any, at: str = "") -> Iterator[str]:
         yield from leaves(value, whole) if isinstance(value, dict) else [whole]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("paper", "name"), TABLES)
 def test_every_row_and_every_column_makes_a_method_and_data(tables, make, paper, name):
     """Every row with some column and every column with some row; that they go together in any way is the next test."""

@@ -158,7 +158,7 @@ def test_no_callback_is_left_out():
     assert set(DOES) == set(KINDS)
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("make", [boring, logs, geo])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_works_or_says_once_what_it_waits_for(kind, make, tmp_path):

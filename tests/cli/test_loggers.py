@@ -149,6 +149,7 @@ def test_tensorboard_gets_scalars_pictures_and_options(capsys):
     assert yaml.safe_load((folder / "hparams.yaml").read_text())["model"]["class"] == "SimFed"
 
 
+@pytest.mark.slow
 def test_mlflow_gets_the_same(capsys):
     pytest.importorskip("mlflow")
     pytest.importorskip("alembic")  # of the smaller mlflow-skinny, what its data base needs
@@ -189,6 +190,7 @@ def test_the_run_folder_is_the_one_that_is_asked_for(capsys):
     finish()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["7", "2026_11_28"])
 def test_a_run_folder_may_be_called_by_a_number(name, capsys):
     words = ["fit", *TINY, f"--folder=seeds/{name}", "--ckpt_path=last"]

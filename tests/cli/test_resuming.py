@@ -76,7 +76,7 @@ def refused(capsys, folder: Path, words: list[str], named: str) -> None:
     assert contents(folder) == before
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "words",
     [
@@ -124,7 +124,7 @@ def test_a_resume_as_another_run_is_refused_by_the_option_that_differs(words, ru
     assert not (runs.one.parent / "version_1").exists()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -466,6 +466,7 @@ def test_a_damaged_table_is_refused_before_a_round_is_computed(command, name, co
     refused(capsys, run, [command, *resume(run)[1:]], f"run/{name}: {said}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("empty", [True, False])
 def test_metrics_that_were_cut_off_lose_a_line_and_not_the_run(empty, run, capsys):
     path = run / "metrics.csv"
@@ -477,7 +478,7 @@ def test_metrics_that_were_cut_off_lose_a_line_and_not_the_run(empty, run, capsy
     assert [row["round"] for row in rows(path)][-1] == "3"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["communication", "times", "sparsity", "similarity", "matching", "embeddings"])
 def test_a_damaged_table_of_a_callback_is_refused_before_a_round_is_computed(name, run, capsys):
     path = run / f"{name}.csv"

@@ -57,7 +57,7 @@ def whole(tmp_path_factory) -> Path:
     return folder / "SimFed-Digits/version_0"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("hook", "signum", "rounds"),
     [

@@ -325,7 +325,7 @@ def test_domains_on_the_command_line(groups):
     assert len(read(Path("runs/FedAvg-Digits/version_0/clients.csv"))) == 12
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fragment", ["domains", "superclasses"])
 def test_the_configurations_of_domains(fragment, real_data):
     config = Path(__file__).parents[2] / f"configs/data/{fragment}.yaml"

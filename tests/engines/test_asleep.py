@@ -141,7 +141,7 @@ class StopsInRound3(L.Callback):
             raise Stopped
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("before", "after"), [(2, 2), (None, 2), (2, None), pytest.param(2, 3, marks=pytest.mark.slow)]
 )
@@ -372,7 +372,7 @@ if __name__ == "__main__":
 AFTER = {"evaluate": "after", "keep_trained": False}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "kept"),
     [
@@ -394,6 +394,7 @@ def test_what_replies_replace_is_not_in_a_file(tmp_path, method, kept):
         assert kept <= names <= kept | {f"body.1.{name}" for name in NORM_STATISTICS}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, None), (None, 1)])
 def test_such_a_run_is_resumed_with_and_without_sleep(tmp_path, before, after):
     whole = fit(tmp_path / "whole", evaluate="after")

@@ -86,7 +86,7 @@ class Finetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.learner.head, optimizer)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "learner", "callbacks"),
     [
@@ -123,6 +123,7 @@ class Annealed(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [FedAvg, FedPer])
 def test_a_validation_may_ask_for_steps_and_rates(tmp_path, kind):
     whole = fit(kind(learner=Annealed()), rounds=4)

@@ -37,7 +37,7 @@ def assert_close(one, other):
         assert (a.client, a.round, a.model, a.n) == (b.client, b.round, b.model, b.n)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "method",
     [
@@ -85,7 +85,7 @@ def own_state(module):
     return copied(module.state_dict())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("channels_last", [None, True])
 @pytest.mark.parametrize("method", [M.FedAvg, M.SimFed])
 def test_clients_that_sleep_come_to_the_same_bits(method, channels_last, tmp_path):

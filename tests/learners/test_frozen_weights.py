@@ -125,6 +125,7 @@ def test_all_frozen_is_refused():
         fit(FedPer(learner=Pretrained(), shares="head", personal_layers=1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [FedAvg, StandAlone, Ditto])
 def test_what_is_unfrozen_later_travels_from_then_on_and_a_resumed_run_is_the_same(tmp_path, method):
     def run(folder, rounds, ckpt_path=None):

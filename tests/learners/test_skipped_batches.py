@@ -94,7 +94,7 @@ def run(method, spoilt, **options):
     return federation
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_skipped_batches_leave_no_trace(method, lean):

@@ -329,6 +329,7 @@ def test_factors_are_found_by_their_names():
     assert lora_factors(nn.Linear(2, 2)) == {}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", [FFALoRA, FedIT, FedSALoRA, partial(FlexLoRA, ranks=[4, 2]), FedDPA])
 def test_around_peft_of_transformers(method, monkeypatch):
     pytest.importorskip("peft")

@@ -73,7 +73,7 @@ def test_separate_personal_epochs_equal_the_formulas(personal_epochs):
         assert_close(member.personal.backbone, v[k])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("client_trainer", TRAINERS)
 @pytest.mark.parametrize("permuted", [False, True])
 def test_the_common_model_is_fedavg_s_bit_for_bit(client_trainer, permuted):
@@ -86,7 +86,7 @@ def test_the_common_model_is_fedavg_s_bit_for_bit(client_trainer, permuted):
     assert ditto.traffic.state_dict() == fedavg.traffic.state_dict()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("client_trainer", TRAINERS)
 @pytest.mark.parametrize("batch_size", [2000, 64], ids=["full batches", "batches"])
 def test_without_the_pull_it_is_stand_alone_bit_for_bit(client_trainer, batch_size):
@@ -105,6 +105,7 @@ def test_clipping_does_bite_there():
     assert not torch.equal(plain.clients[0].backbone.head.weight, clipped.clients[0].backbone.head.weight)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("l1_mode", ["subgradient", "proximal"])
 def test_factorized_models_are_those_of_fedavg_and_stand_alone(l1_mode):
     factorization = Factorization(l1=1e-2, l1_mode=l1_mode)

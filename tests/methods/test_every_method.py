@@ -25,7 +25,7 @@ METHODS = sorted(
 MADE_BY = {"backbone": "make_backbone", "scheduler": "make_scheduler"}
 
 
-#: what every method is tried in by default, and what those of the papers are too, and others with `pytest -m slow`
+#: what every method is tried in by default, and what with `pytest -m slow`
 FIRST = "two_rounds_are_logged"
 SECOND = "resumed_equals_uninterrupted"
 
@@ -33,7 +33,7 @@ SECOND = "resumed_equals_uninterrupted"
 def told(name: str, *values: Any, check: str = "") -> Any:
     """Return a method, with whatever else a test is given, as a parameter."""
     of_the_papers = name in OF_THE_PAPERS
-    default = name in ALWAYS or check == FIRST or (of_the_papers and check == SECOND)
+    default = name in ALWAYS or check == FIRST
     slow = of_the_papers or check == SECOND
     return pytest.param(name, *values, marks=() if default else pytest.mark.slow if slow else pytest.mark.full)
 
@@ -67,7 +67,7 @@ def test_every_method(name, check):
     check(MethodTester(partial(configured, name)))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("check", METHOD_CHECKS[1:2], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", [told(name) for name in METHODS if name not in ("FedMA", "StandAlone")])
 def test_every_method_without_what_is_to_stay_at_home(name, check):
@@ -84,7 +84,7 @@ def test_every_method_without_what_is_to_stay_at_home(name, check):
     check(tester)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [told(name) for name in METHODS])
 def test_two_rounds_from_its_own_configuration(name, tmp_path):
     config = CONFIGS / f"{name.lower()}.yaml"

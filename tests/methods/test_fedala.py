@@ -77,6 +77,7 @@ def test_the_first_time_ends_whatever_the_losses():
     assert all(member.begun for member in federation.clients.values())
 
 
+@pytest.mark.slow
 def test_weights_stay_between_0_and_1_and_an_evaluation_leaves_them():
     federation = run(client(FedALA, eta=100.0), rounds=3, participation=0.5)
     for member in federation.clients.values():

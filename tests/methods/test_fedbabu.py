@@ -20,6 +20,7 @@ def heads(federation):
     return [{n: t for n, t in state.items() if ".head." in n} for state in weights(federation).values()]
 
 
+@pytest.mark.slow
 def test_the_head_stays_as_it_was_whatever_the_optimizer():
     short = run(client(FedBABU, optimizer=decaying), rounds=1)
     federation = run(client(FedBABU, optimizer=decaying), rounds=3)

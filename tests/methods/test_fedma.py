@@ -364,7 +364,7 @@ class Widths(L.Callback):
         self.elements.append(federation.traffic.elements)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_clients", "partition"), [(16, BalancedDirichlet(0.5)), (10, ClassShards(3, deal="mixed"))]
 )
@@ -459,6 +459,7 @@ def test_with_nobody_left_the_sub_round_is_tried_again():
         assert {n: (t.shape, t.dtype) for n, t in client.upload().items()} == server.layout(0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"participation": 0.5}, {"participation": 1, "evaluate": "after"}])
 def test_it_runs_with_whoever_takes_part(options):
     federation = run(fedma(), digits(4), rounds=2 * DEPTH + 1, **options)

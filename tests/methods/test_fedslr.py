@@ -86,7 +86,7 @@ def by_the_algorithms(
 OPTIONS = {"lam": 3e-3, "mu": 3e-3, "eta_g": 5.0}
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "options",
     [
@@ -262,6 +262,7 @@ class WithoutBiases(Backbone):
         super().__init__(body, nn.Linear(144, classes, bias=False))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("p_init", ["zero", "copy"])
 def test_with_nothing_common_a_client_learns_only_if_p_starts_as_a_copy(p_init):
     """Table 7: after round 1 all matrices of w are zero, and if p is zero too, so is every gradient."""

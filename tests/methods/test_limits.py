@@ -67,7 +67,7 @@ CASES: list[tuple[type[Client], dict[str, Any], type[Client], dict[str, Any], di
 ]  # fmt: skip
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("method", "options", "other", "its_options", "settings", "same"),
     CASES,

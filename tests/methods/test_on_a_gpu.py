@@ -158,7 +158,7 @@ def test_the_device_s_random_numbers_are_put_back(device):
     assert torch.rand(3, device=device).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=GPU)])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=GPU)])
 def test_the_command_line(tmp_path, device):
     run = tmp_path / "run"
     few = ["--trainer.max_epochs=2", "--data.num_clients=3", "--trainer.enable_progress_bar=false"]

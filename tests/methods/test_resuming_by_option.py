@@ -56,7 +56,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "check", [resumed_equals_uninterrupted, clients_that_do_not_take_part_stay_as_they_are], ids=lambda c: c.__name__
 )

@@ -66,6 +66,7 @@ def test_without_a_mask_a_dense_start_is_the_best_approximation_alone(form, pi):
     np.testing.assert_allclose(made, (left[:, :2] * values[:2]) @ right[:2], atol=1e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dense_start_of_a_network_is_that_network(name):
     model = MODELS[name]().eval()
