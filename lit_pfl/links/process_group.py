@@ -37,6 +37,9 @@ class ProcessGroupLink:
     The process of rank r is client r; that of rank 0 is the server too, whenever its own client waits. What is sent is
     encoded as it is counted. Every process makes one link, with the same options, and gives it to one fit.
 
+    Sites that are started one by one say with ``rank``, ``size`` and ``address`` who they are and where they meet. Then
+    a site's Trainer may have several processes (``strategy="ddp"``), of which the first one uses the link.
+
     Without ``rounds`` fits end by themselves, all after as many rounds; the last thing that each does is to load the
     reply of its last round. With ``rounds`` the link ends them, as they were trained in their last round.
 
@@ -50,6 +53,9 @@ class ProcessGroupLink:
         quorum: the share of a round's uploads that must be usable.
         seed: seed of what is drawn.
         timeout: seconds to wait for another process, as for one whose client takes longer, before giving up.
+        rank: this site's number, from 0; by default that of the process.
+        size: number of sites; by default that of the processes.
+        address: ``host:port``, where the site of rank 0 can be reached; by default as the processes were told.
         others: refused; those of a :class:`~lit_pfl.Federation` with what is different here.
 
     Attributes:
@@ -57,8 +63,8 @@ class ProcessGroupLink:
 
     Raises:
         ConfigError: for options that do not go together, and where nothing has started several processes, or they train
-            one model (``strategy="ddp"``); in all processes, when they do not train by the same method, for as many
-            epochs a round, and from the same round.
+            one model (``strategy="ddp"``) and do not say which site they are; in all processes, when they do not train
+            by the same method, for as many epochs a round, and from the same round.
         ConnectionError: when another process is gone, or does not answer.
 
     Example::
@@ -69,7 +75,6 @@ class ProcessGroupLink:
     """
 
     coordinator: Coordinator
-    in_every_process = True  # each is a client, and would wait for the others for ever if one spoke for all
 
     def __init__(
         self,
@@ -79,6 +84,9 @@ class ProcessGroupLink:
         quorum: float = 0.5,
         seed: int = 0,
         timeout: float = 1800.0,
+        rank: int | None = None,
+        size: int | None = None,
+        address: str | None = None,
         **others: object,
     ) -> None:
         waits = (
@@ -93,13 +101,17 @@ class ProcessGroupLink:
             raise ConfigError("rounds: clients that wait for their turn cannot count rounds; say how many there are.")
         if rounds is not None and rounds < 1:
             raise ConfigError(f"rounds={rounds}: give 1 or more.")
+        self._site = None if (rank, size, address) == (None, None, None) else _site(rank, size, address)
+        # else each is a client, and would wait for the others for ever if one spoke for all
+        self.in_every_process = self._site is None
         self.server, self.rounds, self.participation = server, rounds, participation
         self.quorum, self.timeout = quorum, timeout
         self.draws = Draws(seed)
         self._state: dict[str, Any] | None = None  # of a run that goes on
         self._processes: Processes | None = None
         self._refused: dict[int, tuple[int, str]] = {}  # what clients are told with their next replies: round, reason
-        be_rank_zero()  # each process has a training of its own
+        if self.in_every_process:
+            be_rank_zero()  # each has a training of its own
 
     # --------------------------------------------------------------------------------------------------- every process
 
@@ -110,14 +122,16 @@ class ProcessGroupLink:
 
     def join(self, info: JoinInfo) -> Mapping[str, Tensor] | None:
         """Find the others and report; wait for the first turn."""
-        if info.processes > 1:
+        if info.processes > 1 and self.in_every_process:
             raise ConfigError(
                 f"ProcessGroupLink: each process is a client of its own, but this Trainer has {info.processes} that "
-                "train one model; give Trainer(devices=1) and no strategy."
+                "train one model; give Trainer(devices=1) and no strategy, or say by rank, size and address which site "
+                "they are."
             )
         self._limit = max(FROM_FACTORS, sum(tensor.numel() for tensor in info.tensors.values()))
         if self._processes is None:
-            self._processes = _started_together(self.timeout)
+            where = _started_together() if self._site is None else self._site
+            self._processes = Processes(*where, self.timeout, by_torchrun=self._site is None)
         if self._processes.rank != 0:
             words = {name: getattr(info, name) for name in ALIKE}
             self._send(0, as_payload(info.tensors), num_samples=info.num_samples, **words)
@@ -252,17 +266,33 @@ class ProcessGroupLink:
         self._state = state
 
 
-def _started_together(timeout: float) -> Processes:
+def _started_together() -> tuple[int, int, str, int]:
+    """Return rank, number of processes, address and port as whatever has started this process says."""
     missing = [name for name in TORCHRUN if name not in os.environ]
     cluster = next((kind() for kind in CLUSTERS if kind.detect()), None) if "RANK" in missing else None
     if cluster is not None and cluster.world_size() > 1:  # a job of one task has not started them
-        return Processes(cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port, timeout)
+        return cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port
     if missing:
         raise ConfigError(
             f"ProcessGroupLink: {missing[0]} is not in the environment; start the script with torchrun "
-            "--nproc-per-node N, or with srun in a job of several tasks."
+            "--nproc-per-node N, or with srun in a job of several tasks, or give rank, size and address."
         )
     rank, size, address, port = (os.environ[name] for name in TORCHRUN)
     if not 0 <= int(rank) < int(size):
         raise ConfigError(f"ProcessGroupLink: RANK={rank} and WORLD_SIZE={size}: ranks are from 0 to {int(size) - 1}.")
-    return Processes(int(rank), int(size), address, int(port), timeout)
+    return int(rank), int(size), address, int(port)
+
+
+def _site(rank: int | None, size: int | None, address: str | None) -> tuple[int, int, str, int]:
+    """Return what is said of a site, as of a process."""
+    if rank is None or size is None or address is None:
+        raise ConfigError(
+            f"ProcessGroupLink(rank={rank}, size={size}, address={address!r}): a site that is started alone needs "
+            "all three."
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"address={address!r}: give host:port of the site of rank 0, such as 10.0.0.1:29600.")
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank={rank} and size={size}: ranks are from 0 to {size - 1}.")
+    return rank, size, host, int(port)

@@ -32,16 +32,19 @@ class Processes:
         address: where process 0 can be reached.
         port: likewise.
         timeout: seconds to wait for another process before giving up.
+        by_torchrun: whether torchrun has started them, and may be there for process 0.
 
     Raises:
         ConnectionError: when the others do not come.
     """
 
-    def __init__(self, rank: int, size: int, address: str, port: int, timeout: float = 1800.0) -> None:
+    def __init__(
+        self, rank: int, size: int, address: str, port: int, timeout: float = 1800.0, by_torchrun: bool = False
+    ) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         limit = timedelta(seconds=timeout)
         try:
-            meeting_place = _meeting_place(address, port, rank == 0, limit)
+            meeting_place = _meeting_place(address, port, rank == 0, limit, by_torchrun)
             number = meeting_place.add(f"groups of {rank}", 1)  # all processes make their groups in the same order
             self._store = PrefixStore(f"lit_pfl {number}", meeting_place)
             self._store.set(f"{rank} is here", "")
@@ -103,12 +106,12 @@ class Processes:
 
 
 @cache  # for as long as this process lives: another group may meet there later
-def _meeting_place(address: str, port: int, serves: bool, timeout: timedelta) -> Store:
+def _meeting_place(address: str, port: int, serves: bool, timeout: timedelta, by_torchrun: bool) -> Store:
     """Return the store in which processes find each other: torchrun's where it has one, or that of process 0."""
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_store = by_torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
-        address, port, is_master=serves and not by_torchrun, wait_for_workers=False, multi_tenant=True, timeout=timeout
+        address, port, is_master=serves and not has_store, wait_for_workers=False, multi_tenant=True, timeout=timeout
     )
-    if not by_torchrun:
+    if not has_store:
         return store
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from lit_pfl import Client, Federation, Payload, Server
 from lit_pfl.core.asynchronous import FedBuff
 from lit_pfl.errors import ConfigError
-from lit_pfl.links import ProcessGroupLink, process_group
+from lit_pfl.links import LocalHub, ProcessGroupLink, process_group
 from lit_pfl.methods import FedAvg, Scaffold
 from lit_pfl_callbacks import FederatedLoop, JoinInfo
 from tiny import assert_equal, digits, trainer
@@ -27,6 +28,7 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples" / "torchrun"
 sys.path.append(str(EXAMPLES))
 sys.path.append(str(HERE))
+from ddp_site_of_a_group import fit_site, site_module  # noqa: E402
 from methods_on_link import CLIENTS, METHODS, PARTICIPATION, ROUNDS, SEED  # noqa: E402
 from project import MyModule, my_data  # noqa: E402
 
@@ -132,6 +134,9 @@ def test_the_example_changes_no_more_than_the_callback():
         ),
         ({"asynchronous": FedBuff()}, r"ProcessGroupLink\(asynchronous=...\): only a Federation has simulated time"),
         ({"privacy": None}, "only a Federation protects uploads"),
+        ({"rank": 0}, r"ProcessGroupLink\(rank=0, size=None, address=None\): .* needs all three"),
+        ({"rank": 0, "size": 2, "address": "localhost"}, "address='localhost': give host:port of the site of rank 0"),
+        ({"rank": 2, "size": 2, "address": "localhost:7"}, "rank=2 and size=2: ranks are from 0 to 1"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):
@@ -165,7 +170,8 @@ def test_processes_of_slurm_find_each_other_by_what_slurm_says(monkeypatch):
     for name, value in said.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # Lightning sets some, which are to go again
+        monkeypatch.delenv(name)
     started = Mock(side_effect=ConnectionError)
     monkeypatch.setattr(process_group, "Processes", started)
     with pytest.raises(ConnectionError):
@@ -184,6 +190,32 @@ def test_processes_of_slurm_find_each_other_by_what_slurm_says(monkeypatch):
 def test_processes_that_train_one_model_are_no_clients():
     with pytest.raises(ConfigError, match=r"this Trainer has 2 that train one model; give Trainer\(devices=1\)"):
         ProcessGroupLink().join(JoinInfo(1, {"w": torch.ones(1)}, processes=2))
+
+
+@pytest.mark.slow
+def test_sites_of_two_processes_each_come_to_what_sites_of_one_do(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [sys.executable, str(HERE / "ddp_site_of_a_group.py"), address, str(tmp_path)]
+    # started by torchrun or by hand: what started a site's own processes is not asked for the other sites
+    by_torchrun = [words[0], "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *words[1:]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen([*command, str(site)], env=environment, stderr=subprocess.PIPE, text=True)
+        for site, command in enumerate([words, by_torchrun])
+    ]
+    for one in started:
+        _, errors = one.communicate(timeout=600)
+        assert one.returncode == 0, errors
+    hub = LocalHub()
+    modules = [site_module(site) for site in range(2)]
+    for site, module in enumerate(modules):
+        hub.add(site, lambda site=site, module=module: fit_site(hub.link, module, site))
+    hub.run()
+    for site, module in enumerate(modules):
+        for rank in range(2):
+            torch.testing.assert_close(dict(torch.load(tmp_path / f"{site}_{rank}.pt")), dict(module.state_dict()))
 
 
 class Wire:
