@@ -28,11 +28,11 @@ def check_alike(trainer: L.Trainer, module: L.LightningModule) -> None:
     Raises:
         MisconfigurationException: in all processes, when a weight's norm differs by more than rounding.
     """
-    if trainer.world_size == 1:
-        return
     weights = {name: weight.detach() for name, weight in module.named_parameters() if weight.requires_grad}
-    norms = torch.tensor([float(weight.double().norm()) for weight in weights.values()], dtype=torch.float64)
-    of_all = trainer.strategy.all_gather(norms.to(module.device))  # (processes, weights)
+    if trainer.world_size == 1 or not weights:
+        return
+    norms = torch.stack([torch.linalg.vector_norm(weight).double() for weight in weights.values()])
+    of_all = trainer.strategy.all_gather(norms)  # (processes, weights)
     alike = torch.isclose(of_all, of_all[:1], rtol=1e-3, atol=1e-6, equal_nan=True).all(0)
     if other := next((name for name, same in zip(weights, alike.tolist(), strict=True) if not same), None):
         raise MisconfigurationException(
