@@ -28,8 +28,10 @@ def check_alike(trainer: L.Trainer, module: L.LightningModule) -> None:
     Raises:
         MisconfigurationException: in all processes, when a weight's norm differs by more than rounding.
     """
+    if trainer.world_size == 1:
+        return
     weights = {name: weight.detach() for name, weight in module.named_parameters() if weight.requires_grad}
-    if trainer.world_size == 1 or not weights:
+    if not weights:
         return
     norms = torch.stack([torch.linalg.vector_norm(weight).double() for weight in weights.values()])
     of_all = trainer.strategy.all_gather(norms)  # (processes, weights)

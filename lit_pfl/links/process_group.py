@@ -102,8 +102,6 @@ class ProcessGroupLink:
         if rounds is not None and rounds < 1:
             raise ConfigError(f"rounds={rounds}: give 1 or more.")
         self._site = None if (rank, size, address) == (None, None, None) else _site(rank, size, address)
-        # else each is a client, and would wait for the others for ever if one spoke for all
-        self.in_every_process = self._site is None
         self.server, self.rounds, self.participation = server, rounds, participation
         self.quorum, self.timeout = quorum, timeout
         self.draws = Draws(seed)
@@ -114,6 +112,11 @@ class ProcessGroupLink:
             be_rank_zero()  # each has a training of its own
 
     # --------------------------------------------------------------------------------------------------- every process
+
+    @property
+    def in_every_process(self) -> bool:
+        """Whether each process is a client, and would wait for the others for ever if one spoke for all."""
+        return self._site is None
 
     def take_server(self, module: Any) -> None:
         """Let a module under a method make its server, unless one was given."""
@@ -131,7 +134,7 @@ class ProcessGroupLink:
         self._limit = max(FROM_FACTORS, sum(tensor.numel() for tensor in info.tensors.values()))
         if self._processes is None:
             where = _started_together() if self._site is None else self._site
-            self._processes = Processes(*where, self.timeout, by_torchrun=self._site is None)
+            self._processes = Processes(*where, self.timeout, by_torchrun=self.in_every_process)
         if self._processes.rank != 0:
             words = {name: getattr(info, name) for name in ALIKE}
             self._send(0, as_payload(info.tensors), num_samples=info.num_samples, **words)

@@ -32,7 +32,7 @@ class Processes:
         address: where process 0 can be reached.
         port: likewise.
         timeout: seconds to wait for another process before giving up.
-        by_torchrun: whether torchrun has started them, and may be there for process 0.
+        by_torchrun: whether torchrun may have started them, which then has a place to meet already.
 
     Raises:
         ConnectionError: when the others do not come.
