@@ -1,9 +1,9 @@
 """The results of runs: a line each, in a file a paper, so that nothing is run twice."""
 
 import csv
-import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +14,7 @@ from tables import Run
 from torch import Tensor
 
 from lit_pfl.lightning_internals import read_checkpoint
-from lit_pfl_callbacks.files import replacing
+from lit_pfl_callbacks.files import lock, opened, replacing
 from lit_pfl_callbacks.run_folder import read_rows
 from lit_pfl_callbacks.states import with_states
 
@@ -54,9 +54,10 @@ class Results:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Wait for other runners that add a result."""
-    handle = os.open(folder, os.O_RDONLY)
+    handle = opened(folder)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        while not lock(handle):
+            time.sleep(0.05)
         yield
     finally:
         os.close(handle)
