@@ -296,7 +296,7 @@ def _site(rank: int | None, size: int | None, address: str | None) -> tuple[int,
     if not isinstance(rank, int) or not isinstance(size, int):
         raise ConfigError(f"rank={rank!r} and size={size!r}: give whole numbers.")
     host, _, port = str(address).rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"address={address!r}: give host:port of the site of rank 0, such as 10.0.0.1:29600.")
     if not 0 <= rank < size:
         raise ConfigError(f"rank={rank} and size={size}: ranks are from 0 to {size - 1}.")

@@ -136,6 +136,7 @@ def test_the_example_changes_no_more_than_the_callback():
         ({"privacy": None}, "only a Federation protects uploads"),
         ({"rank": 0}, r"ProcessGroupLink\(rank=0, size=None, address=None\): .* needs all three"),
         ({"rank": 0, "size": 2, "address": "localhost"}, "address='localhost': give host:port of the site of rank 0"),
+        ({"rank": 0, "size": 2, "address": "localhost:99999"}, "address='localhost:99999': give host:port of the site"),
         ({"rank": "0", "size": 2, "address": "localhost:7"}, "rank='0' and size=2: give whole numbers"),
         ({"rank": 2, "size": 2, "address": "localhost:7"}, "rank=2 and size=2: ranks are from 0 to 1"),
     ],
