@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_point
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE  # noqa: E402, F401 - imports Lightning before its warnings are set
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+STARTED = time.monotonic()
 torch.set_num_threads(1)  # the tests' networks are tiny, and more threads only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also in processes that tests start, beside other tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send it
@@ -30,9 +32,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the sizes of the campaigns, and where one begins."""
+    """Add the sizes of the campaigns, where one begins, and how long all may take."""
     parser.addoption("--campaign", type=int, default=10, help="seeded runs of tests/test_campaign.py (with -m slow)")
     parser.addoption("--first-seed", type=int, default=0, help="seed of the first of these runs")
+    parser.addoption("--minutes", type=float, default=float("inf"), help="skip tests that would begin after so many")
     parser.addoption(
         "--killed", type=int, default=3, help="seeded runs of tests/engines/test_ray_campaign.py (with -m slow)"
     )
@@ -52,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if i not in kept:
                 item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what would begin too late."""
+    if time.monotonic() - STARTED > 60 * (limit := item.config.getoption("minutes")):
+        pytest.skip(f"{limit:g} minutes are over (--minutes)")
 
 
 @pytest.fixture
