@@ -1,20 +1,18 @@
-"""Random numbers: the federation's draws, every client's own stream, and samples that are made the same every time."""
+"""Random numbers: the federation's draws, and every client's own stream."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import count
 from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from lit_pfl.errors import ConfigError
+from lit_pfl_callbacks.generators import OwnGenerators
 from lit_pfl_callbacks.random_state import torch_state_kept
 
 
@@ -94,7 +92,7 @@ def check_share(option: str, share: float, num_clients: int | None = None) -> No
 
 
 class RandomStream:
-    """The random state of one client: Python's, NumPy's and PyTorch's generators.
+    """The random state of one client: Python's, NumPy's and PyTorch's generators, and those that its loader has.
 
     Args:
         seed: the federation's seed.
@@ -109,16 +107,22 @@ class RandomStream:
             np.random.MT19937(words[2]),
             random.Random(words[3]).getstate(),
         )
+        #: generators of the client's own loader, which draw for nobody else while this stream is active
+        self.own = OwnGenerators(())
+        self._states: list[Any] | None = None  # of these; None: as they were at first
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and plain values."""
         numpy_state: Any = self._state.numpy.state
         key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
         position = int(numpy_state["state"]["pos"])
-        return {**self._state._asdict(), "numpy": [numpy_state["bit_generator"], key, position]}
+        own = {"own": self._states} if self._states else {}
+        return {**self._state._asdict(), "numpy": [numpy_state["bit_generator"], key, position], **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of :meth:`state_dict`."""
+        state = {**state}
+        self._states = state.pop("own", None)
         name, key, position = state["numpy"]
         generator = np.random.MT19937()
         generator.state = {"bit_generator": name, "state": {"key": key.numpy().astype(np.uint32), "pos": position}}
@@ -128,9 +132,11 @@ class RandomStream:
     def active(self) -> Iterator[None]:
         """Make this the process's random state, and leave it there: see :func:`random_state_kept`."""
         _set_random_state(self._state)
+        self.own.restore(self.own.initial if self._states is None else self._states)
         try:
             yield
         finally:
+            self._states = self.own.states()
             after = _get_random_state()
             self._state = after if after.cuda is not None else after._replace(cuda=self._state.cuda)
 
@@ -205,7 +211,8 @@ def same_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] == b[0] and all(map(np.array_equal, a[1], b[1])) and torch.equal(a[2], b[2])
 
 
-def _set_state(state: tuple[Any, ...]) -> None:
+def set_state(state: tuple[Any, ...]) -> None:
+    """Put such a state back."""
     python, numpy, pytorch = state
     random.setstate(python)
     np.random.set_state(numpy)  # noqa: NPY002
@@ -213,79 +220,20 @@ def _set_state(state: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def _draws_put_back() -> Iterator[None]:
+def draws_put_back() -> Iterator[None]:
+    """Put it back afterwards."""
     before = random_state()
     try:
         yield
     finally:
-        _set_state(before)
+        set_state(before)
 
 
 @contextmanager
 def fixed_draws(seed: int) -> Iterator[None]:
     """Seed those generators for a while, and put them back."""
-    with _draws_put_back():
+    with draws_put_back():
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
         torch.default_generator.manual_seed(seed)
         yield
-
-
-class FixedDraws(Dataset):
-    """A dataset whose sample i is the same every time, whatever the dataset draws at random to make it.
-
-    A batch of samples, where the dataset takes a list of their numbers, is fixed by the first of them.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, position: Any) -> Any:
-        with fixed_draws(position[0] if isinstance(position, list) else position):
-            return self.dataset[position]
-
-
-class FixedCall:
-    """A function that draws the same at every call, such as a ``collate_fn`` that masks or mixes."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        """Call it."""
-        with fixed_draws(0):
-            return self.function(*args)
-
-
-class FixedIteration:
-    """A loader whose batches are the same at every iteration, whatever is drawn at random to choose and to make them.
-
-    It draws from generators that are seeded again for every iteration, and leaves those of the process as they are. It
-    ends at the loader's length, as a Trainer does: some loaders begin again there, or never end.
-
-    Args:
-        loader: the loader.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        with fixed_draws(0):
-            batches, state = iter(self.loader), random_state()
-        length = sized_len(self.loader)
-        for _ in count() if length is None else range(length):
-            with _draws_put_back():
-                _set_state(state)
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-                state = random_state()
-            yield batch

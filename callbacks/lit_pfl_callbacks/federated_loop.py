@@ -105,7 +105,8 @@ class FederatedLoop(L.Callback):
     A Trainer of several processes (``strategy="ddp"``) is one client: its processes load what the first one is sent.
 
     A checkpoint that is saved at the end of a round contains the process's random state. A fit of one process that
-    resumes from it draws the same random numbers as without the interruption, unless its loader has persistent workers.
+    resumes from it draws the same random numbers as without the interruption, unless its loader has persistent workers;
+    also from a generator of the loader's own, as ``DataLoader(generator=...)``.
 
     Args:
         link: how the upload is sent, for example :class:`lit_pfl.links.LocalLink`.
@@ -197,7 +198,7 @@ class FederatedLoop(L.Callback):
         info = self._join_info(trainer, pl_module)
         with self._waiting():
             reply = self._answer(trainer, lambda: self.link.join(info))
-        self._draws.before_reply()
+        self._draws.before_reply(trainer.train_dataloader)
         self._load(trainer, pl_module, reply, trainer.current_epoch // self.every_n_epochs + 1)
         self._draws.after_reply(trainer)
 
@@ -274,9 +275,9 @@ class FederatedLoop(L.Callback):
         samples, completed = self._count_samples(trainer), trainer.current_epoch // self.every_n_epochs
         return JoinInfo(samples, shared, method, self.every_n_epochs, completed, trainer.world_size)
 
-    def _keep(self, pl_module: L.LightningModule) -> None:
+    def _keep(self, pl_module: L.LightningModule, loader: Any) -> None:
         """Keep what a reply may change, until an epoch trains from it."""
-        self._draws.keep()
+        self._draws.keep(loader)
         if not _decides(pl_module):
             return
         fixed = frozen_weights(pl_module)
@@ -332,7 +333,7 @@ class FederatedLoop(L.Callback):
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
             return
         self._tell(round, "down", reply)
-        self._keep(pl_module)
+        self._keep(pl_module, trainer.train_dataloader)
         if _decides(pl_module):
             pl_module.download(reply)
         else:

@@ -8,6 +8,8 @@ import lightning as L
 import numpy as np
 import torch
 
+from lit_pfl_callbacks.generators import OwnGenerators
+
 
 def torch_state_kept() -> AbstractContextManager[None]:
     """Put PyTorch's default generators back afterwards: that of the CPU, and that of the GPU in use."""
@@ -50,10 +52,19 @@ class ResumedDraws:
     def __init__(self) -> None:
         self._before: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
+        self._own = OwnGenerators(())
 
-    def keep(self) -> None:
-        """Keep the state before a reply is loaded."""
-        self._before = random_state()
+    def keep(self, loader: Any) -> None:
+        """Keep the state before a reply is loaded, also of generators that the training loader has of its own."""
+        self._own = OwnGenerators(loader)
+        self._before = self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {**random_state(), "own": self._own.states()}
+
+    def _restore(self, state: dict[str, Any], loader: Any) -> None:
+        set_random_state(state)
+        OwnGenerators(loader).restore(state.get("own", []))
 
     def forget(self) -> None:
         """Drop all states: after this, a checkpoint is not of the end of a round."""
@@ -61,16 +72,16 @@ class ResumedDraws:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what goes into a checkpoint at the end of a round; at other times nothing."""
-        return {"random": {"before": self._before, "after": random_state()}} if self._before else {}
+        return {"random": {"before": self._before, "after": self._state()}} if self._before else {}
 
     def load(self, saved: dict[str, Any]) -> None:
         """Take what a checkpoint contains."""
         self._saved = saved
 
-    def before_reply(self) -> None:
+    def before_reply(self, loader: Any) -> None:
         """Restore the state before the reply was loaded, if the fit resumes."""
         if self._saved:
-            set_random_state(self._saved["before"])
+            self._restore(self._saved["before"], loader)
 
     def after_reply(self, trainer: L.Trainer) -> None:
         """Have the state after the reply restored once all hooks of the fit's start have run, if the fit resumes."""
@@ -83,7 +94,7 @@ class ResumedDraws:
             del strategy.on_train_start
             hook(strategy)
             if self._saved is saved:  # else a fit that failed before has left this here
-                set_random_state(saved["after"])
+                self._restore(saved["after"], trainer.train_dataloader)
                 _start_batches_again(trainer)
 
         strategy.on_train_start = on_train_start  # type: ignore[method-assign]

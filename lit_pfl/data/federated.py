@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch
 
 from lit_pfl.data.loaders import in_order, num_samples
 from lit_pfl.errors import ConfigError
+from lit_pfl_callbacks.generators import OwnGenerators
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class ClientData:
     num_classes: int | None = None
     labels_agree: bool = True
     module: L.LightningDataModule | None = None
+    #: those of the training batches, with their states before anybody has trained
+    generators: OwnGenerators = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "generators", OwnGenerators(self.train))
 
     @property
     def num_samples(self) -> int:

@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from lit_pfl.data.batches import labels_in
 from lit_pfl.data.datamodule import PartitionedDataModule
+from lit_pfl.data.fixed import FixedDraws
 from lit_pfl.data.loaders import example_of, in_order
 from lit_pfl.data.partition import Partition, Uniform
 from lit_pfl.data.resident import SampleSet, TensorLoader, leaves_one_out, relabelled
 from lit_pfl.errors import ConfigError
-from lit_pfl.randomness import FixedDraws, random_state, same_state
+from lit_pfl.randomness import random_state, same_state
 from lit_pfl_callbacks.batches import LABELS
 
 #: how something is found of every sample: a column, an attribute or a key, a function of a sample, or a sequence

@@ -1,16 +1,12 @@
 """Existing data modules, one a client."""
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
-import numpy as np
-import torch
 from jsonargparse.typing import PositiveInt
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import IterableDataset
 
 from lit_pfl.data.federated import ClientData, FederatedDataModule, held_out
 from lit_pfl.data.loaders import example_of, num_samples
@@ -24,9 +20,9 @@ class PerClient(FederatedDataModule):
     their client's module on the way to its learner (``on_after_batch_transfer`` and the two before it).
 
     Training loaders are PyTorch DataLoaders over datasets of any kind, or other iterables of batches. They shuffle by
-    the default generators of PyTorch, NumPy or Python, which each client has for itself: then it does not matter who
-    else trains, and a resumed run is the same run. So they have no generator of their own, no loader has persistent
-    workers, and a stream starts again at every iteration.
+    the default generators of PyTorch, NumPy or Python, which each client has for itself, or by one of their own, as
+    ``DataLoader(generator=...)``: so it does not matter who else trains, and a resumed run is the same run. No loader
+    has persistent workers, and a stream starts again at every iteration.
 
     Args:
         modules: the data modules; or what makes one from a client's id, with ``num_clients``.
@@ -122,12 +118,6 @@ class PerClient(FederatedDataModule):
                     f"its train_dataloader makes no batch of its {n} samples; leave out drop_last=True, or give a "
                     "smaller batch_size."
                 )
-            if where := _own_generator(train):
-                raise ConfigError(
-                    f"its training DataLoader draws from a generator of its own ({where}), which a resumed run does "
-                    "not know; leave it out, and draw from PyTorch's, NumPy's or Python's default, as a "
-                    "torch.utils.data.RandomSampler(dataset) given as the sampler does."
-                )
             if any(getattr(loader, "persistent_workers", False) for loader in (train, val, test)):
                 raise ConfigError(
                     "one of its DataLoaders has persistent_workers=True, whose random numbers run on from epoch to "
@@ -135,7 +125,14 @@ class PerClient(FederatedDataModule):
                 )
             own = getattr(module, "num_classes", None)
             classes = self.num_classes or (None if callable(own) else own)
-            return ClientData(train, val, test, example_of(train), classes, self.labels_agree, module)
+            data = ClientData(train, val, test, example_of(train), classes, self.labels_agree, module)
+            for other, known in self._data.items():
+                if data.generators.shared_with(known.generators):
+                    raise ConfigError(
+                        f"its training loader draws from the same generator as that of data.modules[{other}]; give "
+                        "each module one of its own."
+                    )
+            return data
         except ConfigError as error:
             raise ConfigError(f"data.modules[{client}], {type(module).__name__}: {error}") from None
 
@@ -168,15 +165,3 @@ def _loader(module: L.LightningDataModule, part: str) -> Any:
     if isinstance(loader, list | tuple | dict) and part != "train":
         raise ConfigError(f"its {name} returns {len(loader)} loaders; a client's score is of one.")
     return loader
-
-
-def _own_generator(loader: Any) -> str:
-    """Return where a loader, what orders its samples, or its stream has a generator of its own; empty for nowhere."""
-    kinds = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
-    batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-    orders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    for holder in (*orders, dataset if isinstance(dataset, IterableDataset) else None):
-        for name, value in getattr(holder, "__dict__", {}).items():
-            if isinstance(value, kinds):
-                return f"{type(holder).__name__}.{name}"
-    return ""

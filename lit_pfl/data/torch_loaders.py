@@ -28,9 +28,11 @@ from torch.utils.data import (
 )
 
 from lit_pfl.data.batches import size_of, tensors_in
+from lit_pfl.data.fixed import FixedCall, FixedDraws, FixedIteration
 from lit_pfl.data.resident import leaves_one_out
 from lit_pfl.errors import ConfigError
-from lit_pfl.randomness import FixedCall, FixedDraws, FixedIteration, fixed_draws
+from lit_pfl.randomness import fixed_draws
+from lit_pfl_callbacks.generators import OwnGenerators
 from lit_pfl_callbacks.tensors import bytes_of
 
 #: samplers that choose samples by number, which need not be tried
@@ -157,7 +159,7 @@ class _Places(_Batches):
 
     def _chosen(self) -> list[Any]:
         """Return what the sampler chooses for an epoch, the same every time, batch by batch."""
-        with fixed_draws(0):
+        with fixed_draws(0), OwnGenerators(self.loader).kept():
             return list(_looked_at(self.loader.batch_sampler))
 
     def in_order(self, batch_size: int | None = None) -> Any:
@@ -272,7 +274,7 @@ def _chooses(sampler: Any, collates: bool) -> tuple[bool, bool]:
         return True, True
     if isinstance(sampler, NUMBERING):
         return False, True
-    with fixed_draws(0):
+    with fixed_draws(0), OwnGenerators(sampler).kept():
         first: Any = next(iter(_looked_at(sampler)), [])
     in_lists = collates or isinstance(first, list | np.ndarray)
     return in_lists, isinstance(next(iter(first), 0) if in_lists else first, int | np.integer)
@@ -319,7 +321,7 @@ def _numbers(sampler: Any, epoch: int, size: int) -> set[int]:
     for one in (sampler, getattr(sampler, "sampler", None)):
         if (counts := getattr(one, "set_epoch", None)) is not None:
             counts(epoch)
-    with fixed_draws(epoch):
+    with fixed_draws(epoch), OwnGenerators(sampler).kept():
         chosen = islice(sampler, size if (length := sized_len(sampler)) is None else length)
         return {
             int(number)

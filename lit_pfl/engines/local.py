@@ -206,6 +206,7 @@ class Local(Engine):
             memory.checkpoint = restored
         path = None if restored is None else MemoryCheckpointIO.MEMORY
         batches = LateLoader(module.training_data())
+        self.hub.stream(client).own = module.data.generators
         self.hub.add(client, lambda: trainer.fit(module, batches, ckpt_path=path, weights_only=False))
         self.hub.start(client)
         if restored is not None:

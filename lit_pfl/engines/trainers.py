@@ -80,7 +80,7 @@ class AlreadyJoined(FederatedLoop):
     def _join_info(self, trainer: L.Trainer, pl_module: L.LightningModule) -> JoinInfo:
         return JoinInfo(0, {})
 
-    def _keep(self, pl_module: L.LightningModule) -> None:
+    def _keep(self, pl_module: L.LightningModule, loader: Any) -> None:
         """Keep nothing: such a client is saved while it waits for a reply."""
 
 

@@ -228,7 +228,7 @@ def test_a_lazy_layer_is_named_until_it_has_seen_a_batch():
 
 def test_a_resume_that_failed_at_its_start_leaves_no_draws_to_later_fits():
     draws, strategy = ResumedDraws(), (fitting := quiet_trainer()).strategy
-    draws.keep()
+    draws.keep(None)
     saved = draws.state_dict()["random"]
     torch.manual_seed(5)
     expected = torch.get_rng_state()

@@ -1,0 +1,74 @@
+"""Samples and batches that are made the same every time, whatever is drawn at random to make them."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import Dataset
+
+from lit_pfl.randomness import draws_put_back, fixed_draws, random_state, set_state
+from lit_pfl_callbacks.generators import OwnGenerators
+
+
+class FixedDraws(Dataset):
+    """A dataset whose sample i is the same every time, whatever the dataset draws at random to make it.
+
+    A batch of samples, where the dataset takes a list of their numbers, is fixed by the first of them.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, position: Any) -> Any:
+        with fixed_draws(position[0] if isinstance(position, list) else position):
+            return self.dataset[position]
+
+
+class FixedCall:
+    """A function that draws the same at every call, such as a ``collate_fn`` that masks or mixes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it."""
+        with fixed_draws(0):
+            return self.function(*args)
+
+
+class FixedIteration:
+    """A loader whose batches are the same at every iteration, whatever is drawn at random to choose and to make them.
+
+    It draws from generators that are seeded again for every iteration, and leaves those of the process as they are, and
+    those of the loader's own. It ends at the loader's length, as a Trainer does: some loaders begin again there, or
+    never end.
+
+    Args:
+        loader: the loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        own = OwnGenerators(self.loader)
+        with fixed_draws(0), own.kept():
+            batches, state, states = iter(self.loader), random_state(), own.states()
+        length = sized_len(self.loader)
+        for _ in count() if length is None else range(length):
+            with draws_put_back(), own.kept():
+                set_state(state)
+                own.restore(states)
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                state, states = random_state(), own.states()
+            yield batch

@@ -1,0 +1,207 @@
+"""Loaders that draw from generators of their own, as PyTorch's page on reproducibility has them."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+
+from lit_pfl import Federation
+from lit_pfl.data import PerClient, example_of, in_order, num_samples
+from lit_pfl.data.federated import ClientData
+from lit_pfl.engines import Local
+from lit_pfl.errors import ConfigError
+from lit_pfl.links import LocalHub
+from lit_pfl.methods import AgnosticFL, FedAvg, StandAlone
+from lit_pfl_callbacks import FederatedLoop
+from lit_pfl_callbacks.generators import OwnGenerators
+from lit_pfl_callbacks.tensors import tensors_of
+from tiny import assert_equal, trainer
+
+ROWS = torch.arange(24.0).view(8, 3)
+
+
+class Seeded(Sampler):
+    """As libraries write one to be reproducible."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __iter__(self):
+        order = list(range(len(ROWS)))
+        self.rng.shuffle(order)
+        return iter(order)
+
+
+class Stream(IterableDataset):
+    """Rows in an order of its own."""
+
+    def __init__(self, client: int) -> None:
+        self.rng = np.random.default_rng(client)
+
+    def __iter__(self):
+        return iter(ROWS[self.rng.permutation(len(ROWS))])
+
+
+LOADERS: dict[str, Callable[[int], DataLoader]] = {
+    "generator=": lambda k: DataLoader(ROWS, 3, shuffle=True, generator=torch.Generator().manual_seed(k)),
+    "sampler": lambda k: DataLoader(ROWS, 3, sampler=RandomSampler(ROWS, generator=torch.Generator().manual_seed(k))),
+    "NumPy": lambda k: DataLoader(ROWS, 3, sampler=Seeded(np.random.default_rng(k))),
+    "NumPy's old one": lambda k: DataLoader(ROWS, 3, sampler=Seeded(np.random.RandomState(k))),
+    "Python": lambda k: DataLoader(ROWS, 3, sampler=Seeded(random.Random(k))),
+    "stream": lambda k: DataLoader(Stream(k), 3),
+}
+ALL = pytest.mark.parametrize("kind", LOADERS)
+
+
+class Site(L.LightningDataModule):
+    def __init__(self, kind: str, client: int) -> None:
+        super().__init__()
+        self.loader = LOADERS[kind](client)
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader
+
+
+class Module(L.LightningModule):
+    """Remembers the first number of every row that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 1)
+        self.seen: list[int] = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch[:, 0].int().tolist()
+        noisy = batch / 24 + 0.1 * torch.rand_like(batch)
+        return self.head(self.body(noisy).tanh()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(kind: str, clients: int = 2) -> PerClient:
+    return PerClient([Site(kind, client) for client in range(clients)])
+
+
+def federation(method: Any = FedAvg, **options: Any) -> Federation:
+    torch.manual_seed(0)
+    return Federation(method(learner=Module()), seed=1, **options)
+
+
+def weights(federation: Federation) -> list[dict[str, torch.Tensor]]:
+    return [tensors_of(client) for client in federation.clients.values()]
+
+
+@ALL
+def test_epochs_are_those_that_the_loader_makes_without_a_federation(kind):
+    fed = federation(local_epochs=2)
+    trainer(2).fit(fed, datamodule=data(kind))
+    for client in range(2):
+        alone = LOADERS[kind](client)
+        expected = [row for _ in range(4) for batch in alone for row in batch[:, 0].int().tolist()]
+        assert fed.clients[client].learner.seen == expected
+
+
+@ALL
+def test_a_resumed_run_is_the_same_run_also_in_the_same_process(kind, tmp_path):
+    whole, same = federation(participation=1), data(kind)
+    trainer(4).fit(whole, datamodule=data(kind))
+    first = trainer(2)
+    first.fit(federation(participation=1), datamodule=same)
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    # the latter have gone on, and so a stream is known by other rows
+    for modules in (data(kind), same)[: 1 if kind == "stream" else 2]:
+        resumed = federation(participation=1)
+        trainer(4).fit(resumed, datamodule=modules, ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+        assert_equal(weights(resumed), weights(whole))
+
+
+@ALL
+def test_clients_that_sleep_come_to_the_same(kind):
+    one, other = federation(evaluate="after"), federation(evaluate="after", engine=Local(awake=1))
+    for fed in (one, other):
+        trainer(3).fit(fed, datamodule=data(kind))
+    assert_equal(other.coordinator.state_dict(), one.coordinator.state_dict())
+
+
+@ALL
+def test_methods_that_look_at_all_samples_draw_nothing(kind):
+    seen = []
+    for method in (StandAlone, AgnosticFL):
+        fed = federation(method)
+        trainer(2).fit(fed, datamodule=data(kind))
+        seen.append([client.learner.seen for client in fed.clients.values()])
+    assert seen[0] == seen[1]
+
+
+@ALL
+def test_a_look_draws_nothing(kind):
+    loader = LOADERS[kind](0)
+    own = OwnGenerators(loader)
+    num_samples(loader)
+    example_of(loader)
+    first, again = ([batch.tolist() for batch in in_order(loader)] for _ in range(2))
+    assert first == again
+    iter(in_order(loader)).__next__()
+    assert_equal(own.states(), own.initial)
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
+def test_every_generator_of_numpy_is_restored(kind):
+    loader = DataLoader(ROWS, sampler=Seeded(np.random.Generator(getattr(np.random, kind)(3))))
+    own, rng = OwnGenerators(loader), loader.sampler.rng
+    rng.normal(size=3)
+    rng.integers(5, dtype=np.uint32)  # which draws a number in advance
+    state = own.states()
+    expected = rng.integers(1000, size=9, dtype=np.uint32).tolist()
+    own.restore(state)
+    assert rng.integers(1000, size=9, dtype=np.uint32).tolist() == expected
+
+
+def test_a_generator_is_one_client_s():
+    shared = torch.Generator()
+    sites = [Site("generator=", client) for client in range(2)]
+    for site in sites:
+        site.loader = DataLoader(ROWS, shuffle=True, generator=shared)
+    with pytest.raises(ConfigError, match=r"modules\[1\], Site: its training loader draws from the same generator"):
+        trainer(1).fit(federation(), datamodule=PerClient(sites))
+
+
+def test_those_of_several_loaders_are_found():
+    loaders = {"a": LOADERS["generator="](0), "b": [LOADERS["NumPy"](0), LOADERS["sampler"](0)]}
+    assert len(OwnGenerators(loaders).states()) == 3
+    assert len(ClientData(loaders["a"], (), (), None).generators.states()) == 1  # of the loader and its sampler
+
+
+@ALL
+def test_a_site_that_resumes_is_the_same(kind, tmp_path):
+    def run(folder: str, rounds: int, state: Any = None) -> Any:
+        hub, modules, states = LocalHub(seed=1), [], []
+        for site in range(2):
+            torch.manual_seed(0)
+            modules.append(Module())
+            saving = ModelCheckpoint(tmp_path / f"{folder}{site}", save_last=True, save_on_train_epoch_end=True)
+            fitting = trainer(
+                rounds, enable_checkpointing=True, callbacks=[FederatedLoop(hub.link, 1, num_samples=8), saving]
+            )
+            path = None if state is None else tmp_path / f"{folder}{site}/last.ckpt"
+            hub.add(site, lambda t=fitting, m=modules[-1], x=LOADERS[kind](site), p=path: t.fit(m, x, ckpt_path=p))
+        hub.run(state=state, after_round=lambda coordinator: states.append(coordinator.state_dict()))
+        return modules, states
+
+    whole, _ = run("whole", 4)
+    _, states = run("parts", 2)
+    resumed, _ = run("parts", 4, states[-1])
+    for one, other in zip(resumed, whole, strict=True):
+        assert one.seen == other.seen[len(other.seen) // 2 :]
+        assert_equal(one.state_dict(), other.state_dict())
