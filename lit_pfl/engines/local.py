@@ -166,7 +166,7 @@ class Local(Engine):
             with undisturbed():
                 self._start(client)
             check_monitored(module)
-            warn_of_unused(module.trainer)
+            warn_of_unused(module)
         module.completed_rounds = completed
         limit_batches(module.trainer, batches)
         self.frozen_weights.begin(client)

@@ -8,6 +8,7 @@ from lit_pfl.core import Client
 from lit_pfl.data import has_batches
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import STAGE
+from lit_pfl.learners.callbacks_in import callbacks_in
 from lit_pfl.learners.scoring import RUNNING, score
 from lit_pfl.lightning_internals import show_scores, told_evaluating
 from lit_pfl.randomness import normal_number_kept, scoring_draws
@@ -63,10 +64,11 @@ class OwnValidation:
             call._call_callback_hooks(trainer, "on_validation_end", monitoring_callbacks=True)
 
 
-def warn_of_unused(trainer: L.Trainer) -> None:
+def warn_of_unused(client: Client) -> None:
     """Say which callbacks of a client's Trainer wait for hooks of validation or tests, as which it is not scored."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for hook in UNUSED:
+    own = callbacks_in(client.learner)
+    for callback in client.trainer.callbacks:  # type: ignore[attr-defined]
+        for hook in [] if callback in own else UNUSED:
             made = getattr(type(callback), hook)
             if made is not getattr(L.Callback, hook) and not made.__module__.startswith("lightning."):
                 rank_zero_warn(

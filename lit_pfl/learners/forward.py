@@ -8,8 +8,8 @@ import lightning as L
 
 
 @contextmanager
-def with_methods(learner: L.LightningModule, **others: Any) -> Iterator[None]:
-    """Give a learner other methods; what it had of its own in their places is put back afterwards."""
+def with_methods(learner: Any, **others: Any) -> Iterator[None]:
+    """Give a learner, or a callback, other methods; what it had of its own in their places is put back afterwards."""
     before = {name: learner.__dict__[name] for name in others if name in learner.__dict__}
     learner.__dict__.update(others)
     try:

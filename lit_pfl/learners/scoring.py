@@ -31,6 +31,7 @@ from lit_pfl.learners import (
     without_gradients,
     without_trace,
 )
+from lit_pfl.learners.callbacks_in import with_callbacks
 from lit_pfl.lightning_internals import in_hook, show_scores, told_evaluating
 
 Split = Literal["val", "test"]
@@ -98,23 +99,24 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
             return Score(0, {})
         return Score(n, {"loss": loss} if n else {})
     n = 0
-    with _evaluated(learner, stage, RUNNING[split], batches), recorded(learner) as record:
+    evaluated = _evaluated(learner, stage, RUNNING[split], batches)
+    with evaluated, recorded(learner) as record, with_callbacks(learner) as tell:
         for hook in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
-            _tell(learner, hook)
+            tell(hook)
         for index, batch in enumerate(_to_length(batches)):
             batch = transferred(learner, batch)
             record.batch_size = size_of(batch)
-            _tell(learner, f"on_{stage}_batch_start", batch, index)
+            tell(f"on_{stage}_batch_start", batch, index)
             outputs = call_step(learner, f"{stage}_step", batch, index)
-            _tell(learner, f"on_{stage}_batch_end", outputs, batch, index)
+            tell(f"on_{stage}_batch_end", outputs, batch, index)
             n += record.batch_size
         if not n:
             return Score(0, {})
         after = any(is_overridden(f"on_{stage}_{when}", learner) for when in ("epoch_end", "end"))
         if after and learner._trainer is not None:  # where these hooks look for what has been logged so far
             show_scores(learner._trainer, record.as_in_a_trainer(record.compute()))
-        _tell(learner, f"on_{stage}_epoch_end")
-        _tell(learner, f"on_{stage}_end")
+        tell(f"on_{stage}_epoch_end")
+        tell(f"on_{stage}_end")
         logged = record.compute()
         record.reset()
         return Score(n, record.as_scores(logged), record.directions, logged=record.as_in_a_trainer(logged))
@@ -133,10 +135,18 @@ def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]
     Raises:
         ConfigError: when it can do with neither.
     """
-    with _evaluated(learner, "predict", RunningStage.PREDICTING):
-        return [
-            _predicted(learner, transferred(learner, batch), index) for index, batch in enumerate(_to_length(batches))
-        ]
+    found = []
+    with _evaluated(learner, "predict", RunningStage.PREDICTING), with_callbacks(learner) as tell:
+        tell("on_predict_start")
+        tell("on_predict_epoch_start")
+        for index, batch in enumerate(_to_length(batches)):
+            batch = transferred(learner, batch)
+            tell("on_predict_batch_start", batch, index)
+            found.append(_predicted(learner, batch, index))
+            tell("on_predict_batch_end", found[-1], batch, index)
+        tell("on_predict_epoch_end")
+        tell("on_predict_end")
+    return found
 
 
 def _predicted(learner: L.LightningModule, batch: Any, index: int) -> Any:
@@ -165,7 +175,8 @@ def _evaluated(learner: L.LightningModule, stage: str, running: RunningStage, ba
         else:
             learner.eval()
         yield
-        _tell(learner, f"on_{stage}_model_train")
+        if is_overridden(hook := f"on_{stage}_model_train", learner):
+            call_hook(learner, hook)
 
 
 @contextmanager
@@ -179,11 +190,6 @@ def _options_unchanged(learner: L.LightningModule) -> Iterator[None]:
         for group, options in before:
             group.clear()
             group.update(options)
-
-
-def _tell(learner: L.LightningModule, hook: str, *args: Any) -> None:
-    if is_overridden(hook, learner):
-        call_hook(learner, hook, *args)
 
 
 def transferred(learner: L.LightningModule, batch: Any) -> Any:
