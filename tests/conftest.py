@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE  # noqa: E402, F4
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
 STARTED = time.monotonic()
+SOME = 8
 torch.set_num_threads(1)  # the tests' networks are tiny, and more threads only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also in processes that tests start, beside other tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send it
@@ -41,19 +43,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but ``few(n)`` of a test's parameters, evenly spread; begin with those that take longest."""
+def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("few") and not any(map(item.get_closest_marker, ("slow", "full", "gpu"))):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for those in cases.values():
-        count = those[0].get_closest_marker("few").args[0]
-        kept = {i * len(those) // count for i in range(count)}
-        for i, item in enumerate(those):
-            if i not in kept:
-                item.add_marker(pytest.mark.slow)
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return cases.values()
+
+
+def _spread(those: list[pytest.Item], count: int, mark: str, first: int) -> None:
+    """Mark all but so many of a test's parameters, evenly spread from a first one, instead of as slow."""
+    kept = {(first + i * len(those) // count) % len(those) for i in range(min(count, len(those)))}
+    for i, item in enumerate(those):
+        if i not in kept:
+            item.own_markers = [own for own in item.own_markers if own.name != "slow"]
+            item.add_marker(mark)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave a few of a test's parameters among the default tests, and some among the slow ones; begin with the longest.
+
+    Of a test that is marked ``few(n)``, all but n are slow. Of slow ones of one test, a quarter stays so, or ``SOME``,
+    and all where it is marked ``every``; the others are full.
+    """
+    for those in _by_test(item for item in items if not any(map(item.get_closest_marker, ("slow", "full", "gpu")))):
+        if (few := those[0].get_closest_marker("few")) is not None:
+            _spread(those, few.args[0], "slow", 0)
+    for those in _by_test(item for item in items if item.get_closest_marker("slow")):
+        if not those[0].get_closest_marker("every"):
+            _spread(
+                those, max(SOME, len(those) // 4), "full", zlib.crc32(those[0].location[2].partition("[")[0].encode())
+            )
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

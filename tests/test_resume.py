@@ -72,8 +72,8 @@ def phases(times: str) -> list[str]:
     ("method", "kill"),
     [
         pytest.param("SimFed", (4, 1), id="mid-round"),
-        pytest.param("FedAvg", (2, 2), id="early", marks=pytest.mark.slow),
-        pytest.param("StandAlone", (5, 0), id="at the start of a round", marks=pytest.mark.slow),
+        pytest.param("FedAvg", (2, 2), id="early", marks=pytest.mark.full),
+        pytest.param("StandAlone", (5, 0), id="at the start of a round", marks=pytest.mark.full),
         pytest.param("SimFed", (ROUNDS, None), id="after the last round", marks=pytest.mark.slow),
     ],
 )

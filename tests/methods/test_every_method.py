@@ -16,7 +16,8 @@ from lit_pfl import Client, Federation
 from lit_pfl.cli import main
 from lit_pfl.lightning_internals import read_checkpoint
 from lit_pfl.testing import METHOD_CHECKS, MethodTester
-from tiny import ALWAYS, OF_THE_PAPERS, digits, trainer
+from lit_pfl.testing.methods import resumed_equals_uninterrupted, two_rounds_are_logged
+from tiny import ALWAYS, OF_THE_PAPERS, always_first, digits, trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS = sorted(
@@ -24,17 +25,12 @@ METHODS = sorted(
 )  # fmt: skip
 MADE_BY = {"backbone": "make_backbone", "scheduler": "make_scheduler"}
 
-
-#: what every method is tried in by default, and what with `pytest -m slow`
-FIRST = "two_rounds_are_logged"
-SECOND = "resumed_equals_uninterrupted"
+OTHER_CHECKS = [check for check in METHOD_CHECKS if check is not resumed_equals_uninterrupted]
 
 
-def told(name: str, *values: Any, check: str = "") -> Any:
-    """Return a method, with whatever else a test is given, as a parameter."""
-    of_the_papers = name in OF_THE_PAPERS
-    default = name in ALWAYS or check == FIRST
-    slow = of_the_papers or check == SECOND
+def told(name: str, *values: Any, first: bool = False) -> Any:
+    """Return a method, with whatever else a test is given, as a parameter; the first check is of all by default."""
+    default, slow = name in ALWAYS or first, name in OF_THE_PAPERS
     return pytest.param(name, *values, marks=() if default else pytest.mark.slow if slow else pytest.mark.full)
 
 
@@ -60,17 +56,22 @@ def configured(name: str, **options: Any) -> Client:
 
 @pytest.mark.parametrize(
     ("name", "check"),
-    [told(name, check, check=check.__name__) for name in METHODS for check in METHOD_CHECKS],
+    [told(name, check, first=check is two_rounds_are_logged) for name in METHODS for check in OTHER_CHECKS],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_every_method(name, check):
     check(MethodTester(partial(configured, name)))
 
 
+@pytest.mark.every
+@pytest.mark.parametrize("name", always_first(METHODS))
+def test_every_method_resumes(name):
+    resumed_equals_uninterrupted(MethodTester(partial(configured, name)))
+
+
 @pytest.mark.few(1)
-@pytest.mark.parametrize("check", METHOD_CHECKS[1:2], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", [told(name) for name in METHODS if name not in ("FedMA", "StandAlone")])
-def test_every_method_without_what_is_to_stay_at_home(name, check):
+def test_every_method_without_what_is_to_stay_at_home(name):
     tester = MethodTester(partial(configured, name, local=r"body.*bias"))
     federation, sent = Federation(tester.method(), seed=1, threads=1), []
     watching = LambdaCallback(
@@ -81,7 +82,7 @@ def test_every_method_without_what_is_to_stay_at_home(name, check):
     assert not [name for name in sent if "body" in name and "bias" in name]
     one, other = (dict(federation.clients[k].learner.named_parameters()) for k in (0, 1))
     assert any(not torch.equal(weight, other[n]) for n, weight in one.items() if "body" in n and "bias" in n)
-    check(tester)
+    resumed_equals_uninterrupted(tester)
 
 
 @pytest.mark.few(2)
