@@ -71,9 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             _spread(those, few.args[0], "slow", 0)
     for those in _by_test(item for item in items if item.get_closest_marker("slow")):
         if not those[0].get_closest_marker("every"):
-            _spread(
-                those, max(SOME, len(those) // 4), "full", zlib.crc32(those[0].location[2].partition("[")[0].encode())
-            )
+            first = zlib.crc32(those[0].name.partition("[")[0].encode())
+            _spread(those, max(SOME, len(those) // 4), "full", first)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

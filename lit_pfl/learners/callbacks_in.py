@@ -13,10 +13,10 @@ from lit_pfl.learners.handing_on import call_hook
 
 def callbacks_in(learner: L.LightningModule) -> list[L.Callback]:
     """Return those callbacks of a module's ``configure_callbacks`` that are modules within it."""
-    if not is_overridden("configure_callbacks", learner):
+    parts = {id(part) for part in learner.modules() if isinstance(part, L.Callback)}
+    if not parts:
         return []
     given = call_hook(learner, "configure_callbacks")
-    parts = {id(part) for part in learner.modules()}
     return [one for one in (given if isinstance(given, Sequence) else [given]) if id(one) in parts]
 
 
