@@ -122,6 +122,8 @@ def few_digits(**options: Any) -> Digits:
 )
 def test_program(page, monkeypatch, tmp_path):
     """A page's first program runs as it stands, but for one round on a few digits."""
+    if page == "docs/engines.md":
+        pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(L, "Trainer", OneRound)
     for name in ("Digits", "CIFAR10"):
