@@ -34,8 +34,8 @@ class OwnGenerators:
         return [_state(generator) for generator in self._generators]
 
     def restore(self, states: list[Any]) -> None:
-        """Restore states of :meth:`states`, unless they are of another loader."""
-        if len(states) == len(self._generators):
+        """Restore states of :meth:`states`, unless they are of other kinds of generators: of another loader."""
+        if [*map(_kind, states)] == [*map(_kind, self.initial)]:
             for generator, state in zip(self._generators, states, strict=True):
                 _set_state(generator, state)
 
@@ -82,6 +82,10 @@ def _set_state(generator: Any, state: Any) -> None:
             generator.set_state(_of_numpy(state))
         case _:
             generator.setstate(state)
+
+
+def _kind(state: Any) -> Any:
+    return state.get("bit_generator") if isinstance(state, dict) else type(state)
 
 
 def _plain(state: Any) -> Any:

@@ -205,3 +205,14 @@ def test_a_site_that_resumes_is_the_same(kind, tmp_path):
     for one, other in zip(resumed, whole, strict=True):
         assert one.seen == other.seen[len(other.seen) // 2 :]
         assert_equal(one.state_dict(), other.state_dict())
+
+
+def test_a_run_that_goes_on_with_another_kind_of_loader_begins_its_draws(tmp_path):
+    first = trainer(1)
+    first.fit(federation(), datamodule=data("NumPy"))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    for kind in ("Python", "generator=", "NumPy's old one"):
+        resumed = federation()
+        trainer(2).fit(resumed, datamodule=data(kind), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+        alone = [row for batch in LOADERS[kind](1) for row in batch[:, 0].int().tolist()]
+        assert resumed.clients[1].learner.seen == alone
