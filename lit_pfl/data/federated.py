@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import torch
 
+from lit_pfl.data.fixed import without_persistent_workers
 from lit_pfl.data.loaders import in_order, num_samples
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.generators import OwnGenerators
@@ -44,6 +45,8 @@ class ClientData:
     generators: OwnGenerators = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        for part in ("train", "val", "test"):
+            object.__setattr__(self, part, without_persistent_workers(getattr(self, part)))
         object.__setattr__(self, "generators", OwnGenerators(self.train))
 
     @property

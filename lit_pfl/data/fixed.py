@@ -1,14 +1,27 @@
 """Samples and batches that are made the same every time, whatever is drawn at random to make them."""
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lit_pfl.randomness import draws_put_back, fixed_draws, random_state, set_state
 from lit_pfl_callbacks.generators import OwnGenerators
+
+
+def without_persistent_workers(loader: Any) -> Any:
+    """Return a DataLoader like one whose worker processes outlive an epoch, whose own end with it.
+
+    Their random numbers run on from epoch to epoch, and nobody could restore them; every client would have some.
+    """
+    if not (isinstance(loader, DataLoader) and loader.persistent_workers):
+        return loader
+    other = copy.copy(loader)
+    vars(other).update(persistent_workers=False, _iterator=None)  # which the loader lets nobody set
+    return other
 
 
 class FixedDraws(Dataset):

@@ -9,6 +9,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.data.federated import ClientData, FederatedDataModule, held_out
+from lit_pfl.data.fixed import without_persistent_workers
 from lit_pfl.data.loaders import example_of, num_samples
 from lit_pfl.errors import ConfigError, refuse_other_lightning
 
@@ -21,8 +22,8 @@ class PerClient(FederatedDataModule):
 
     Training loaders are PyTorch DataLoaders over datasets of any kind, or other iterables of batches. They shuffle by
     the default generators of PyTorch, NumPy or Python, which each client has for itself, or by one of their own, as
-    ``DataLoader(generator=...)``: so it does not matter who else trains, and a resumed run is the same run. No loader
-    has persistent workers, and a stream starts again at every iteration.
+    ``DataLoader(generator=...)``: so it does not matter who else trains, and a resumed run is the same run. Workers end
+    with every epoch, also persistent ones, and a stream starts again at every iteration.
 
     Args:
         modules: the data modules; or what makes one from a client's id, with ``num_clients``.
@@ -118,11 +119,6 @@ class PerClient(FederatedDataModule):
                     f"its train_dataloader makes no batch of its {n} samples; leave out drop_last=True, or give a "
                     "smaller batch_size."
                 )
-            if any(getattr(loader, "persistent_workers", False) for loader in (train, val, test)):
-                raise ConfigError(
-                    "one of its DataLoaders has persistent_workers=True, whose random numbers run on from epoch to "
-                    "epoch, and a resumed run cannot restore them; leave it out, or set num_workers=0."
-                )
             own = getattr(module, "num_classes", None)
             classes = self.num_classes or (None if callable(own) else own)
             data = ClientData(train, val, test, example_of(train), classes, self.labels_agree, module)
@@ -164,4 +160,4 @@ def _loader(module: L.LightningDataModule, part: str) -> Any:
         return ()
     if isinstance(loader, list | tuple | dict) and part != "train":
         raise ConfigError(f"its {name} returns {len(loader)} loaders; a client's score is of one.")
-    return loader
+    return without_persistent_workers(loader)

@@ -1,5 +1,6 @@
 """Loaders that draw from generators of their own, as PyTorch's page on reproducibility has them."""
 
+import multiprocessing
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient, example_of, in_order, num_samples
@@ -216,3 +217,33 @@ def test_a_run_that_goes_on_with_another_kind_of_loader_begins_its_draws(tmp_pat
         trainer(2).fit(resumed, datamodule=data(kind), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
         alone = [row for batch in LOADERS[kind](1) for row in batch[:, 0].int().tolist()]
         assert resumed.clients[1].learner.seen == alone
+
+
+class Noisy(Dataset):
+    """Draws in the process that reads it."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, position):
+        return ROWS[position] + torch.rand(3)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, type("AsOthersMakeIt", (DataLoader,), {})])
+def test_workers_end_with_every_epoch(kind, tmp_path):
+    def made() -> PerClient:
+        site = Site("generator=", 0)
+        site.loader = kind(Noisy(), 3, shuffle=True, num_workers=1, persistent_workers=True)
+        return PerClient([site])
+
+    data, whole, resumed = made(), federation(), federation()
+    data.setup()
+    assert not data.client(0).train.persistent_workers
+    assert data.modules[0].loader.persistent_workers  # which is the user's
+    trainer(2).fit(whole, datamodule=data)
+    first = trainer(1)
+    first.fit(federation(), datamodule=made())
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    trainer(2).fit(resumed, datamodule=made(), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    assert not multiprocessing.active_children()
+    assert_equal(weights(resumed), weights(whole))

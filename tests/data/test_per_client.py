@@ -168,9 +168,6 @@ class Stream(IterableDataset):
         return iter(torch.arange(self.n).float())
 
 
-KEEPING = DataLoader(torch.zeros(4, 1), num_workers=1, persistent_workers=True)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -185,8 +182,6 @@ KEEPING = DataLoader(torch.zeros(4, 1), num_workers=1, persistent_workers=True)
         (lambda: PerClient(Site), "data.num_clients: say how many"),
         (lambda: PerClient([Site()], num_clients=3), "data.num_clients=3, but data.modules has 1; leave it out"),
         (lambda: ready([Site()]).client(1), "no client 1; data.modules has 1"),
-        (lambda: ready([with_loaders(train=KEEPING)]).client(0), "Made: .* has persistent_workers=True"),
-        (lambda: ready([with_loaders(val=KEEPING)]).client(0), "Made: .* has persistent_workers=True"),
         (lambda: ready([with_loaders(train=DataLoader(Stream(n=0)))]).client(0), "its train_dataloader has no samples"),
         (lambda: ready([with_loaders(train=[1, 2])]).client(0), "Made: .*of type list does not keep its samples apart"),
         (lambda: ready([with_loaders(train=None)]).client(0), "Made: its train_dataloader returns nothing"),
