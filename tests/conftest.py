@@ -26,7 +26,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE  # noqa: E402, F4
 
 warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
 STARTED = time.monotonic()
-SOME = 8
+SOME = 8  # slow cases of a test that are not left to `pytest -m full`, at least
 torch.set_num_threads(1)  # the tests' networks are tiny, and more threads only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also in processes that tests start, beside other tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send it

@@ -56,16 +56,15 @@ class FixedCall:
 class FixedIteration:
     """A loader whose batches are the same at every iteration, whatever is drawn at random to choose and to make them.
 
-    It draws from generators that are seeded again for every iteration, and leaves those of the process as they are, and
-    those of the loader's own. It ends at the loader's length, as a Trainer does: some loaders begin again there, or
-    never end.
+    The process's generators are seeded again for every iteration. They and the loader's own are put back afterwards. It
+    ends at the loader's length, as a Trainer does: some loaders begin again there, or never end.
 
     Args:
         loader: the loader.
     """
 
     def __init__(self, loader: Any) -> None:
-        self.loader = loader
+        self.loader = without_persistent_workers(loader)
 
     def __len__(self) -> int:
         return len(self.loader)

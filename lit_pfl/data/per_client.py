@@ -9,7 +9,6 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.data.federated import ClientData, FederatedDataModule, held_out
-from lit_pfl.data.fixed import without_persistent_workers
 from lit_pfl.data.loaders import example_of, num_samples
 from lit_pfl.errors import ConfigError, refuse_other_lightning
 
@@ -160,4 +159,4 @@ def _loader(module: L.LightningDataModule, part: str) -> Any:
         return ()
     if isinstance(loader, list | tuple | dict) and part != "train":
         raise ConfigError(f"its {name} returns {len(loader)} loaders; a client's score is of one.")
-    return without_persistent_workers(loader)
+    return loader

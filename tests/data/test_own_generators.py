@@ -229,17 +229,27 @@ class Noisy(Dataset):
         return ROWS[position] + torch.rand(3)
 
 
+class NoisyStream(IterableDataset):
+    """A stream that does."""
+
+    def __iter__(self):
+        return iter(ROWS + torch.rand(8, 3))
+
+
+@pytest.mark.parametrize("rows", [Noisy, NoisyStream])
 @pytest.mark.parametrize("kind", [DataLoader, type("AsOthersMakeIt", (DataLoader,), {})])
-def test_workers_end_with_every_epoch(kind, tmp_path):
+def test_workers_end_with_every_epoch(kind, rows, tmp_path):
     def made() -> PerClient:
         site = Site("generator=", 0)
-        site.loader = kind(Noisy(), 3, shuffle=True, num_workers=1, persistent_workers=True)
+        shuffle = {"shuffle": True} if rows is Noisy else {}
+        site.loader = kind(rows(), 3, num_workers=1, persistent_workers=True, **shuffle)
         return PerClient([site])
 
     data, whole, resumed = made(), federation(), federation()
     data.setup()
     assert not data.client(0).train.persistent_workers
     assert data.modules[0].loader.persistent_workers  # which is the user's
+    assert not multiprocessing.active_children()  # no look at the samples has left any
     trainer(2).fit(whole, datamodule=data)
     first = trainer(1)
     first.fit(federation(), datamodule=made())

@@ -243,9 +243,9 @@ A momentum encoder or another frozen copy of a trained part (MoCoTask, BYOL) is 
 as in MoCoTask, `PFedPara` leaves both dense, and refuses a module in which nothing else is left to replace.
 
 Also tried, by hand, in 2026: chemprop 2.3 (`MPNN`) and scvi-tools 1.4 (`TrainingPlan`) train and are scored under
-FedAvg, Ditto and FactorizedFL, with their own loaders. So are anomalib 2.7's `Stfpm`, `ReverseDistillation` and
-`Fastflow` under FedAvg and Ditto, and `Ganomaly` under FedAvg; pass `local="post_processor"`, whose buffers are NaN
-before a validation.
+FedAvg, Ditto and FactorizedFL, with their own loaders. anomalib 2.7's `Stfpm`, `ReverseDistillation` and `Fastflow`
+do so under FedAvg and Ditto, and `Ganomaly` under FedAvg. For anomalib pass `local="post_processor"`: its buffers are
+NaN before a validation, and no upload may be.
 
 To try your own module under all methods, use `lit_pfl.testing.check_learner`.
 """
