@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_pfl.errors import ConfigError
-from lit_pfl_callbacks.generators import OwnGenerators
+from lit_pfl_callbacks.generators import OwnGenerators, plain
 from lit_pfl_callbacks.random_state import torch_state_kept
 
 
@@ -107,7 +107,7 @@ class RandomStream:
             np.random.MT19937(words[2]),
             random.Random(words[3]).getstate(),
         )
-        #: generators of the client's own loader, which draw for nobody else while this stream is active
+        #: those that the client's loader has, which draw for nobody else while this stream is active
         self.own = OwnGenerators(())
         self._states: list[Any] | None = None  # of these; None: as they were at first
 
@@ -116,7 +116,7 @@ class RandomStream:
         numpy_state: Any = self._state.numpy.state
         key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
         position = int(numpy_state["state"]["pos"])
-        own = {"own": self._states} if self._states else {}
+        own = {"own": plain(self._states)} if self._states else {}
         return {**self._state._asdict(), "numpy": [numpy_state["bit_generator"], key, position], **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,13 +130,19 @@ class RandomStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the process's random state, and leave it there: see :func:`random_state_kept`."""
+        """Make this the process's random state, and leave it there: see :func:`random_state_kept`.
+
+        Generators of the loader are put back, since other clients may have the same ones.
+        """
         _set_random_state(self._state)
-        self.own.restore(self.own.initial if self._states is None else self._states)
         try:
-            yield
+            with self.own.kept():
+                self.own.restore(self.own.initial if self._states is None else self._states)
+                try:
+                    yield
+                finally:
+                    self._states = self.own.states()
         finally:
-            self._states = self.own.states()
             after = _get_random_state()
             self._state = after if after.cuda is not None else after._replace(cuda=self._state.cuda)
 
@@ -167,14 +173,18 @@ def normal_number_kept() -> Iterator[None]:
 
 
 @contextmanager
-def scoring_draws(seed: int, client: int = 0) -> Iterator[None]:
+def scoring_draws(seed: int, client: int = 0, own: OwnGenerators | None = None) -> Iterator[None]:
     """Let a model that is scored draw the same at every evaluation, whoever else is scored; see `random_state_kept`.
 
     Args:
         seed: the federation's seed.
         client: whose model it is.
+        own: generators of the loaders that it is scored on.
     """
-    with random_state_kept(), RandomStream(seed, client, 1).active():
+    stream = RandomStream(seed, client, 1)
+    if own is not None:
+        stream.own = own
+    with random_state_kept(), stream.active():
         yield
 
 

@@ -8,7 +8,7 @@ import lightning as L
 import numpy as np
 import torch
 
-from lit_pfl_callbacks.generators import OwnGenerators
+from lit_pfl_callbacks.generators import OwnGenerators, plain
 
 
 def torch_state_kept() -> AbstractContextManager[None]:
@@ -60,7 +60,7 @@ class ResumedDraws:
         self._before = self._state()
 
     def _state(self) -> dict[str, Any]:
-        return {**random_state(), "own": self._own.states()}
+        return {**random_state(), "own": plain(self._own.states())}
 
     def _restore(self, state: dict[str, Any], loader: Any) -> None:
         set_random_state(state)

@@ -276,7 +276,7 @@ class PartitionedDataModule(FederatedDataModule):
             raise ConfigError(f"There is no client {client_id}; data.num_clients={self.num_clients}.")
         classes = self._classes_of(client_id)
         label_map = self._label_map(client_id, classes, data)
-        return ClientData(
+        data_of_client = ClientData(
             self.batches(client_id, "train", label_map),
             self.batches(client_id, "val", label_map),
             self.batches(client_id, "test", label_map),
@@ -284,6 +284,8 @@ class PartitionedDataModule(FederatedDataModule):
             num_classes=None if data.num_classes is None else len(classes),
             labels_agree=len(self.domains) == 1 and not self.permute_labels,
         )
+        data_of_client.generators.begin_apart(client_id)  # they all have the same dataset
+        return data_of_client
 
     def _classes_of(self, client: int) -> list[int]:
         return self.domains[client * len(self.domains) // self.num_clients]

@@ -43,11 +43,14 @@ class ClientData:
     module: L.LightningDataModule | None = None
     #: those of the training batches, with their states before anybody has trained
     generators: OwnGenerators = field(init=False, compare=False, repr=False)
+    #: those of the batches for validation and testing, which are the same at every scoring
+    scored_with: OwnGenerators = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for part in ("train", "val", "test"):
             object.__setattr__(self, part, without_persistent_workers(getattr(self, part)))
         object.__setattr__(self, "generators", OwnGenerators(self.train))
+        object.__setattr__(self, "scored_with", OwnGenerators((self.val, self.test)))
 
     @property
     def num_samples(self) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -33,11 +34,16 @@ class FixedDraws(Dataset):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
+    @cached_property
+    def _own(self) -> OwnGenerators:
+        return OwnGenerators(self.dataset)
+
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, position: Any) -> Any:
-        with fixed_draws(position[0] if isinstance(position, list) else position):
+        seed = int(position[0] if isinstance(position, list) else position)
+        with fixed_draws(seed), self._own.fixed(seed):
             return self.dataset[position]
 
 
@@ -46,10 +52,11 @@ class FixedCall:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self._own = OwnGenerators(function)
 
     def __call__(self, *args: Any) -> Any:
         """Call it."""
-        with fixed_draws(0):
+        with fixed_draws(0), self._own.fixed(0):
             return self.function(*args)
 
 
@@ -65,13 +72,15 @@ class FixedIteration:
 
     def __init__(self, loader: Any) -> None:
         self.loader = without_persistent_workers(loader)
+        self._own = OwnGenerators(self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        own = OwnGenerators(self.loader)
+        own = self._own
         with fixed_draws(0), own.kept():
+            own.restore(own.initial)
             batches, state, states = iter(self.loader), random_state(), own.states()
         length = sized_len(self.loader)
         for _ in count() if length is None else range(length):

@@ -20,6 +20,7 @@ from lit_pfl.data.resident import SampleSet, TensorLoader, leaves_one_out, relab
 from lit_pfl.errors import ConfigError
 from lit_pfl.randomness import random_state, same_state
 from lit_pfl_callbacks.batches import LABELS
+from lit_pfl_callbacks.generators import OwnGenerators
 
 #: how something is found of every sample: a column, an attribute or a key, a function of a sample, or a sequence
 Lookup = str | Sequence[Any] | Callable[[Any], Any]  # in the order in which the command line tries them
@@ -37,9 +38,10 @@ class FromDataset(PartitionedDataModule):
     makes batches of.
 
     Samples that are numbers and tensors of equal shapes are read once and held in memory, unless reading them draws
-    random numbers, as random transforms do: from PyTorch, NumPy or Python, or from a generator of its own that changes
-    one of the first 16 samples. Others are read again for every batch, by a PyTorch DataLoader without workers; what
-    they draw is resampled for training, and is the same every time for validation and testing. A last training batch of
+    random numbers, as random transforms do: from PyTorch, NumPy or Python, from a generator that the dataset or a
+    transform has, or from anything that changes one of the first 16 samples. Others are read again for every batch, by
+    a PyTorch DataLoader without workers; what they draw is resampled for training, by every client for itself, and is
+    the same every time for validation and testing. A last training batch of
     a single sample is left out either way, see :class:`~lit_pfl.data.ResidentLoader`.
 
     Args:
@@ -53,8 +55,8 @@ class FromDataset(PartitionedDataModule):
             its samples are divided into training, test and validation data, and ``partition`` and ``num_clients`` are
             not used.
         collate_fn: makes a batch of a list of samples, as a DataLoader's; samples are then not held in memory.
-        in_memory: false if there is not enough of it, or if a transform seldom draws, from a generator of its own: this
-            is only noticed within the first 16 samples.
+        in_memory: false if there is not enough of it, or if a transform seldom draws, unseen as in a library in C:
+            this is only noticed within the first 16 samples.
         kwargs: see :class:`~lit_pfl.data.PartitionedDataModule`. ``permute_labels`` needs samples that end with their
             label, or dicts and ``labels`` as their key.
 
@@ -133,7 +135,8 @@ class FromDataset(PartitionedDataModule):
         if isinstance(lookup, str):
             lookup = self._named(lookup, option)
         if callable(lookup):
-            lookup = [lookup(self.dataset[i]) for i in range(len(self.dataset))]
+            with OwnGenerators(self.dataset).kept():
+                lookup = [lookup(self.dataset[i]) for i in range(len(self.dataset))]
         found = np.asarray(lookup)
         if found.shape != (len(self.dataset),):
             raise ConfigError(
@@ -226,14 +229,15 @@ class FromDataset(PartitionedDataModule):
 
     def _content(self) -> Any:
         """Return the samples stacked, or None where they cannot be."""
-        if not self.in_memory or self.collate_fn is not None or not _stacks(self.dataset[0]):
+        if not self.in_memory or self.collate_fn is not None or not _stacks(FixedDraws(self.dataset)[0]):
             return None
-        before = random_state()
-        samples = [self.dataset[i] for i in range(len(self.dataset))]
-        # a dataset may also draw from a generator of its own, whose state nobody knows
-        again = [self.dataset[i] for i in range(min(len(samples), READ_TWICE))]
-        if not same_state(before, random_state()):
-            return None
+        before, own = random_state(), OwnGenerators(self.dataset)
+        with own.kept():
+            samples = [self.dataset[i] for i in range(len(self.dataset))]
+            # a dataset may also draw where nobody sees it, as in a library in C
+            again = [self.dataset[i] for i in range(min(len(samples), READ_TWICE))]
+            if own.have_drawn or not same_state(before, random_state()):
+                return None
         try:
             content = default_collate(samples)
             return content if _same(samples[: len(again)], again) else None

@@ -1,6 +1,7 @@
 """Existing data modules, one a client."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -21,8 +22,9 @@ class PerClient(FederatedDataModule):
 
     Training loaders are PyTorch DataLoaders over datasets of any kind, or other iterables of batches. They shuffle by
     the default generators of PyTorch, NumPy or Python, which each client has for itself, or by one of their own, as
-    ``DataLoader(generator=...)``: so it does not matter who else trains, and a resumed run is the same run. Workers end
-    with every epoch, also persistent ones, and a stream starts again at every iteration.
+    ``DataLoader(generator=...)``: so it does not matter who else trains, and a resumed run is the same run. So it is
+    with random transforms. Of a generator that several modules have, each client has a copy, which begins with draws of
+    its own. Workers end with every epoch, also persistent ones, and a stream starts again at every iteration.
 
     Args:
         modules: the data modules; or what makes one from a client's id, with ``num_clients``.
@@ -101,14 +103,21 @@ class PerClient(FederatedDataModule):
         """Return a client's data."""
         if not 0 <= client_id < len(self.modules):
             raise ConfigError(f"There is no client {client_id}; data.modules has {len(self.modules)}.")
-        if client_id not in self._data:
-            self._data[client_id] = self._client_data(client_id)
+        if not self._data:  # all at once, so that what they share does not depend on who is asked for first
+            loaders = [self._loaders(client) for client in range(len(self.modules))]  # may seed what they share
+            self._data = {client: self._client_data(client, *own) for client, own in enumerate(loaders)}
+            everybody = [data.generators for data in self._data.values()]
+            for client, own in enumerate(everybody):
+                own.begin_apart(client, everybody[:client])
         return self._data[client_id]
 
-    def _client_data(self, client: int) -> ClientData:
-        module = self.modules[client]
-        try:
-            train, val, test = (_loader(module, part) for part in ("train", "val", "test"))
+    def _loaders(self, client: int) -> tuple[Any, Any, Any]:
+        with self._named(client):
+            module = self.modules[client]
+            return _loader(module, "train"), _loader(module, "val"), _loader(module, "test")
+
+    def _client_data(self, client: int, train: Any, val: Any, test: Any) -> ClientData:
+        with self._named(client):
             if isinstance(train, tuple):
                 raise ConfigError("its train_dataloader returns nothing to train on.")
             if not (n := num_samples(train)):
@@ -118,18 +127,17 @@ class PerClient(FederatedDataModule):
                     f"its train_dataloader makes no batch of its {n} samples; leave out drop_last=True, or give a "
                     "smaller batch_size."
                 )
+            module = self.modules[client]
             own = getattr(module, "num_classes", None)
             classes = self.num_classes or (None if callable(own) else own)
-            data = ClientData(train, val, test, example_of(train), classes, self.labels_agree, module)
-            for other, known in self._data.items():
-                if data.generators.shared_with(known.generators):
-                    raise ConfigError(
-                        f"its training loader draws from the same generator as that of data.modules[{other}]; give "
-                        "each module one of its own."
-                    )
-            return data
+            return ClientData(train, val, test, example_of(train), classes, self.labels_agree, module)
+
+    @contextmanager
+    def _named(self, client: int) -> Iterator[None]:
+        try:
+            yield
         except ConfigError as error:
-            raise ConfigError(f"data.modules[{client}], {type(module).__name__}: {error}") from None
+            raise ConfigError(f"data.modules[{client}], {type(self.modules[client]).__name__}: {error}") from None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the modules that have one, by client."""

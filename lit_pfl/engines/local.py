@@ -233,7 +233,9 @@ class Local(Engine):
     def _ask(self, question: Callable[[Client], T], client: int, reply: Payload | None) -> T:
         if self.asleep is not None:
             self.asleep.wake(client)
-        with scoring_draws(self.hub.seed, client), self._holding(client, reply) as module:
+        data = self.clients[client].data
+        draws = scoring_draws(self.hub.seed, client, None if data is None else data.scored_with)
+        with draws, self._holding(client, reply) as module:
             answer = question(module)
             # what of it is the client's own memory is about to be put back
             return answer if reply is None else _copied(answer)

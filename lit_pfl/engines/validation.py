@@ -55,7 +55,7 @@ class OwnValidation:
             return
         data = self.client.data
         assert data is not None
-        draws = scoring_draws(self.seed, self.client.spec.client_id)
+        draws = scoring_draws(self.seed, self.client.spec.client_id, data.scored_with)
         with normal_number_kept(), draws, self.client.personalized() as learner:
             logged_now = score(learner, data.val, "val").logged
         show_scores(trainer, logged_now)

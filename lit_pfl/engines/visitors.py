@@ -100,7 +100,8 @@ class Visitors:
         Where that fails, whatever is wrong is said where it matters: on joining, or in the client's own fit.
         """
         work, number = self._work, client.spec.client_id
-        twin = self._twin = work.fresh(number, work.data.client(number))
+        data = work.data.client(number)
+        twin = self._twin = work.fresh(number, data)
         self.share_frozen(client)
         hub = LocalHub(work.seed)
         loop = AlreadyJoined(hub.link, work.local_epochs, set())
@@ -110,6 +111,7 @@ class Visitors:
             logger.__dict__["muted"] = True
         with suppress(Exception):
             batches = LateLoader(twin.training_data())
+            hub.stream(number).own = data.generators
             hub.add(number, lambda: trainer.fit(twin, batches))
             hub.start(number)
         hub.abort()

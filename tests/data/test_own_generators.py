@@ -1,27 +1,28 @@
-"""Loaders that draw from generators of their own, as PyTorch's page on reproducibility has them."""
+"""Loaders and transforms that draw from generators of their own, as in PyTorch's page on reproducibility and MONAI."""
 
 import multiprocessing
 import random
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from lit_pfl import Federation
-from lit_pfl.data import PerClient, example_of, in_order, num_samples
+from lit_pfl.data import FromDataset, PerClient, example_of, in_order, num_samples
 from lit_pfl.data.federated import ClientData
 from lit_pfl.engines import Local
-from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import AgnosticFL, FedAvg, StandAlone
 from lit_pfl_callbacks import FederatedLoop
-from lit_pfl_callbacks.generators import OwnGenerators
+from lit_pfl_callbacks.generators import OwnGenerators, plain
 from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, trainer
 
@@ -53,6 +54,51 @@ class Stream(IterableDataset):
         return iter(ROWS[self.rng.permutation(len(ROWS))])
 
 
+class Noise:
+    """A random transform as MONAI and Albumentations have them; the first number of a row says which it is."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __call__(self, row: torch.Tensor) -> torch.Tensor:
+        return row + torch.tensor([0, *self.rng.normal(size=2)], dtype=torch.float32)
+
+
+class Transformed(Dataset):
+    """Rows that pass random transforms."""
+
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = transforms
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, position: int) -> torch.Tensor:
+        row = ROWS[position]
+        for transform in self.transforms:
+            row = transform(row)
+        return row
+
+
+class Pipeline(IterableDataset):
+    """A stream of stages, of which one shuffles, as in WebDataset."""
+
+    def __init__(self, *stages: Any) -> None:
+        self.stages = stages
+
+    def __iter__(self):
+        rows = iter(ROWS)
+        for stage in self.stages:
+            rows = stage(rows)
+        return rows
+
+
+def shuffled(rows: Any, rng: Any) -> Any:
+    rows = list(rows)
+    rng.shuffle(rows)
+    return iter(rows)
+
+
 LOADERS: dict[str, Callable[[int], DataLoader]] = {
     "generator=": lambda k: DataLoader(ROWS, 3, shuffle=True, generator=torch.Generator().manual_seed(k)),
     "sampler": lambda k: DataLoader(ROWS, 3, sampler=RandomSampler(ROWS, generator=torch.Generator().manual_seed(k))),
@@ -60,6 +106,8 @@ LOADERS: dict[str, Callable[[int], DataLoader]] = {
     "NumPy's old one": lambda k: DataLoader(ROWS, 3, sampler=Seeded(np.random.RandomState(k))),
     "Python": lambda k: DataLoader(ROWS, 3, sampler=Seeded(random.Random(k))),
     "stream": lambda k: DataLoader(Stream(k), 3),
+    "pipeline": lambda k: DataLoader(Pipeline(partial(shuffled, rng=random.Random(k))), 3),
+    "transform": lambda k: DataLoader(Transformed(Noise(np.random.RandomState(k))), 3),
 }
 ALL = pytest.mark.parametrize("kind", LOADERS)
 
@@ -120,8 +168,7 @@ def test_a_resumed_run_is_the_same_run_also_in_the_same_process(kind, tmp_path):
     first = trainer(2)
     first.fit(federation(participation=1), datamodule=same)
     first.save_checkpoint(tmp_path / "two.ckpt")
-    # the latter have gone on, and so a stream is known by other rows
-    for modules in (data(kind), same)[: 1 if kind == "stream" else 2]:
+    for modules in (data(kind), same):
         resumed = federation(participation=1)
         trainer(4).fit(resumed, datamodule=modules, ckpt_path=tmp_path / "two.ckpt", weights_only=True)
         assert_equal(weights(resumed), weights(whole))
@@ -154,7 +201,7 @@ def test_a_look_draws_nothing(kind):
     first, again = ([batch.tolist() for batch in in_order(loader)] for _ in range(2))
     assert first == again
     iter(in_order(loader)).__next__()
-    assert_equal(own.states(), own.initial)
+    assert not own.have_drawn
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
@@ -169,19 +216,138 @@ def test_every_generator_of_numpy_is_restored(kind):
     assert rng.integers(1000, size=9, dtype=np.uint32).tolist() == expected
 
 
-def test_a_generator_is_one_client_s():
-    shared = torch.Generator()
-    sites = [Site("generator=", client) for client in range(2)]
+def of_one_sampler() -> PerClient:
+    rng, sites = torch.Generator().manual_seed(5), [Site("generator=", client) for client in range(2)]
     for site in sites:
-        site.loader = DataLoader(ROWS, shuffle=True, generator=shared)
-    with pytest.raises(ConfigError, match=r"modules\[1\], Site: its training loader draws from the same generator"):
-        trainer(1).fit(federation(), datamodule=PerClient(sites))
+        site.loader = DataLoader(ROWS, 3, shuffle=True, generator=rng)
+    return PerClient(sites)
+
+
+def of_one_transform() -> PerClient:
+    transform, sites = Noise(np.random.default_rng(5)), [Site("generator=", client) for client in range(2)]
+    for site in sites:
+        site.loader = DataLoader(Transformed(transform), 3)
+    return PerClient(sites)
+
+
+def of_one_dataset() -> FromDataset:
+    return FromDataset(Transformed(Noise(np.random.default_rng(5))), num_clients=2, batch_size=3, in_memory=False)
+
+
+@pytest.mark.parametrize("data", [of_one_sampler, of_one_transform, of_one_dataset])
+def test_of_a_generator_that_clients_share_each_has_its_own_draws(data, tmp_path):
+    whole, modules = federation(participation=1), data()
+    trainer(4).fit(whole, datamodule=modules)
+    generators = [modules.client(client).generators for client in range(2)]
+    assert_equal(*map(plain, (own.states() for own in generators)))  # they are where they were
+    with pytest.raises(AssertionError):  # but from there each goes its own way
+        assert_equal(*(plain(own.initial) for own in generators))
+    first = trainer(2)
+    first.fit(federation(participation=1), datamodule=data())
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    for datamodule, engine in ((data(), None), (modules, Local(awake=1))):
+        resumed = federation(participation=1, engine=engine)
+        trainer(4).fit(resumed, datamodule=datamodule, ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+        assert_equal(resumed.coordinator.state_dict(), whole.coordinator.state_dict())
+
+
+def test_random_transforms_of_validation_data_are_the_same_at_every_scoring():
+    class Scored(Module):
+        def validation_step(self, batch, batch_idx):
+            self.log("sum", batch.sum(), on_epoch=True)
+
+    class WithValidation(Site):
+        def val_dataloader(self) -> DataLoader:
+            return LOADERS["transform"](3)
+
+    def sums(rounds: int, **options: Any) -> Any:
+        fed = Federation(FedAvg(learner=Scored()), seed=1, **options)
+        trainer(rounds).fit(fed, datamodule=PerClient([WithValidation("transform", 0)]))
+        return fed.trainer.callback_metrics["val/sum"]
+
+    assert sums(1) == sums(3) == sums(2, client_trainer={"callbacks": [EarlyStopping("sum", patience=9)]})
 
 
 def test_those_of_several_loaders_are_found():
     loaders = {"a": LOADERS["generator="](0), "b": [LOADERS["NumPy"](0), LOADERS["sampler"](0)]}
     assert len(OwnGenerators(loaders).states()) == 3
     assert len(ClientData(loaders["a"], (), (), None).generators.states()) == 1  # of the loader and its sampler
+
+
+class Slotted:
+    __slots__ = "empty", "rng"
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+
+class OfTheClass:
+    R = np.random.RandomState(3)
+
+
+class Closing:
+    """Nobody may call anything of it."""
+
+    def __init__(self, rng: Any) -> None:
+        self._rng = rng
+
+    @property
+    def rng(self) -> Any:
+        raise AssertionError
+
+    def draw(self) -> Any:
+        return self._rng.random()
+
+
+RNG = np.random.default_rng(3)
+HOLDERS = {
+    "slot": Slotted(RNG),
+    "class": OfTheClass(),
+    "partial": partial(shuffled, rng=RNG),
+    "method": Closing(RNG).draw,
+    "closure": (lambda rng: lambda row: rng.random())(RNG),
+    "default": lambda row, rng=RNG: rng.random(),
+    "keyword": (lambda row, *, rng=RNG: rng.random()),
+    "containers": {"a": [({"b": Closing(RNG)},)]},
+    "module": nn.ModuleDict({"a": nn.Sequential(nn.Identity(), nn.ModuleList())}).requires_grad_(),
+}
+HOLDERS["module"].rng = RNG
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_it_is_found_wherever_it_is(holder):
+    loader = DataLoader(Transformed(HOLDERS[holder]))
+    assert len(OwnGenerators(loader).states()) == 1
+
+
+class Lazy(dict):
+    def values(self):
+        raise AssertionError
+
+    __iter__ = __getitem__ = values
+
+
+class Evasive:
+    def __getattribute__(self, name):
+        raise AssertionError
+
+
+def test_nothing_is_called_to_find_them():
+    gone = weakref.proxy(Closing(RNG))
+    assert len(OwnGenerators([gone, Lazy(a=RNG), Evasive(), Closing(RNG)]).states()) == 1
+
+
+def test_those_of_the_process_belong_to_nobody():
+    defaults = [torch.default_generator, np.random.mtrand._rand, random._inst, random.SystemRandom()]
+    cyclic = Closing(defaults)
+    cyclic.self, cyclic.many = cyclic, [RNG] * 1000
+    assert OwnGenerators([cyclic, Module()]).states() == []
+    fed = federation()
+    site = Site("generator=", 0)
+    site.loader = DataLoader(ROWS, 3, shuffle=True, generator=torch.default_generator)
+    trainer(2).fit(fed, datamodule=PerClient([site]))
+    [client] = fed.clients.values()
+    assert client.learner.seen[:8] != client.learner.seen[8:]
 
 
 @ALL

@@ -91,7 +91,6 @@ def test_modules_are_prepared_and_set_up_and_asked_for_their_loaders_once():
     first = data.client(1)
     assert data.client(1) is first
     assert data.modules[1].calls == ["prepare_data", "setup fit", "setup test", "train"]
-    assert data.modules[0].calls == ["prepare_data", "setup fit", "setup test"]
 
 
 def test_modules_come_in_a_sequence_of_another_kind():
