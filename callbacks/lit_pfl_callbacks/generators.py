@@ -20,7 +20,7 @@ KINDS = torch.Generator, np.random.Generator, np.random.RandomState, random.Rand
 OBJECTS, ENTRIES = 2_000, 100
 #: what leads to all of a project, and what has no parts
 CLOSED = (
-    *(L.LightningModule, L.LightningDataModule, L.Trainer, L.Callback),
+    *(L.LightningModule, L.Trainer, L.Callback),
     *(ModuleType, type, Tensor, np.ndarray, str, bytes, int, float, complex, type(None), ProxyType),
 )
 

@@ -309,9 +309,10 @@ HOLDERS = {
     "default": lambda row, rng=RNG: rng.random(),
     "keyword": (lambda row, *, rng=RNG: rng.random()),
     "containers": {"a": [({"b": Closing(RNG)},)]},
+    "data module": type("Data", (L.LightningDataModule,), {"collate": lambda self, rows: rows})().collate,
     "module": nn.ModuleDict({"a": nn.Sequential(nn.Identity(), nn.ModuleList())}).requires_grad_(),
 }
-HOLDERS["module"].rng = RNG
+HOLDERS["module"].rng = HOLDERS["data module"].__self__.rng = RNG
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
