@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import sha256
@@ -73,14 +73,18 @@ class OwnGenerators:
                 _seed(generator, seed)
             yield
 
-    def begin_apart(self, client: int, others: Iterable["OwnGenerators"] | None = None) -> None:
+    @property
+    def ids(self) -> set[int]:
+        """What distinguishes these generators from others that are there."""
+        return {*map(id, self._generators)}
+
+    def begin_apart(self, client: int, shared: Container[int] | None = None) -> None:
         """Let a client begin with states of its own of those generators that other clients have too.
 
         Args:
             client: its id, which with a generator's state decides where it begins.
-            others: those of other clients; by default all are shared.
+            shared: the ids of such generators; by default all are shared.
         """
-        shared = None if others is None else {id(one) for other in others for one in other._generators}
         with self.kept():
             for generator in self._generators:
                 if shared is None or id(generator) in shared:

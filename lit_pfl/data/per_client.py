@@ -22,9 +22,10 @@ class PerClient(FederatedDataModule):
 
     Training loaders are PyTorch DataLoaders over datasets of any kind, or other iterables of batches. They shuffle by
     the default generators of PyTorch, NumPy or Python, which each client has for itself, or by one of their own, as
-    ``DataLoader(generator=...)``: so it does not matter who else trains, and a resumed run is the same run. So it is
-    with random transforms. Of a generator that several modules have, each client has a copy, which begins with draws of
-    its own. Workers end with every epoch, also persistent ones, and a stream starts again at every iteration.
+    ``DataLoader(generator=...)``: so it does not matter who else trains, and a resumed run is the same run. The
+    same holds for random transforms. If several modules have the same generator, each client draws from a copy, which
+    begins in a state of its own. Workers end with every epoch, also persistent ones, and a stream starts again at every
+    iteration.
 
     Args:
         modules: the data modules; or what makes one from a client's id, with ``num_clients``.
@@ -106,9 +107,10 @@ class PerClient(FederatedDataModule):
         if not self._data:  # all at once, so that what they share does not depend on who is asked for first
             loaders = [self._loaders(client) for client in range(len(self.modules))]  # may seed what they share
             self._data = {client: self._client_data(client, *own) for client, own in enumerate(loaders)}
-            everybody = [data.generators for data in self._data.values()]
-            for client, own in enumerate(everybody):
-                own.begin_apart(client, everybody[:client])
+            known: set[int] = set()
+            for client, data in self._data.items():
+                data.generators.begin_apart(client, known)
+                known |= data.generators.ids
         return self._data[client_id]
 
     def _loaders(self, client: int) -> tuple[Any, Any, Any]:

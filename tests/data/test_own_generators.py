@@ -310,7 +310,7 @@ HOLDERS = {
     "keyword": (lambda row, *, rng=RNG: rng.random()),
     "containers": {"a": [({"b": Closing(RNG)},)]},
     "data module": type("Data", (L.LightningDataModule,), {"collate": lambda self, rows: rows})().collate,
-    "module": nn.ModuleDict({"a": nn.Sequential(nn.Identity(), nn.ModuleList())}).requires_grad_(),
+    "module": nn.Sequential(nn.Identity()),
 }
 HOLDERS["module"].rng = HOLDERS["data module"].__self__.rng = RNG
 

@@ -90,7 +90,8 @@ def test_modules_are_prepared_and_set_up_and_asked_for_their_loaders_once():
     data.setup("test")
     first = data.client(1)
     assert data.client(1) is first
-    assert data.modules[1].calls == ["prepare_data", "setup fit", "setup test", "train"]
+    for module in data.modules:
+        assert module.calls == ["prepare_data", "setup fit", "setup test", "train"]
 
 
 def test_modules_come_in_a_sequence_of_another_kind():

@@ -198,7 +198,7 @@ def test_every_method_comes_to_the_same_bits(cluster, method, tmp_path):
 def test_two_workers_come_to_the_same_bits(cluster, method):
     one, two = (run(client(method), rounds=2, engine=engine) for engine in (Local(), Ray(2)))
     same(one, two)
-    assert os.getpid() not in two.ask(pid).values()  # a worker that is slow may be left with no clients
+    assert len(set(two.ask(pid).values())) == 2
     assert not two.clients
     assert two.client_ids == [0, 1, 2, 3]
     assert_equal(one.standalone(1).state_dict(), two.standalone(1).state_dict())
