@@ -20,7 +20,8 @@ from lit_pfl.core import ServerMomentum
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import AtomicCheckpointIO, LastCheckpoint
-from lit_pfl.methods import APFL, Ditto, FedAvg, SimFed, StandAlone
+from lit_pfl.methods import APFL, Ditto, FactorizedFL, FedAvg, SimFed, StandAlone
+from lit_pfl.nn.factorization import Factorization
 from lit_pfl_callbacks import (
     ClientsTable,
     CommunicationLedger,
@@ -140,6 +141,26 @@ def test_what_clients_and_server_send_and_step_by_stays_the_same(tmp_path, optio
             datamodule=digits(3),
             ckpt_path=tmp_path / "one.ckpt",
         )
+
+
+@pytest.mark.parametrize(
+    ("method", "before", "now", "said"),
+    [
+        (SimFed, {"tau": 0.5}, {"tau": 0.25}, r"tau=0\.5, not 0\.25"),
+        (FactorizedFL, {"match": "worst"}, {}, r"rule\.match=worst, not best"),
+        (FedAvg, {"server_optimizer": ServerMomentum(0.5)}, {"server_optimizer": ServerMomentum(1)}, "r.lr=0.5, not 1"),
+        (FedAvg, {"factorization": Factorization(l1=0.1)}, {"factorization": Factorization()}, r"n\.l1=0\.1, not"),
+    ],
+)
+def test_options_of_the_method_stay_the_same_but_for_scoring(tmp_path, method, before, now, said):
+    fitting = trainer(1)
+    fitting.fit(Federation(client(method, **before), seed=1, threads=1), datamodule=digits(3))
+    fitting.save_checkpoint(tmp_path / "one.ckpt")
+    other, scored = (Federation(client(method, **now), seed=1, threads=1) for _ in range(2))
+    with pytest.raises(ConfigError, match=rf"^model: the checkpoint is of a run with .*{said}"):
+        trainer(2).fit(other, datamodule=digits(3), ckpt_path=tmp_path / "one.ckpt")
+    trainer().test(scored, datamodule=digits(3), ckpt_path=tmp_path / "one.ckpt", verbose=False)
+    assert scored.rows
 
 
 def test_clients_keep_the_learning_rate_of_the_checkpoint_and_say_so_once(tmp_path):

@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
+from inspect import signature
+from itertools import chain
 from typing import Any, Literal
 
 import lightning as L
@@ -24,6 +26,8 @@ from lit_pfl_callbacks.tensors import bytes_of
 OPTIONAL = ("deadline", "asynchronous", "privacy")
 #: how often samples that differ from a checkpoint's are read again, to see whether they always do
 READ_AGAIN = 4
+#: how far down the parts of a method have options
+DEPTH = 2
 
 
 def save_whole(trainer: L.Trainer, if_not_saved: Literal["stop", "continue"], states: StateFiles | None) -> None:
@@ -173,11 +177,34 @@ def sends_of(client: Client) -> dict[str, str | None]:
     }
 
 
+def options_of(thing: Any, path: str = "") -> dict[str, bool | int | float | str | None]:
+    """Return the options of a method that are numbers or words, by name, and those of what it is made of.
+
+    Args:
+        thing: the method, as it was made.
+        path: what the names begin with.
+    """
+    found: dict[str, bool | int | float | str | None] = {}
+    made = [vars(kind)["__init__"] for kind in type(thing).__mro__ if "__init__" in vars(kind)]
+    own = set(chain.from_iterable(signature(make).parameters for make in made))
+    for name, value in vars(thing).items():
+        if name in own and isinstance(value, bool | str | None):
+            found[path + name] = value
+        elif name in own and isinstance(value, int | float):  # the command line gives numbers of types of its own
+            found[path + name] = int(value) if isinstance(value, int) else float(value)
+        elif type(value).__module__.startswith("lit_pfl.") and hasattr(value, "__dict__") and path.count(".") < DEPTH:
+            found |= options_of(value, f"{path}{name}.")
+    return found
+
+
 def refuse_another_run(saved: Mapping[str, Any], own: Mapping[str, Any], names: list[str]) -> None:
     """Compare what a checkpoint and a run say of themselves: ``names`` must agree, and the data."""
     for name, now in own["sends"].items():
         if (before := saved.get("sends", {}).get(name, now)) != now:
             raise ConfigError(f"model.{name}: the checkpoint is of a run with {before}, not {now}.")
+    for name, now in own["options"].items():
+        if (before := saved.get("options", {}).get(name, now)) != now:
+            raise ConfigError(f"model: the checkpoint is of a run with {name}={before}, not {now}.")
     for name in names:
         before, now = (identity.get(name, "none") if name in OPTIONAL else identity[name] for identity in (saved, own))
         if before != now:

@@ -30,6 +30,7 @@ from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.federation.checkpoint import (
     OPTIONAL,
     Fingerprints,
+    options_of,
     refuse_other_data,
     resume,
     save_whole,
@@ -530,10 +531,12 @@ class Federation(QuickModule):
         Raises:
             ConfigError: when the checkpoint is of another run, or not whole. It names the first thing that differs.
         """
-        names = ["method"]
-        if self.trainer.state.fn == "fit":  # the rest makes no difference to a model that is only scored
+        names, identity = ["method"], self._identity()
+        if self.trainer.state.fn == "fit":
             names += ["local_epochs", "participation", *OPTIONAL] + ([] if self._given_seed is None else ["seed"])
-        state = resume(checkpoint, self._identity(), names, self.coordinator, self.engine)
+        else:
+            identity["options"] = {}  # they make no difference to a model that is only scored
+        state = resume(checkpoint, identity, names, self.coordinator, self.engine)
         self.seed = state["seed"]
         self._earlier_rounds = state.get("earlier_rounds", 0)
         self._begun_rounds = self.coordinator.round
@@ -550,6 +553,7 @@ class Federation(QuickModule):
             "data": self._fingerprints,
             "keep_trained": self.keep_trained,
             "sends": sends_of(self.prototype),
+            "options": options_of(self.prototype),
             **{name: repr(given) for name in OPTIONAL if (given := getattr(self, name)) is not None},
         }
 
