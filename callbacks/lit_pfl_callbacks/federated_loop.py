@@ -19,8 +19,8 @@ from torch.utils.data import SubsetRandomSampler
 from lit_pfl_callbacks.frozen import FROZEN, frozen_weights, table_of
 from lit_pfl_callbacks.processes import check_alike, check_strategy
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
-from lit_pfl_callbacks.random_state import ResumedDraws
 from lit_pfl_callbacks.rank_zero import be_rank_zero
+from lit_pfl_callbacks.resumed_draws import ResumedDraws
 from lit_pfl_callbacks.tensors import copied, load_tensors, tensors_of
 
 # Running statistics of normalization layers describe one client's data, so they stay with the client.

@@ -8,7 +8,6 @@ from lit_pfl.data.from_dataset import FromDataset
 from lit_pfl.data.images import BatchLoader, ImageDataModule, ImageSet
 from lit_pfl.data.labels import label_permutation
 from lit_pfl.data.loaders import (
-    LateLoader,
     batch_size_of,
     example_of,
     has_batches,
@@ -57,7 +56,6 @@ __all__ = [
     "FromDataset",
     "ImageDataModule",
     "ImageSet",
-    "LateLoader",
     "Partition",
     "PartitionedDataModule",
     "PerClient",

@@ -14,6 +14,7 @@ from lit_pfl.data.fixed import without_persistent_workers
 from lit_pfl.data.loaders import in_order, num_samples
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.generators import OwnGenerators
+from lit_pfl_callbacks.loader_state import has_state, load_loader_state, loader_state
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,22 @@ class ClientData:
     #: those of the batches for validation and testing, which are the same at every scoring
     scored_with: OwnGenerators = field(init=False, compare=False, repr=False)
 
+    _first_state: dict[str, Any] | None = field(default=None, init=False, compare=False, repr=False)
+
     def __post_init__(self) -> None:
         for part in ("train", "val", "test"):
             object.__setattr__(self, part, without_persistent_workers(getattr(self, part)))
         object.__setattr__(self, "generators", OwnGenerators(self.train))
         object.__setattr__(self, "scored_with", OwnGenerators((self.val, self.test)))
+
+    def begin(self) -> None:
+        """Let a training loader that has a state begin as it did in the first fit of all."""
+        if not has_state(self.train):
+            return
+        if self._first_state is None:
+            object.__setattr__(self, "_first_state", loader_state(self.train))
+        else:
+            load_loader_state(self.train, self._first_state)
 
     @property
     def num_samples(self) -> int:

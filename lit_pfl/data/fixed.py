@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lit_pfl.randomness import draws_put_back, fixed_draws, random_state, set_state
 from lit_pfl_callbacks.generators import OwnGenerators
+from lit_pfl_callbacks.loader_state import has_state, load_loader_state, loader_state
 
 
 def without_persistent_workers(loader: Any) -> Any:
@@ -63,21 +65,40 @@ class FixedCall:
 class FixedIteration:
     """A loader whose batches are the same at every iteration, whatever is drawn at random to choose and to make them.
 
-    The process's generators are seeded again for every iteration. They and the loader's own are put back afterwards. It
-    ends at the loader's length, as a Trainer does: some loaders begin again there, or never end.
+    The process's generators are seeded again for every iteration. They, the loader's own and its
+    state, if it has one, are put back afterwards. It ends at the loader's length, as a Trainer does: some loaders begin
+    again there, or never end.
 
     Args:
         loader: the loader.
+        like: the loader that it was made from, if it was: its state is then put back.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, like: Any = None) -> None:
         self.loader = without_persistent_workers(loader)
+        self.like = self.loader if like is None else like
         self._own = OwnGenerators(self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        with self._state_kept():
+            yield from self._batches()
+
+    @contextmanager
+    def _state_kept(self) -> Iterator[None]:
+        """Put the state of a loader that has one back afterwards."""
+        if not has_state(self.like):
+            yield
+            return
+        before = loader_state(self.like)
+        try:
+            yield
+        finally:
+            load_loader_state(self.like, before)
+
+    def _batches(self) -> Iterator[Any]:
         own = self._own
         with fixed_draws(0), own.kept():
             own.restore(own.initial)

@@ -128,29 +128,3 @@ def _of(loader: Any) -> ResidentLoader | Kind:
             "give a torch.utils.data.DataLoader over a map-style Dataset."
         )
     return kind_of(loader)
-
-
-class LateLoader:
-    """A loader that begins an epoch when the first batch is asked for.
-
-    A Trainer makes the iterator of a fit's first epoch before the fit begins, and those of later epochs as they come. A
-    DataLoader's iterator draws a seed when it is made, so a fit that is resumed at a later epoch would draw one number
-    fewer than one that was never interrupted.
-
-    Args:
-        loader: the loader, whose attributes are this one's too.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.loader
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # of a copy that is still being made
-            raise AttributeError(name)
-        return getattr(self.loader, name)

@@ -33,6 +33,7 @@ from lit_pfl.data.resident import leaves_one_out
 from lit_pfl.errors import ConfigError
 from lit_pfl.randomness import fixed_draws
 from lit_pfl_callbacks.generators import OwnGenerators
+from lit_pfl_callbacks.loader_state import has_state
 from lit_pfl_callbacks.tensors import bytes_of
 
 #: samplers that choose samples by number, which need not be tried
@@ -77,7 +78,8 @@ class _Batches:
         return FixedIteration(self.loader)
 
     def identity(self) -> bytes:
-        first = next(iter(self.in_order()), ())
+        # of a loader with a state the first batch depends on how far it is
+        first = () if has_state(self.loader) else next(iter(self.in_order()), ())
         return b"|".join([str(self.num_samples).encode(), *map(bytes_of, tensors_in(first))])
 
     def part_of(self, positions: Tensor) -> Any:
@@ -129,7 +131,7 @@ class _Stream(_Batches):
 
     def in_order(self, batch_size: int | None = None) -> Any:
         resized = batch_size is not None and self.loader.batch_size is not None
-        return FixedIteration(self.in_batches_of(batch_size) if resized else self.loader)  # type: ignore[arg-type]
+        return FixedIteration(self.in_batches_of(batch_size) if resized else self.loader, self.loader)  # type: ignore[arg-type]
 
     def in_batches_of(self, batch_size: int) -> Any:
         assert self.batch_size

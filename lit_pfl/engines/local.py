@@ -13,7 +13,6 @@ from torch import Tensor
 from lit_pfl.core import Client
 from lit_pfl.core.payload import Payload, as_payload
 from lit_pfl.core.server import ClientInfo
-from lit_pfl.data import LateLoader
 from lit_pfl.engines.asleep import Asleep, States, files_of
 from lit_pfl.engines.engine import NO_LIMITS, Engine, Trained
 from lit_pfl.engines.frozen import FrozenWeights, constant, keep_apart, share_frozen
@@ -25,7 +24,15 @@ from lit_pfl.engines.validation import check_monitored, warn_of_unused
 from lit_pfl.engines.work import Work
 from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.learners.unchanged import put_back, unchanged
-from lit_pfl.lightning_internals import ASLEEP, Elsewhere, MemoryCheckpointIO, limit_batches, make_lean, undisturbed
+from lit_pfl.lightning_internals import (
+    ASLEEP,
+    Elsewhere,
+    LateLoader,
+    MemoryCheckpointIO,
+    limit_batches,
+    make_lean,
+    undisturbed,
+)
 from lit_pfl.randomness import random_state_kept, scoring_draws
 from lit_pfl_callbacks.federated_loop import next_epoch
 from lit_pfl_callbacks.tensors import copied
@@ -202,7 +209,9 @@ class Local(Engine):
         trainer = self.work.client_trainer(module, loop, memory)
         make_lean(trainer, module, loop, self._elsewhere(module), module.data.module)
         restored = self._restored.pop(client, None)
-        if restored is not None:
+        if restored is None:
+            module.data.begin()
+        else:
             memory.checkpoint = restored
         path = None if restored is None else MemoryCheckpointIO.MEMORY
         batches = LateLoader(module.training_data())

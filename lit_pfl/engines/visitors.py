@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 
 from lit_pfl.core import Client
-from lit_pfl.data import LateLoader
 from lit_pfl.engines.frozen import share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.trainers import AlreadyJoined, client_trainer
@@ -21,7 +20,14 @@ from lit_pfl.learners import call_hook
 from lit_pfl.learners.scoring import STAGES, score
 from lit_pfl.learners.trying import on_first, try_step
 from lit_pfl.learners.unchanged import put_back
-from lit_pfl.lightning_internals import MemoryCheckpointIO, forget_scores, lend_data, lent_trainer, show_progress
+from lit_pfl.lightning_internals import (
+    LateLoader,
+    MemoryCheckpointIO,
+    forget_scores,
+    lend_data,
+    lent_trainer,
+    show_progress,
+)
 from lit_pfl.randomness import random_state_kept
 
 if TYPE_CHECKING:

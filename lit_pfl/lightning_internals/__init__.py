@@ -27,6 +27,7 @@ from lit_pfl.lightning_internals.inside import (
     show_scores,
     told_evaluating,
 )
+from lit_pfl.lightning_internals.late_loader import LateLoader
 from lit_pfl.lightning_internals.own_copy import own_copy
 from lit_pfl.lightning_internals.quick import NoProfiler, QuickModule
 from lit_pfl.lightning_internals.state_files import ASLEEP, FOLDER, Content, SavedStates

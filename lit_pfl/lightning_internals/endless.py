@@ -49,19 +49,28 @@ class EndlessFitLoop(_FitLoop):
         """Set the loader up, without a warning of rarely written metrics: a client's Trainer writes none."""
         trainer: Any = self.trainer
         every, trainer.log_every_n_steps = trainer.log_every_n_steps, 0
+        loader: Any = self._data_source.instance
+        loader.waits = self._data_fetcher is None  # this fit has not begun
         try:
             super().setup_data()
         finally:
-            trainer.log_every_n_steps = every
+            trainer.log_every_n_steps, loader.waits = every, False
+
+    def _load_combined_loader_states(self) -> None:
+        """Give the loader its state back; Lightning does so only where an epoch was not over."""
+        loader: Any = self._data_source.instance
+        for state in self._combined_loader_states_to_load:
+            if hasattr(loader, "load_state_dict"):  # else it is another loader by now
+                loader.load_state_dict(state)
+        self._combined_loader_states_to_load = []
 
     def on_run_start(self) -> None:
         """Start training; in it the client joins, and waits for its first reply."""
         super().on_run_start()
-        # Of loaders without a length Lightning fetches a batch ahead, the first before the client has joined. What that
-        # drew at random has been taken back, so it is fetched again: as in every later epoch.
+        # Of loaders without a length Lightning fetches a batch ahead, the first before the client has joined. It has
+        # found none, and is to fetch one now: as in every later epoch.
         fetcher = self._data_fetcher
         if fetcher is not None and fetcher.length is None:
-            fetcher.batches.clear()  # type: ignore[attr-defined]
             iter(fetcher)
 
     def advance(self) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
 from lit_pfl_callbacks import FederatedLoop
-from lit_pfl_callbacks.random_state import ResumedDraws
+from lit_pfl_callbacks.resumed_draws import ResumedDraws
 
 SIZES, ROUNDS, EPOCHS, LR = (300, 200, 150, 100), 3, 2, 0.1
 

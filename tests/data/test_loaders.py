@@ -23,7 +23,6 @@ from lit_pfl.data import (
     BatchLoader,
     CropFlip,
     ImageSet,
-    LateLoader,
     example_of,
     in_batches_of,
     in_order,
@@ -34,6 +33,7 @@ from lit_pfl.data import (
 from lit_pfl.data.batches import tensors_in
 from lit_pfl.data.loaders import identity_of
 from lit_pfl.errors import ConfigError
+from lit_pfl.lightning_internals import LateLoader
 from lit_pfl.randomness import random_state, same_state
 
 N = 17  # so that batches of 4 leave one sample alone

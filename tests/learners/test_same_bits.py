@@ -10,7 +10,8 @@ from torch import nn
 import lit_pfl.methods
 from foreign import Loaders, Regression, diabetes
 from lit_pfl import Client, Federation
-from lit_pfl.data import LateLoader, PerClient
+from lit_pfl.data import PerClient
+from lit_pfl.lightning_internals import LateLoader
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import APFL, Ditto, FedIT, FedRep, Scaffold
 from lit_pfl_callbacks import FederatedLoop

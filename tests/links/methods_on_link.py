@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lit_pfl.core import ClientSpec
-from lit_pfl.data import LateLoader
+from lit_pfl.lightning_internals import LateLoader
 from lit_pfl.links import ProcessGroupLink
 from lit_pfl.methods import Ditto, FactorizedFL, FedSLR, PsiNet, Scaffold, SimFed
 from lit_pfl.models import VGG9

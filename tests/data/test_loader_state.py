@@ -1,0 +1,226 @@
+"""Loaders with a state of their own, which count their epochs: those of litdata, and torchdata's StatefulDataLoader."""
+
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lit_pfl import Federation
+from lit_pfl.data import PerClient, example_of, in_order, num_samples
+from lit_pfl.engines import Local
+from lit_pfl.lightning_internals import LateLoader
+from lit_pfl.links import LocalHub
+from lit_pfl.methods import AgnosticFL, FedAvg, StandAlone
+from lit_pfl_callbacks import FederatedLoop
+from lit_pfl_callbacks.tensors import tensors_of
+from tiny import assert_equal, trainer
+
+ROWS = torch.arange(24.0).view(8, 3)
+
+
+class Rows(IterableDataset):
+    """A stream that shuffles by its number of epochs."""
+
+    num_samples = len(ROWS)
+
+    def __init__(self, client: int) -> None:
+        self.client, self.epoch = client, 0
+
+    def __iter__(self):
+        order = np.random.default_rng([self.client, self.epoch]).permutation(len(ROWS))
+        self.epoch += 1
+        yield from ROWS[order]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+
+
+class Streaming(DataLoader):
+    """As litdata has one; it refuses a state of another number of samples a batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.dataset.epoch, "batch_size": self.batch_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["batch_size"] != self.batch_size:
+            raise ValueError(f"The state is of batches of {state['batch_size']},\nnot of {self.batch_size}.")
+        self.dataset.load_state_dict(state)
+
+
+def torchdata(rows: Any, **options: Any) -> DataLoader:
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    return module.StatefulDataLoader(rows, 3, **options)
+
+
+LOADERS = {
+    "litdata": lambda k: Streaming(Rows(k), 3),
+    "torchdata": lambda k: torchdata(ROWS, shuffle=True),
+    "torchdata, generator": lambda k: torchdata(ROWS, shuffle=True, generator=torch.Generator().manual_seed(k)),
+    "torchdata, stream": lambda k: torchdata(Rows(k)),
+    "torchdata, workers": lambda k: torchdata(Rows(k), num_workers=1),
+}
+SLOW = ["torchdata, workers"]
+ALL = pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in LOADERS])
+
+
+class Site(L.LightningDataModule):
+    def __init__(self, kind: str, client: int) -> None:
+        super().__init__()
+        torch.manual_seed(client)  # of which torchdata makes a generator
+        self.loader = LOADERS[kind](client)
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader
+
+
+class Module(L.LightningModule):
+    """Remembers the first number of every row that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 1)
+        self.seen: list[int] = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch[:, 0].int().tolist()
+        noisy = batch / 24 + 0.1 * torch.rand_like(batch)
+        return self.head(self.body(noisy).tanh()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(kind: str) -> PerClient:
+    return PerClient([Site(kind, client) for client in range(2)])
+
+
+def federation(method: Any = FedAvg, **options: Any) -> Federation:
+    torch.manual_seed(0)
+    return Federation(method(learner=Module()), seed=1, **options)
+
+
+def weights(federation: Federation) -> list[dict[str, torch.Tensor]]:
+    return [tensors_of(client) for client in federation.clients.values()]
+
+
+def seen(federation: Federation) -> list[list[int]]:
+    return [client.learner.seen for client in federation.clients.values()]
+
+
+def test_epochs_are_those_that_the_loader_makes_without_a_federation():
+    fed = federation(local_epochs=2)
+    trainer(2).fit(fed, datamodule=data("litdata"))
+    for client, rows in enumerate(seen(fed)):
+        alone = LOADERS["litdata"](client)
+        assert rows == [row for _ in range(4) for batch in alone for row in batch[:, 0].int().tolist()]
+
+
+@ALL
+def test_a_resumed_run_is_the_same_run_also_in_the_same_process(kind, tmp_path):
+    whole, same = federation(participation=1), data(kind)
+    trainer(4).fit(whole, datamodule=data(kind))
+    first = trainer(2)
+    first.fit(federation(participation=1), datamodule=same)
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    for modules in (data(kind), same):
+        resumed = federation(participation=1)
+        trainer(4).fit(resumed, datamodule=modules, ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+        assert_equal(weights(resumed), weights(whole))
+
+
+@ALL
+def test_a_second_run_with_the_same_data_is_the_same_run(kind):
+    modules, runs = data(kind), [federation(), federation()]
+    for fed in runs:
+        trainer(3).fit(fed, datamodule=modules)
+    assert seen(runs[0]) == seen(runs[1])
+
+
+@ALL
+def test_clients_that_sleep_come_to_the_same(kind):
+    one, other = federation(evaluate="after"), federation(evaluate="after", engine=Local(awake=1))
+    for fed in (one, other):
+        trainer(3).fit(fed, datamodule=data(kind))
+    assert_equal(other.coordinator.state_dict(), one.coordinator.state_dict())
+
+
+@ALL
+def test_methods_that_look_at_all_samples_begin_no_epoch(kind):
+    runs = [federation(StandAlone), federation(AgnosticFL)]
+    for fed in runs:
+        trainer(2).fit(fed, datamodule=data(kind))
+    assert seen(runs[0]) == seen(runs[1])
+
+
+@ALL
+def test_a_look_is_not_counted(kind):
+    loaders = [Site(kind, 0).loader for _ in range(2)]
+    for loader in loaders[1:]:
+        assert num_samples(loader) == len(ROWS)
+        example_of(loader)
+        first, again = ([batch.tolist() for batch in in_order(loader)] for _ in range(2))
+        assert first == again
+        iter(in_order(loader)).__next__()
+    torch.manual_seed(0)
+    expected = [batch.tolist() for batch in loaders[0]]
+    torch.manual_seed(0)
+    assert [batch.tolist() for batch in loaders[1]] == expected
+
+
+@ALL
+def test_a_site_that_resumes_is_the_same(kind, tmp_path):
+    def run(folder: str, rounds: int, state: Any = None) -> Any:
+        hub, modules, states = LocalHub(seed=1), [], []
+        for site in range(2):
+            torch.manual_seed(0)
+            modules.append(Module())
+            saving = ModelCheckpoint(tmp_path / f"{folder}{site}", save_last=True, save_on_train_epoch_end=True)
+            fitting = trainer(
+                rounds, enable_checkpointing=True, callbacks=[FederatedLoop(hub.link, 1, num_samples=8), saving]
+            )
+            path = None if state is None else tmp_path / f"{folder}{site}/last.ckpt"
+            own = Site(kind, site)
+            hub.add(site, lambda t=fitting, m=modules[-1], x=own, p=path: t.fit(m, datamodule=x, ckpt_path=p))
+        hub.run(state=state, after_round=lambda coordinator: states.append(coordinator.state_dict()))
+        return modules, states
+
+    whole, _ = run("whole", 4)
+    _, states = run("parts", 2)
+    resumed, _ = run("parts", 4, states[-1])
+    for one, other in zip(resumed, whole, strict=True):
+        assert one.seen == other.seen[len(other.seen) // 2 :]
+        assert_equal(one.state_dict(), other.state_dict())
+
+
+def test_another_loader_that_does_not_take_the_state_is_refused_and_one_without_a_state_begins(tmp_path):
+    first = trainer(1)
+    first.fit(federation(), datamodule=data("litdata"))
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    other, plain = data("litdata"), data("litdata")
+    for client in range(2):
+        other.modules[client].loader = Streaming(Rows(client), 4)
+        plain.modules[client].loader = DataLoader(Rows(client), 3)
+    with pytest.raises(MisconfigurationException, match=r"does not take .* of it: The state is of batches of 3, not"):
+        trainer(2).fit(federation(), datamodule=other, ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    resumed = federation()
+    trainer(2).fit(resumed, datamodule=plain, ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    assert len(seen(resumed)[0]) == len(ROWS)
+
+
+def test_lightning_sees_whether_a_late_loader_has_a_state():
+    late = LateLoader(LOADERS["litdata"](0))
+    assert isinstance(late, _Stateful)
+    assert {"state_dict", "load_state_dict"} <= {*dir(type(late))}  # as Python 3.12 looks for them
+    assert late.batch_size == 3
+    for loader in (DataLoader(ROWS), Rows(0)):
+        assert not isinstance(LateLoader(loader), _Stateful)
