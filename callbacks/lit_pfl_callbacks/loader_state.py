@@ -1,5 +1,6 @@
 """Give a training loader the state back that Lightning has saved of it."""
 
+from itertools import islice
 from typing import Any
 
 from lightning.fabric.utilities.types import _Stateful
@@ -52,6 +53,11 @@ def load_loader_states(loop: _FitLoop) -> None:
     """
     states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
     loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
-    for loader, state in zip([one for one in loaders if isinstance(one, _Stateful)], states, strict=False):
+    with_state: list[Any] = [one for one in loaders if isinstance(one, _Stateful)]
+    for loader, state in zip(with_state, states, strict=False):
         if has_state(loader):
             load_loader_state(loader, state)
+            with draws_put_back(), OwnGenerators(loader).kept():
+                none = not [*islice(loader, 1)]
+            if not none:  # MosaicML's has first ended the epoch that was over
+                load_loader_state(loader, state)

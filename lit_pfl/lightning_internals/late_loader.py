@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from lit_pfl_callbacks.generators import OwnGenerators
 from lit_pfl_callbacks.loader_state import has_state, load_loader_state
+from lit_pfl_callbacks.random_state import random_state, set_random_state
 
 
 class LateLoader:
@@ -45,8 +47,26 @@ class LateLoader:
 
 
 class _WithState(LateLoader):
+    _loaded = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.waits or not self._loaded:
+            yield from super().__iter__()
+            return
+        self._loaded = False
+        own, before, none = OwnGenerators(self.loader), random_state(), True
+        states = own.states()
+        for batch in self.loader:
+            none = False
+            yield batch
+        if none:  # MosaicML's first ends the epoch that was over
+            set_random_state(before)
+            own.restore(states)
+            yield from self.loader
+
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_loader_state(self.loader, state_dict)
+        self._loaded = True
