@@ -15,9 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_pfl_callbacks.sampler_state import keeps_state, sampler_state, set_sampler_state
+
 KINDS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 #: how many objects are looked at, and how many entries a container has at most that is looked into: not samples
 OBJECTS, ENTRIES = 2_000, 100
+#: stands for the kind of a sampler's state
+SAMPLER = "sampler"
 #: what leads to all of a project, and what has no parts
 CLOSED = (
     *(L.LightningModule, L.Trainer, L.Callback),
@@ -29,15 +33,17 @@ class OwnGenerators:
     """The generators that a loader, or anything that it is made of, has of its own.
 
     They order samples, as in ``DataLoader(generator=...)``, or change them, as in random transforms of MONAI and
-    Albumentations. They are looked for in attributes, containers and functions, without calling anything; the default
-    generators of PyTorch, NumPy and Python are not among them.
+    Albumentations. Samplers of somebody's own are among them, with the order that they shuffle in place. They are
+    looked for in attributes, containers and functions, without calling anything; the default generators of PyTorch,
+    NumPy and Python are not among them.
 
     Args:
         loader: the loader, or anything else.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._generators = [*_found(loader)]
+        # samplers last, which checkpoints from before do not have
+        self._generators = sorted(_found(loader), key=lambda one: not isinstance(one, KINDS))
         #: their states when this was made
         self.initial = self.states()
 
@@ -47,8 +53,9 @@ class OwnGenerators:
 
     def restore(self, states: list[Any]) -> None:
         """Restore states of :meth:`states`, unless they are of other kinds of generators: of another loader."""
-        if [*map(_kind, states)] == [*map(_kind, self.initial)]:
-            for generator, state in zip(self._generators, states, strict=True):
+        kinds, n = [*map(_kind, self.initial)], len(states)
+        if [*map(_kind, states)] == kinds[:n] and {*kinds[n:]} <= {SAMPLER}:
+            for generator, state in zip(self._generators, states, strict=False):
                 _set_state(generator, state)
 
     @contextmanager
@@ -102,6 +109,8 @@ def _found(loader: Any) -> Iterator[Any]:
             if not _is_default(holder):
                 yield holder
             continue
+        if keeps_state(holder):
+            yield holder
         for part in (*_parts(holder), *_attributes(holder, classes)):
             # its type, since a proxy may say that it is of another, or raise
             if id(part) not in seen and not issubclass(type(part), CLOSED) and len(seen) < OBJECTS:
@@ -166,8 +175,10 @@ def _state(generator: Any) -> Any:
             return generator.bit_generator.state
         case np.random.RandomState():
             return generator.get_state(legacy=False)
-        case _:
+        case random.Random():
             return generator.getstate()
+        case _:
+            return sampler_state(generator)
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -178,8 +189,10 @@ def _set_state(generator: Any, state: Any) -> None:
             generator.bit_generator.state = _of_numpy(state)
         case np.random.RandomState():
             generator.set_state(_of_numpy(state))
-        case _:
+        case random.Random():
             generator.setstate(state)
+        case _:
+            set_sampler_state(generator, state)
 
 
 def _seed(generator: Any, seed: int) -> None:
@@ -192,7 +205,7 @@ def _seed(generator: Any, seed: int) -> None:
             state: Any = generator.get_state(legacy=False)
             fresh = getattr(np.random, state["bit_generator"])(seed).state
             generator.set_state({**state, **fresh, "has_gauss": 0, "gauss": 0.0})
-        case _:
+        case random.Random():
             generator.seed(seed)
 
 
@@ -206,7 +219,7 @@ def _plain_text(state: Any) -> str:
 
 
 def _kind(state: Any) -> Any:
-    return state.get("bit_generator") if isinstance(state, dict) else type(state)
+    return state.get("bit_generator", SAMPLER) if isinstance(state, dict) else type(state)
 
 
 def _of_numpy(state: Any) -> Any:

@@ -44,6 +44,34 @@ class Seeded(Sampler):
         return iter(order)
 
 
+class InPlace(Seeded):
+    """As chemprop's and many others: it shuffles the order that it had."""
+
+    def __init__(self, rng: Any, order: Any) -> None:
+        super().__init__(rng)
+        self.order = order
+
+    def __iter__(self):
+        self.rng.shuffle(self.order)
+        return iter([int(row) for row in self.order])
+
+
+class ByClass(Sampler):
+    """Shuffles the rows of every class, in the order of its number of epochs."""
+
+    def __init__(self) -> None:
+        self.rows, self.epoch = {"even": [0, 2, 4, 6], "odd": [1, 3, 5, 7]}, 0
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __iter__(self):
+        self.epoch += 1
+        for rows in self.rows.values():
+            np.random.default_rng(self.epoch).shuffle(rows)
+            yield from rows
+
+
 class Stream(IterableDataset):
     """Rows in an order of its own."""
 
@@ -105,6 +133,9 @@ LOADERS: dict[str, Callable[[int], DataLoader]] = {
     "NumPy": lambda k: DataLoader(ROWS, 3, sampler=Seeded(np.random.default_rng(k))),
     "NumPy's old one": lambda k: DataLoader(ROWS, 3, sampler=Seeded(np.random.RandomState(k))),
     "Python": lambda k: DataLoader(ROWS, 3, sampler=Seeded(random.Random(k))),
+    "in place": lambda k: DataLoader(ROWS, 3, sampler=InPlace(np.random.default_rng(k), np.arange(8))),
+    "in place, list": lambda k: DataLoader(ROWS, 3, sampler=InPlace(random.Random(k), [*range(8)])),
+    "counts": lambda k: DataLoader(ROWS, 3, sampler=ByClass()),
     "stream": lambda k: DataLoader(Stream(k), 3),
     "pipeline": lambda k: DataLoader(Pipeline(partial(shuffled, rng=random.Random(k))), 3),
     "transform": lambda k: DataLoader(Transformed(Noise(np.random.RandomState(k))), 3),
