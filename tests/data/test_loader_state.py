@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from seen_rows import ROWS, Module, federation, weights
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_pfl import Federation
@@ -17,12 +17,9 @@ from lit_pfl.data import PerClient, example_of, in_order, num_samples
 from lit_pfl.engines import Local
 from lit_pfl.lightning_internals import LateLoader
 from lit_pfl.links import LocalHub
-from lit_pfl.methods import AgnosticFL, FedAvg, StandAlone
+from lit_pfl.methods import AgnosticFL, StandAlone
 from lit_pfl_callbacks import FederatedLoop
-from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, trainer
-
-ROWS = torch.arange(24.0).view(8, 3)
 
 
 class Rows(IterableDataset):
@@ -105,34 +102,8 @@ class Site(L.LightningDataModule):
         return self.loader
 
 
-class Module(L.LightningModule):
-    """Remembers the first number of every row that it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 1)
-        self.seen: list[int] = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen += batch[:, 0].int().tolist()
-        noisy = batch / 24 + 0.1 * torch.rand_like(batch)
-        return self.head(self.body(noisy).tanh()).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def data(kind: str) -> PerClient:
     return PerClient([Site(kind, client) for client in range(2)])
-
-
-def federation(method: Any = FedAvg, **options: Any) -> Federation:
-    torch.manual_seed(0)
-    return Federation(method(learner=Module()), seed=1, **options)
-
-
-def weights(federation: Federation) -> list[dict[str, torch.Tensor]]:
-    return [tensors_of(client) for client in federation.clients.values()]
 
 
 def seen(federation: Federation) -> list[list[int]]:

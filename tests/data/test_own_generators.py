@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from seen_rows import ROWS, Module, federation, weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
@@ -23,10 +24,7 @@ from lit_pfl.links import LocalHub
 from lit_pfl.methods import AgnosticFL, FedAvg, StandAlone
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.generators import OwnGenerators, plain
-from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, trainer
-
-ROWS = torch.arange(24.0).view(8, 3)
 
 
 class Seeded(Sampler):
@@ -152,34 +150,8 @@ class Site(L.LightningDataModule):
         return self.loader
 
 
-class Module(L.LightningModule):
-    """Remembers the first number of every row that it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 1)
-        self.seen: list[int] = []
-
-    def training_step(self, batch, batch_idx):
-        self.seen += batch[:, 0].int().tolist()
-        noisy = batch / 24 + 0.1 * torch.rand_like(batch)
-        return self.head(self.body(noisy).tanh()).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def data(kind: str, clients: int = 2) -> PerClient:
     return PerClient([Site(kind, client) for client in range(clients)])
-
-
-def federation(method: Any = FedAvg, **options: Any) -> Federation:
-    torch.manual_seed(0)
-    return Federation(method(learner=Module()), seed=1, **options)
-
-
-def weights(federation: Federation) -> list[dict[str, torch.Tensor]]:
-    return [tensors_of(client) for client in federation.clients.values()]
 
 
 @ALL
