@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_pfl.errors import ConfigError
 from lit_pfl_callbacks.generators import OwnGenerators, plain
-from lit_pfl_callbacks.random_state import torch_state_kept
+from lit_pfl_callbacks.random_state import draws_put_back, torch_state_kept
 
 
 class Draws:
@@ -227,16 +227,6 @@ def set_state(state: tuple[Any, ...]) -> None:
     random.setstate(python)
     np.random.set_state(numpy)  # noqa: NPY002
     torch.set_rng_state(pytorch)
-
-
-@contextmanager
-def draws_put_back() -> Iterator[None]:
-    """Put it back afterwards."""
-    before = random_state()
-    try:
-        yield
-    finally:
-        set_state(before)
 
 
 @contextmanager

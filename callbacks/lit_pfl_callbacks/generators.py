@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_pfl_callbacks.sampler_state import keeps_state, sampler_state, set_sampler_state
+from lit_pfl_callbacks.sampler_state import SamplerState
 
 KINDS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 #: how many objects are looked at, and how many entries a container has at most that is looked into: not samples
@@ -43,7 +43,7 @@ class OwnGenerators:
 
     def __init__(self, loader: Any) -> None:
         # samplers last, which checkpoints from before do not have
-        self._generators = sorted(_found(loader), key=lambda one: not isinstance(one, KINDS))
+        self._generators = sorted(_found(loader), key=lambda one: isinstance(one, SamplerState))
         #: their states when this was made
         self.initial = self.states()
 
@@ -109,8 +109,8 @@ def _found(loader: Any) -> Iterator[Any]:
             if not _is_default(holder):
                 yield holder
             continue
-        if keeps_state(holder):
-            yield holder
+        if (state := SamplerState.of(holder)) is not None:
+            yield state
         for part in (*_parts(holder), *_attributes(holder, classes)):
             # its type, since a proxy may say that it is of another, or raise
             if id(part) not in seen and not issubclass(type(part), CLOSED) and len(seen) < OBJECTS:
@@ -178,7 +178,7 @@ def _state(generator: Any) -> Any:
         case random.Random():
             return generator.getstate()
         case _:
-            return sampler_state(generator)
+            return generator.get()
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -192,7 +192,7 @@ def _set_state(generator: Any, state: Any) -> None:
         case random.Random():
             generator.setstate(state)
         case _:
-            set_sampler_state(generator, state)
+            generator.set(state)
 
 
 def _seed(generator: Any, seed: int) -> None:

@@ -41,12 +41,13 @@ def load_loader_state(loader: Any, state: dict[str, Any]) -> None:
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise MisconfigurationException(
-            f"The training loader does not take the state that the checkpoint has of it: {reason}"
+            f"The training loader does not take the state that the checkpoint has of it; give the loader of the run "
+            f"that wrote it. {reason}"
         ) from error
 
 
 def load_loader_states(loop: _FitLoop) -> None:
-    """Give the loaders of a fit that resumes at an epoch's end their states back, which Lightning saves but not loads.
+    """Give the loaders of a fit that resumes at an epoch's end their states back, which Lightning does not.
 
     Raises:
         MisconfigurationException: when one does not take its state.
@@ -59,5 +60,5 @@ def load_loader_states(loop: _FitLoop) -> None:
             load_loader_state(loader, state)
             with draws_put_back(), OwnGenerators(loader).kept():
                 none = not [*islice(loader, 1)]
-            if not none:  # MosaicML's has first ended the epoch that was over
+            if not none:  # MosaicML's loader makes an empty epoch after such a state, which is over then
                 load_loader_state(loader, state)

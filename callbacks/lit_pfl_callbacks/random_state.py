@@ -42,9 +42,11 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def draws_put_back() -> Iterator[None]:
-    """Put those generators back afterwards."""
-    before = random_state()
+    """Put Python's, NumPy's and PyTorch's default generators back afterwards; not those of GPUs, which takes longer."""
+    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     try:
         yield
     finally:
-        set_random_state(before)
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(pytorch)

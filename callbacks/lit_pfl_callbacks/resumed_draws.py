@@ -19,19 +19,24 @@ class ResumedDraws:
     def __init__(self) -> None:
         self._before: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
-        self._own = OwnGenerators(())
+        self._loader, self._own = None, OwnGenerators(())
 
     def keep(self, loader: Any) -> None:
         """Keep the state before a reply is loaded, also of generators that the training loader has of its own."""
-        self._own = OwnGenerators(loader)
+        self._look_at(loader)
         self._before = self._state()
+
+    def _look_at(self, loader: Any) -> None:
+        if loader is not self._loader:  # else what its samplers had at first is known
+            self._loader, self._own = loader, OwnGenerators(loader)
 
     def _state(self) -> dict[str, Any]:
         return {**random_state(), "own": plain(self._own.states())}
 
     def _restore(self, state: dict[str, Any], loader: Any) -> None:
         set_random_state(state)
-        OwnGenerators(loader).restore(state.get("own", []))
+        self._look_at(loader)
+        self._own.restore(state.get("own", []))
 
     def forget(self) -> None:
         """Drop all states: after this, a checkpoint is not of the end of a round."""

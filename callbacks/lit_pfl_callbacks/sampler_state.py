@@ -8,37 +8,54 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 #: types of single values
-PLAIN = bool, int, float, str, type(None)
+PLAIN = {bool, int, float, str, type(None)}
 #: attributes that hold the samples, not their order
-SAMPLES = "data_source", "dataset"
+SAMPLES = {"data_source", "dataset"}
 #: how deep lists and dicts are looked into
 DEPTH = 3
 
 
-def keeps_state(holder: Any) -> bool:
-    """Say whether something is a sampler that has such a state, and none of PyTorch's, which keep nothing."""
-    kind = type(holder)
-    return issubclass(kind, Sampler) and not kind.__module__.startswith("torch.") and bool(sampler_state(holder))
+class SamplerState:
+    """Those attributes of a sampler that are numbers or words, and lists, dicts and vectors of them.
 
+    Args:
+        sampler: the sampler. What of it never changes, as a size of batches, is not part of its state.
+    """
 
-def sampler_state(sampler: Any) -> dict[str, Any]:
-    """Return copies of those attributes that are numbers or words, and lists, dicts and vectors of them, by name."""
-    own = {name: value for name, value in vars(sampler).items() if name not in SAMPLES}
-    return {name: _copied(value) for name, value in own.items() if _is_plain(value)}
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.first = self._now()
 
+    @staticmethod
+    def of(holder: Any) -> "SamplerState | None":
+        """Return the state of something that is a sampler, and none of PyTorch's, which keep nothing."""
+        kind = type(holder)
+        if not issubclass(kind, Sampler) or kind.__module__.startswith("torch."):
+            return None
+        state = SamplerState(holder)
+        return state if state.first else None
 
-def set_sampler_state(sampler: Any, state: dict[str, Any]) -> None:
-    """Take over such a state, where kinds and sizes agree; lists, dicts and arrays stay the same objects."""
-    own = vars(sampler)
-    for name in own.keys() & state.keys():
-        own[name] = _put(own[name], state[name])
+    def _now(self) -> dict[str, Any]:
+        own = vars(self.sampler).items()
+        return {name: _copied(value) for name, value in own if name not in SAMPLES and _is_plain(value)}
+
+    def get(self) -> dict[str, Any]:
+        """Return copies of the attributes that have changed since this was made, by name; arrays as tensors."""
+        return {k: v for k, v in self._now().items() if k not in self.first or not _same(v, self.first[k])}
+
+    def set(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`get` returned, where kinds and sizes agree; lists and arrays stay the same objects."""
+        own = vars(self.sampler)
+        for name, value in {**self.first, **state}.items():
+            if name in own:
+                own[name] = _put(own[name], value)
 
 
 def _is_plain(value: Any, depth: int = DEPTH) -> bool:
     kind = type(value)
     if kind in (list, dict):
         parts = value.values() if kind is dict else value
-        return depth > 0 and all(_is_plain(part, depth - 1) for part in parts)
+        return {*map(type, parts)} <= PLAIN or (depth > 0 and all(_is_plain(part, depth - 1) for part in parts))
     if kind is np.ndarray:
         return value.ndim == 1 and value.dtype.kind in "biuf"
     return kind in PLAIN or (kind is Tensor and value.ndim == 1)
@@ -47,7 +64,7 @@ def _is_plain(value: Any, depth: int = DEPTH) -> bool:
 def _copied(value: Any) -> Any:
     match value:
         case list():
-            return [_copied(one) for one in value]
+            return value.copy() if {*map(type, value)} <= PLAIN else [_copied(one) for one in value]
         case dict():
             return {name: _copied(one) for name, one in value.items()}
         case np.ndarray():  # which a checkpoint may not hold
@@ -57,6 +74,19 @@ def _copied(value: Any) -> Any:
     return value
 
 
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    match one:
+        case Tensor():
+            return torch.equal(one, other)
+        case list() if not {*map(type, one)} <= PLAIN:
+            return len(one) == len(other) and all(map(_same, one, other))
+        case dict():
+            return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    return bool(one == other)
+
+
 def _put(now: Any, value: Any) -> Any:
     """Return a value in the place of another one: the same object with what the other one holds, where it can be."""
     match now, value:
@@ -64,10 +94,10 @@ def _put(now: Any, value: Any) -> Any:
             now[...] = value.cpu().numpy()
         case Tensor(), Tensor() if now.shape == value.shape:
             now.data.copy_(value)
-        case list(), list() if len(now) == len(value):
-            now[:] = map(_put, now, value)
-        case list(), list():
+        case list(), list() if len(now) != len(value) or {*map(type, value)} <= PLAIN:
             now[:] = _copied(value)
+        case list(), list():
+            now[:] = map(_put, now, value)
         case dict(), dict() if now.keys() == value.keys():
             now.update({name: _put(now[name], value[name]) for name in now})
         case _ if type(now) in PLAIN and type(value) in PLAIN:

@@ -10,9 +10,10 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, Dataset
 
-from lit_pfl.randomness import draws_put_back, fixed_draws, random_state, set_state
+from lit_pfl.randomness import fixed_draws, random_state, set_state
 from lit_pfl_callbacks.generators import OwnGenerators
 from lit_pfl_callbacks.loader_state import has_state, load_loader_state, loader_state
+from lit_pfl_callbacks.random_state import draws_put_back
 
 
 def without_persistent_workers(loader: Any) -> Any:

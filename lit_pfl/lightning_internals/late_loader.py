@@ -59,7 +59,7 @@ class _WithState(LateLoader):
         for batch in self.loader:
             none = False
             yield batch
-        if none:  # MosaicML's first ends the epoch that was over
+        if none:  # MosaicML's loader makes an empty epoch after the state of an epoch's end
             set_random_state(before)
             own.restore(states)
             yield from self.loader

@@ -1,25 +1,21 @@
 """Loaders with a state of their own, which count their epochs: those of litdata, and torchdata's StatefulDataLoader."""
 
+from functools import partial
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from seen_rows import ROWS, Module, federation, weights
+from seen_rows import ROWS, Site, check_asleep, check_resumed, check_resumed_site, federation
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient, example_of, in_order, num_samples
-from lit_pfl.engines import Local
 from lit_pfl.lightning_internals import LateLoader
-from lit_pfl.links import LocalHub
 from lit_pfl.methods import AgnosticFL, StandAlone
-from lit_pfl_callbacks import FederatedLoop
-from tiny import assert_equal, trainer
+from tiny import trainer
 
 
 class Rows(IterableDataset):
@@ -92,18 +88,13 @@ ALL = pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] 
 BACKWARD = pytest.mark.parametrize("kind", [one for one in ALL.args[1] if one.values[0] not in FORWARD])
 
 
-class Site(L.LightningDataModule):
-    def __init__(self, kind: str, client: int) -> None:
-        super().__init__()
-        torch.manual_seed(client)  # of which torchdata makes a generator
-        self.loader = LOADERS[kind](client)
-
-    def train_dataloader(self) -> DataLoader:
-        return self.loader
+def site_of(kind: str, client: int) -> Site:
+    torch.manual_seed(client)  # of which torchdata makes a generator
+    return Site(LOADERS[kind](client))
 
 
 def data(kind: str) -> PerClient:
-    return PerClient([Site(kind, client) for client in range(2)])
+    return PerClient([site_of(kind, client) for client in range(2)])
 
 
 def seen(federation: Federation) -> list[list[int]]:
@@ -120,15 +111,7 @@ def test_epochs_are_those_that_the_loader_makes_without_a_federation():
 
 @ALL
 def test_a_resumed_run_is_the_same_run_also_in_the_same_process(kind, tmp_path):
-    whole, same = federation(participation=1), data(kind)
-    trainer(4).fit(whole, datamodule=data(kind))
-    first = trainer(2)
-    first.fit(federation(participation=1), datamodule=same)
-    first.save_checkpoint(tmp_path / "two.ckpt")
-    for modules in (data(kind), same):
-        resumed = federation(participation=1)
-        trainer(4).fit(resumed, datamodule=modules, ckpt_path=tmp_path / "two.ckpt", weights_only=True)
-        assert_equal(weights(resumed), weights(whole))
+    check_resumed(partial(data, kind), tmp_path)
 
 
 @BACKWARD
@@ -141,10 +124,7 @@ def test_a_second_run_with_the_same_data_is_the_same_run(kind):
 
 @ALL
 def test_clients_that_sleep_come_to_the_same(kind):
-    one, other = federation(evaluate="after"), federation(evaluate="after", engine=Local(awake=1))
-    for fed in (one, other):
-        trainer(3).fit(fed, datamodule=data(kind))
-    assert_equal(other.coordinator.state_dict(), one.coordinator.state_dict())
+    check_asleep(partial(data, kind))
 
 
 @BACKWARD
@@ -157,7 +137,7 @@ def test_methods_that_look_at_all_samples_begin_no_epoch(kind):
 
 @BACKWARD
 def test_a_look_is_not_counted(kind):
-    loaders = [Site(kind, 0).loader for _ in range(2)]
+    loaders = [site_of(kind, 0).loader for _ in range(2)]
     for loader in loaders[1:]:
         assert num_samples(loader) == len(ROWS)
         example_of(loader)
@@ -172,27 +152,7 @@ def test_a_look_is_not_counted(kind):
 
 @ALL
 def test_a_site_that_resumes_is_the_same(kind, tmp_path):
-    def run(folder: str, rounds: int, state: Any = None) -> Any:
-        hub, modules, states = LocalHub(seed=1), [], []
-        for site in range(2):
-            torch.manual_seed(0)
-            modules.append(Module())
-            saving = ModelCheckpoint(tmp_path / f"{folder}{site}", save_last=True, save_on_train_epoch_end=True)
-            fitting = trainer(
-                rounds, enable_checkpointing=True, callbacks=[FederatedLoop(hub.link, 1, num_samples=8), saving]
-            )
-            path = None if state is None else tmp_path / f"{folder}{site}/last.ckpt"
-            own = Site(kind, site)
-            hub.add(site, lambda t=fitting, m=modules[-1], x=own, p=path: t.fit(m, datamodule=x, ckpt_path=p))
-        hub.run(state=state, after_round=lambda coordinator: states.append(coordinator.state_dict()))
-        return modules, states
-
-    whole, _ = run("whole", 4)
-    _, states = run("parts", 2)
-    resumed, _ = run("parts", 4, states[-1])
-    for one, other in zip(resumed, whole, strict=True):
-        assert one.seen == other.seen[len(other.seen) // 2 :]
-        assert_equal(one.state_dict(), other.state_dict())
+    check_resumed_site(partial(site_of, kind), tmp_path)
 
 
 def test_another_loader_that_does_not_take_the_state_is_refused_and_one_without_a_state_begins(tmp_path):
@@ -203,7 +163,7 @@ def test_another_loader_that_does_not_take_the_state_is_refused_and_one_without_
     for client in range(2):
         other.modules[client].loader = Streaming(Rows(client), 4)
         plain.modules[client].loader = DataLoader(Rows(client), 3)
-    with pytest.raises(MisconfigurationException, match=r"does not take .* of it: The state is of batches of 3, not"):
+    with pytest.raises(MisconfigurationException, match=r"does not take .* wrote it\. The state is of .* 3, not"):
         trainer(2).fit(federation(), datamodule=other, ckpt_path=tmp_path / "one.ckpt", weights_only=True)
     resumed = federation()
     trainer(2).fit(resumed, datamodule=plain, ckpt_path=tmp_path / "one.ckpt", weights_only=True)

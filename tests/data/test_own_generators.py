@@ -11,8 +11,8 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from seen_rows import ROWS, Module, federation, weights
+from lightning.pytorch.callbacks import EarlyStopping
+from seen_rows import ROWS, Module, Site, check_asleep, check_resumed, check_resumed_site, federation, weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
@@ -20,9 +20,7 @@ from lit_pfl import Federation
 from lit_pfl.data import FromDataset, PerClient, example_of, in_order, num_samples
 from lit_pfl.data.federated import ClientData
 from lit_pfl.engines import Local
-from lit_pfl.links import LocalHub
 from lit_pfl.methods import AgnosticFL, FedAvg, StandAlone
-from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.generators import OwnGenerators, plain
 from tiny import assert_equal, trainer
 
@@ -141,17 +139,12 @@ LOADERS: dict[str, Callable[[int], DataLoader]] = {
 ALL = pytest.mark.parametrize("kind", LOADERS)
 
 
-class Site(L.LightningDataModule):
-    def __init__(self, kind: str, client: int) -> None:
-        super().__init__()
-        self.loader = LOADERS[kind](client)
-
-    def train_dataloader(self) -> DataLoader:
-        return self.loader
+def site_of(kind: str, client: int) -> Site:
+    return Site(LOADERS[kind](client))
 
 
 def data(kind: str, clients: int = 2) -> PerClient:
-    return PerClient([Site(kind, client) for client in range(clients)])
+    return PerClient([site_of(kind, client) for client in range(clients)])
 
 
 @ALL
@@ -166,23 +159,12 @@ def test_epochs_are_those_that_the_loader_makes_without_a_federation(kind):
 
 @ALL
 def test_a_resumed_run_is_the_same_run_also_in_the_same_process(kind, tmp_path):
-    whole, same = federation(participation=1), data(kind)
-    trainer(4).fit(whole, datamodule=data(kind))
-    first = trainer(2)
-    first.fit(federation(participation=1), datamodule=same)
-    first.save_checkpoint(tmp_path / "two.ckpt")
-    for modules in (data(kind), same):
-        resumed = federation(participation=1)
-        trainer(4).fit(resumed, datamodule=modules, ckpt_path=tmp_path / "two.ckpt", weights_only=True)
-        assert_equal(weights(resumed), weights(whole))
+    check_resumed(partial(data, kind), tmp_path)
 
 
 @ALL
 def test_clients_that_sleep_come_to_the_same(kind):
-    one, other = federation(evaluate="after"), federation(evaluate="after", engine=Local(awake=1))
-    for fed in (one, other):
-        trainer(3).fit(fed, datamodule=data(kind))
-    assert_equal(other.coordinator.state_dict(), one.coordinator.state_dict())
+    check_asleep(partial(data, kind))
 
 
 @ALL
@@ -219,15 +201,43 @@ def test_every_generator_of_numpy_is_restored(kind):
     assert rng.integers(1000, size=9, dtype=np.uint32).tolist() == expected
 
 
+class Grouped(Sampler):
+    """Makes batches of an order that it shuffles in place; its size of batches is an option of the run."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.order, self.batch_size, self.weights = [*range(len(ROWS))], batch_size, np.ones(len(ROWS))
+
+    def __len__(self) -> int:
+        return len(ROWS) // self.batch_size
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        size = self.batch_size
+        yield from (self.order[i : i + size] for i in range(0, len(ROWS), size))
+
+
+def test_of_a_sampler_only_what_changes_is_kept_and_not_its_options(tmp_path):
+    runs = []
+    for rounds, size, path in ((1, 2, None), (2, 4, tmp_path / "one.ckpt")):
+        fitting, fed, site = trainer(rounds), federation(), site_of("generator=", 0)
+        site.loader = DataLoader(ROWS, batch_sampler=Grouped(size))
+        fitting.fit(fed, datamodule=PerClient([site]), ckpt_path=path, weights_only=True)
+        fitting.save_checkpoint(tmp_path / "one.ckpt")
+        runs.append((site.loader.batch_sampler.batch_size, fed.clients[0].trainer.global_step))
+        [state] = fed.engine.state_dict()["streams"][0]["own"]
+        assert [*state] == ["order"]
+    assert runs == [(2, 4), (4, 6)]
+
+
 def of_one_sampler() -> PerClient:
-    rng, sites = torch.Generator().manual_seed(5), [Site("generator=", client) for client in range(2)]
+    rng, sites = torch.Generator().manual_seed(5), [site_of("generator=", client) for client in range(2)]
     for site in sites:
         site.loader = DataLoader(ROWS, 3, shuffle=True, generator=rng)
     return PerClient(sites)
 
 
 def of_one_transform() -> PerClient:
-    transform, sites = Noise(np.random.default_rng(5)), [Site("generator=", client) for client in range(2)]
+    transform, sites = Noise(np.random.default_rng(5)), [site_of("generator=", client) for client in range(2)]
     for site in sites:
         site.loader = DataLoader(Transformed(transform), 3)
     return PerClient(sites)
@@ -265,7 +275,7 @@ def test_random_transforms_of_validation_data_are_the_same_at_every_scoring():
 
     def sums(rounds: int, **options: Any) -> Any:
         fed = Federation(FedAvg(learner=Scored()), seed=1, **options)
-        trainer(rounds).fit(fed, datamodule=PerClient([WithValidation("transform", 0)]))
+        trainer(rounds).fit(fed, datamodule=PerClient([WithValidation(LOADERS["transform"](0))]))
         return fed.trainer.callback_metrics["val/sum"]
 
     assert sums(1) == sums(3) == sums(2, client_trainer={"callbacks": [EarlyStopping("sum", patience=9)]})
@@ -347,7 +357,7 @@ def test_those_of_the_process_belong_to_nobody():
     cyclic.self, cyclic.many = cyclic, [RNG] * 1000
     assert OwnGenerators([cyclic, Module()]).states() == []
     fed = federation()
-    site = Site("generator=", 0)
+    site = site_of("generator=", 0)
     site.loader = DataLoader(ROWS, 3, shuffle=True, generator=torch.default_generator)
     trainer(2).fit(fed, datamodule=PerClient([site]))
     [client] = fed.clients.values()
@@ -356,26 +366,7 @@ def test_those_of_the_process_belong_to_nobody():
 
 @ALL
 def test_a_site_that_resumes_is_the_same(kind, tmp_path):
-    def run(folder: str, rounds: int, state: Any = None) -> Any:
-        hub, modules, states = LocalHub(seed=1), [], []
-        for site in range(2):
-            torch.manual_seed(0)
-            modules.append(Module())
-            saving = ModelCheckpoint(tmp_path / f"{folder}{site}", save_last=True, save_on_train_epoch_end=True)
-            fitting = trainer(
-                rounds, enable_checkpointing=True, callbacks=[FederatedLoop(hub.link, 1, num_samples=8), saving]
-            )
-            path = None if state is None else tmp_path / f"{folder}{site}/last.ckpt"
-            hub.add(site, lambda t=fitting, m=modules[-1], x=LOADERS[kind](site), p=path: t.fit(m, x, ckpt_path=p))
-        hub.run(state=state, after_round=lambda coordinator: states.append(coordinator.state_dict()))
-        return modules, states
-
-    whole, _ = run("whole", 4)
-    _, states = run("parts", 2)
-    resumed, _ = run("parts", 4, states[-1])
-    for one, other in zip(resumed, whole, strict=True):
-        assert one.seen == other.seen[len(other.seen) // 2 :]
-        assert_equal(one.state_dict(), other.state_dict())
+    check_resumed_site(partial(site_of, kind), tmp_path)
 
 
 def test_a_run_that_goes_on_with_another_kind_of_loader_begins_its_draws(tmp_path):
@@ -410,7 +401,7 @@ class NoisyStream(IterableDataset):
 @pytest.mark.parametrize("kind", [DataLoader, type("AsOthersMakeIt", (DataLoader,), {})])
 def test_workers_end_with_every_epoch(kind, rows, tmp_path):
     def made() -> PerClient:
-        site = Site("generator=", 0)
+        site = site_of("generator=", 0)
         shuffle = {"shuffle": True} if rows is Noisy else {}
         site.loader = kind(rows(), 3, num_workers=1, persistent_workers=True, **shuffle)
         return PerClient([site])
