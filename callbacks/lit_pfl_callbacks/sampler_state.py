@@ -35,8 +35,13 @@ class SamplerState:
         state = SamplerState(holder)
         return state if state.first else None
 
+    def _attributes(self) -> dict[str, Any]:
+        # without running code of its own
+        attributes: dict[str, Any] = object.__getattribute__(self.sampler, "__dict__")
+        return attributes
+
     def _now(self) -> dict[str, Any]:
-        own = vars(self.sampler).items()
+        own = self._attributes().items()
         return {name: _copied(value) for name, value in own if name not in SAMPLES and _is_plain(value)}
 
     def get(self) -> dict[str, Any]:
@@ -45,7 +50,7 @@ class SamplerState:
 
     def set(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`get` returned, where kinds and sizes agree; lists and arrays stay the same objects."""
-        own = vars(self.sampler)
+        own = self._attributes()
         for name, value in {**self.first, **state}.items():
             if name in own:
                 own[name] = _put(own[name], value)

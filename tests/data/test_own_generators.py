@@ -22,6 +22,7 @@ from lit_pfl.data.federated import ClientData
 from lit_pfl.engines import Local
 from lit_pfl.methods import AgnosticFL, FedAvg, StandAlone
 from lit_pfl_callbacks.generators import OwnGenerators, plain
+from lit_pfl_callbacks.sampler_state import SamplerState
 from tiny import assert_equal, trainer
 
 
@@ -344,6 +345,32 @@ class Lazy(dict):
 class Evasive:
     def __getattribute__(self, name):
         raise AssertionError
+
+
+class EvasiveSampler(Sampler):
+    def __init__(self, rng: Any) -> None:
+        cyclic: list[Any] = [1]
+        cyclic.append(cyclic)
+        self.cyclic, self.rng, self.order = cyclic, rng, [*range(8)]
+
+    def __getattribute__(self, name):
+        if name in ("__class__", "__init__"):
+            return super().__getattribute__(name)
+        raise AssertionError
+
+
+def test_a_sampler_is_looked_into_without_calling_anything():
+    states = OwnGenerators([sampler := EvasiveSampler(RNG)]).states()
+    assert len(states) == 2  # the generator, and what the sampler has
+    own = object.__getattribute__(sampler, "__dict__")
+    state = SamplerState(sampler)
+    own["order"].reverse()
+    assert state.get() == {"order": [*range(7, -1, -1)]}
+    state.set({"order": "nonsense", "unknown": 1, "cyclic": 3})
+    assert own["order"] == [*range(7, -1, -1)]
+    assert "unknown" not in own
+    state.set({})
+    assert own["order"] == [*range(8)]
 
 
 def test_nothing_is_called_to_find_them():
