@@ -9,10 +9,6 @@ from numbers import Number
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-#: what code of others may raise for what does not suit it
-WRONG = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-
-
 _WORDS = {operator.gt: "above", operator.ge: "from", operator.lt: "below", operator.le: "up to"}
 
 

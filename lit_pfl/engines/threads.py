@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_pfl.errors import WRONG, ConfigError
+from lit_pfl.errors import ConfigError
 from lit_pfl.learners import SkipBatch, call_hook, recorded, size_of, training_loss, unchanged, without_gradients
 from lit_pfl.learners.scoring import mean_loss, transferred
 from lit_pfl.learners.trying import on_first
@@ -47,7 +47,7 @@ def choose_threads(
                 mean_loss(learner, [batch])
         except ConfigError:
             raise
-        except WRONG:
+        except Exception:
             if learner._trainer is None or _works(learner, batch):
                 return most
             raise
@@ -65,7 +65,7 @@ def _works(learner: L.LightningModule, example: Any) -> bool:
     """
     try:
         mean_loss(learner, [example])
-    except WRONG:
+    except Exception:
         weights = [*learner.parameters()]
         with unchanged(learner), without_gradients(weights), recorded(learner), fixed_draws(0):
             for weight in () if learner.automatic_optimization else weights:
@@ -77,7 +77,7 @@ def _works(learner: L.LightningModule, example: Any) -> bool:
                 training_loss(learner.train(), transferred(learner, example), 0)
             except SkipBatch:
                 return True
-            except WRONG:
+            except Exception:
                 return False
     return True
 

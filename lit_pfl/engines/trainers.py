@@ -123,7 +123,7 @@ def client_trainer(
 
     Args:
         client: the client.
-        outer: the Trainer whose device, precision and loggers it takes.
+        outer: the Trainer whose device, precision and loggers it takes; in the root of its files a client has a folder.
         options: ``federation.client_trainer``; callbacks are copied, so that every client has its own.
         loop: the callback that joins the client to the federation.
         memory: where its checkpoints go.
@@ -138,6 +138,7 @@ def client_trainer(
         "accelerator": {"cuda": "gpu"}.get(device.type, device.type),
         "devices": [device.index] if device.type == "cuda" else 1,
         "precision": outer.precision,
+        "default_root_dir": f"{outer.default_root_dir}/client_{client.spec.client_id}",
         "deterministic": _deterministic(),
         "max_epochs": -1 if rounds == -1 else rounds * loop.every_n_epochs,
         "profiler": NoProfiler(),

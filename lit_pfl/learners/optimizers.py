@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_pfl.errors import WRONG, ConfigError
+from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import optimizers_in
 from lit_pfl.nn import composed_layers
 
@@ -46,7 +46,7 @@ def configured_by(learner: L.LightningModule) -> Any:
         configured = learner.configure_optimizers()
     except ConfigError:
         raise
-    except WRONG as error:
+    except Exception as error:
         raise ConfigError(
             f"model.learner: configure_optimizers of {name} fails on layers that this method replaces "
             f"({_parameters_of(replaced)}): {type(error).__name__}: {error}"

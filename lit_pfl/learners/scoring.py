@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_pfl.data.batches import described
-from lit_pfl.errors import WRONG, ConfigError, first_line
+from lit_pfl.errors import ConfigError, first_line
 from lit_pfl.learners import (
     SkipBatch,
     Step,
@@ -89,7 +89,7 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
                 n, loss = mean_loss(learner, counted())
         except ConfigError:
             raise
-        except WRONG as error:
+        except Exception as error:
             if taken > 1 or "out of memory" in str(error):
                 raise
             rank_zero_warn(
@@ -154,9 +154,9 @@ def _predicted(learner: L.LightningModule, batch: Any, index: int) -> Any:
         return call_step(learner, "predict_step", batch, index)
     try:
         return call_step(learner, "predict_step", batch, index)
-    except WRONG as error:
+    except Exception as error:
         if isinstance(batch, list | tuple):
-            with suppress(*WRONG):
+            with suppress(Exception):
                 return call_step(learner, "predict_step", batch[0], index)
         raise ConfigError(
             f"model.learner: forward of {type(learner).__name__} cannot do with a batch, {described(batch)}, to "

@@ -1,4 +1,4 @@
-"""Frozen copies of trained parts of a network: momentum encoders, teachers, exponential moving averages."""
+"""Copies of trained parts of a network, which no gradient trains: momentum encoders, teachers, moving averages."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
@@ -12,12 +12,12 @@ from lit_pfl.nn.composed import is_dense
 
 
 class Copy(NamedTuple):
-    """A frozen part of a network that is built like a trained one.
+    """A part of a network that is built like a trained one, and is not trained.
 
     Attributes:
-        path: where the frozen part is.
+        path: where the copy is.
         original: where the trained part is.
-        layers: the convolutions and linear layers of the frozen part, by their paths in the network, each with the
+        layers: the convolutions and linear layers of the copy, by their paths in the network, each with the
             layer that it is a copy of.
         equal: whether the values of these layers are those of the trained ones.
     """
@@ -28,35 +28,49 @@ class Copy(NamedTuple):
     equal: bool
 
 
-def frozen_copies(module: nn.Module) -> list[Copy]:
-    """Return the frozen parts of a network that are copies of trained ones, the largest such parts.
+def copies_in(module: nn.Module) -> list[Copy]:
+    """Return the parts of a network that are copies of trained ones, the largest such parts.
 
     A part is a copy when it has no weight that is trained, and one trained part has the same classes inside, under the
     same names, with parameters of the same shapes. If several have, the only one with the same values counts. Numbered
     parts of one list (``layers.0`` and ``layers.1``) are no copies of each other, and neither are two single layers
     with different values: networks of equal layers, some of them frozen, are common.
 
+    What a module of nothing else holds (PyTorch's ``AveragedModel``, timm's ``ModelEmaV3``) need not be frozen, where
+    it is of several layers, with the values of a part that nothing holds so.
+
     Args:
         module: the network.
     """
     parts = {path: part for path, part in module.named_modules() if path and next(_layers(part), None)}
-    frozen = [path for path, part in parts.items() if not any(p.requires_grad for p in part.parameters())]
-    if not frozen:
+    frozen = {path for path, part in parts.items() if not any(p.requires_grad for p in part.parameters())}
+    held = {path for path in parts if "." in path and _is_held(module.get_submodule(path.rpartition(".")[0]))}
+    if not frozen | held:
         return []
     trained = defaultdict(list)
     for path, part in parts.items():
         if any(layer.weight.requires_grad for _, layer in _layers(part)):
             trained[_structure(part)].append(path)
     found: list[Copy] = []
-    for path in frozen:
+    for path in [path for path in parts if path in frozen | held]:
         if any(path.startswith(f"{copy.path}.") for copy in found):
             continue
         alike = [original for original in trained[_structure(parts[path])] if _by_attribute(path, original)]
-        copies = [_copy(path, original, parts) for original in alike]
+        copies = [_copy(path, original, parts) for original in alike if path in frozen or original not in held]
         copies = [copy for copy in copies if copy.equal] or copies
-        if len(copies) == 1 and (copies[0].equal or len(copies[0].layers) > 1):
+        if len(copies) == 1 and _is_sure(copies[0], path in frozen):
             found += copies
     return found
+
+
+def _is_sure(copy: Copy, frozen: bool) -> bool:
+    several = len(copy.layers) > 1
+    return copy.equal or several if frozen else copy.equal and several
+
+
+def _is_held(parent: nn.Module) -> bool:
+    """Say whether a module has one part, and no weight of its own."""
+    return len(parent._modules) == 1 and not parent._parameters
 
 
 def _layers(part: nn.Module) -> Iterator[tuple[str, nn.Conv2d | nn.Linear]]:

@@ -31,7 +31,7 @@ class _Factorized(nn.Module):
         bias: (out,) or None.
         threshold: entries of mu below it in size count as zero wherever the model is used or sent, but not while it is
             trained.
-        is_copy: whether it is a frozen copy of another layer, such as a momentum encoder's. It has no penalty.
+        is_copy: whether it is a copy of another layer, such as a momentum encoder's. It has no penalty.
     """
 
     bias: nn.Parameter | None

@@ -133,7 +133,7 @@ class _Hadamard(nn.Module):
         w1: makes W1; its parameters are the shared factors.
         w2: makes W2; its parameters are the private factors of a personalized layer.
         bias: (out,), zero at first, or None.
-        is_copy: whether it is a frozen copy of another layer, such as a momentum encoder's.
+        is_copy: whether it is a copy of another layer, such as a momentum encoder's.
     """
 
     bias: nn.Parameter | None

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lit_pfl.errors import ConfigError
 from lit_pfl.nn.composed import is_dense
-from lit_pfl.nn.copies import Copy, frozen_copies
+from lit_pfl.nn.copies import Copy, copies_in
 
 #: types that may stand between two layers when channels are followed, permuted or divided into groups
 CHANNELWISE = (
@@ -29,14 +29,14 @@ def replace_layers(
 ) -> nn.Module:
     """Replace every ``Conv2d`` and ``Linear`` inside a module, in place; frozen and empty ones stay as they are.
 
-    A frozen copy of a trained part, such as a momentum encoder, is replaced as its original is, so that the two
-    continue having the same parameters in the same order. It stays frozen.
+    A copy of a trained part, such as a momentum encoder, is replaced as its original is, so that the two continue
+    having the same parameters in the same order. If it is frozen, it stays so.
 
     Args:
         module: any network.
         make: returns the new layer for an old one; type, device and training mode are then made equal.
         keep: says of a layer's path whether it stays as it is.
-        load: gives a new layer the weight and the bias of an old one, for frozen copies that have other values than
+        load: gives a new layer the weight and the bias of an old one, for copies that have other values than
             their originals. Without it these stay as they are, and so do their originals.
 
     Returns:
@@ -48,10 +48,11 @@ def replace_layers(
     """
     made: dict[nn.Module, nn.Module] = {}
     places = places_of_weights(module)
-    copies = frozen_copies(module)
+    copies = copies_in(module)
     stay = _left_alone(copies, load is not None)
+    follow = {layer for copy in copies for layer, _ in copy.layers.values()}
     for path, layer in list(module.named_modules(remove_duplicate=False)):
-        if not is_dense(layer) or keep(path) or layer in stay:
+        if not is_dense(layer) or keep(path) or layer in stay | follow:
             continue
         if is_lazy(layer.weight):
             raise ConfigError(f"Layer {path!r} does not know its shape yet: run a batch through the network first.")
@@ -69,7 +70,7 @@ def replace_layers(
         for path, (layer, original) in copy.layers.items():
             if original in made:
                 check_plain(layer, path, places)  # type: ignore[arg-type]
-                made[layer] = _frozen_copy(made[original], layer, None if copy.equal else load)
+                made[layer] = _copied(made[original], layer, None if copy.equal else load)
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if layer in made:
             module.set_submodule(path, made[layer])
@@ -87,8 +88,9 @@ def _left_alone(copies: list[Copy], loads: bool) -> set[nn.Module]:
     return {layer for copy in different for pair in copy.layers.values() for layer in pair}
 
 
-def _frozen_copy(new: nn.Module, old: nn.Module, load: Callable[[nn.Module, nn.Module], None] | None) -> nn.Module:
-    copy = deepcopy(new).requires_grad_(False).train(old.training)
+def _copied(new: nn.Module, old: nn.Module, load: Callable[[nn.Module, nn.Module], None] | None) -> nn.Module:
+    trained = any(weight.requires_grad for weight in old.parameters())
+    copy = deepcopy(new).requires_grad_(trained).train(old.training)
     copy.is_copy = True  # type: ignore[assignment]
     if load is not None:
         load(copy, old)

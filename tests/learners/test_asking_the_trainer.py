@@ -87,7 +87,9 @@ def test_what_is_asked_before_the_first_round_is_not_logged(tmp_path):
 
 
 def test_every_client_has_a_folder_of_its_own(tmp_path):
-    fit("FedAvg", tmp_path)
+    federation = fit("FedAvg", tmp_path)
+    roots = [Path(client.trainer.default_root_dir) for client in federation.clients.values()]
+    assert roots == [Path(federation.trainer.default_root_dir) / f"client_{client}" for client in range(4)]
     seen = {path.parent.name: path.read_text() for path in tmp_path.rglob("seen.txt")}
     assert seen.keys() == {f"client_{client}" for client in range(4)}
     assert all(Path(folder).name == client for client, folder in seen.items())

@@ -138,6 +138,22 @@ def test_an_encoder_that_cannot_take_noise_is_told():
         fit(SimFed(learner=OfCounts()))
 
 
+class OfPairs(Small):
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) % 2:
+            raise Exception("pairs only")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_cannot_do_with_one_sample_takes_the_noise_twice():
+    alone = Small()
+    pairs = OfPairs()
+    pairs.load_state_dict(alone.state_dict())
+    one, two = (fit(SimFed(learner=learner)).clients[0] for learner in (alone, pairs))
+    torch.testing.assert_close(two.embedding(), torch.cat([one.embedding()] * 2))
+    torch.testing.assert_close(two.learner.state_dict(), one.learner.state_dict())
+
+
 def test_inputs_of_different_shapes_are_told():
     with pytest.raises(ConfigError, match=r"of shape \[1, 5, 4\], and client 1's input has \[1, 7, 4\]; give clients"):
         fit(SimFed(learner=Small(Pooled())), PerClient([site(5, 4), site(7, 4)]))

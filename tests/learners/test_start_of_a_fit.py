@@ -157,6 +157,15 @@ def test_one_that_can_do_with_neither_is_refused():
         fit(Never(), method=KNNPer)
 
 
+def test_where_a_whole_batch_fails_in_another_way_that_is_told():
+    class Broken(Even):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + self.no_such
+
+    with pytest.raises(ConfigError, match=r"Broken has no .*float32\[[2-9], 3\].*AttributeError: .*no_such"):
+        fit(Broken())
+
+
 def test_a_buffer_of_infinity_stays_at_home():
     """A causal mask, or a bound of GPyTorch: a constant that no mean can be taken of."""
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lit_pfl.nn import FactorizedConv2d, HadamardConv2d, factorize, factorized_layers, hadamard, l1_norm_of_masks
-from lit_pfl.nn.copies import frozen_copies
+from lit_pfl.nn.copies import copies_in
 
 REPLACE = {
     "dense": lambda module: factorize(module, start="dense", rank=2),
@@ -92,12 +92,14 @@ def test_a_copy_changes_nothing_of_what_is_drawn(replace):
 
 
 @replacements
-def test_an_averaged_model_is_a_copy(replace):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_averaged_model_is_a_copy(replace, frozen):
     module = nn.Module()
     module.net = network()
-    module.ema = AveragedModel(module.net, multi_avg_fn=get_ema_multi_avg_fn(0.5)).requires_grad_(False)
+    module.ema = AveragedModel(module.net, multi_avg_fn=get_ema_multi_avg_fn(0.5)).requires_grad_(not frozen)
     replace(module)
     assert type(module.ema.module[0]) is type(module.net[0]) is not nn.Conv2d
+    assert {p.requires_grad for p in module.ema.parameters()} == {not frozen}
     for _ in range(2):
         module.ema.update_parameters(module.net)
     torch.testing.assert_close(list(module.ema.module.parameters()), list(module.net.parameters()))
@@ -119,14 +121,33 @@ def test_two_critics_each_have_the_copy_with_their_values():
     module = nn.Module()
     module.q1, module.q2 = network(1), network(2)
     module.t2, module.t1 = (deepcopy(q).requires_grad_(False) for q in (module.q2, module.q1))
-    assert {copy.path: copy.original for copy in frozen_copies(module)} == {"t1": "q1", "t2": "q2"}
+    assert {copy.path: copy.original for copy in copies_in(module)} == {"t1": "q1", "t2": "q2"}
+
+
+def test_what_is_trained_is_no_copy_of_what_is_built_alike():
+    module = nn.Module()
+    module.twins = nn.ModuleDict({"a": network(), "b": network()})  # the same values, and both may be trained
+    assert copies_in(module) == []
+    module.held = nn.Sequential(network(1))  # other values
+    assert copies_in(module) == []
+    module.one, module.other = nn.Sequential(network(2)), nn.Sequential(network(2))  # both held so
+    assert copies_in(module) == []
+    module.line, module.zero = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))  # zero, as layers of adapters begin
+    for layer in (module.line, module.zero[0]):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    assert copies_in(module) == []
+    module.average = AveragedModel(network(3))
+    assert copies_in(module) == []
+    module.net = deepcopy(module.average.module)
+    assert [(copy.path, copy.original) for copy in copies_in(module)] == [("average.module", "net")]
 
 
 def test_frozen_layers_of_a_network_of_equal_layers_are_no_copies():
     layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
     layers.layers[0].requires_grad_(False)
-    assert frozen_copies(layers) == []
+    assert copies_in(layers) == []
     module = nn.Module()
     module.first, module.second = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
-    assert frozen_copies(module) == []
-    assert frozen_copies(network()) == frozen_copies(network().requires_grad_(False)) == []
+    assert copies_in(module) == []
+    assert copies_in(network()) == copies_in(network().requires_grad_(False)) == []

@@ -14,7 +14,7 @@ from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.core.sharing import EVERYTHING
 from lit_pfl.data.batches import tensors_in
-from lit_pfl.errors import WRONG, ConfigError
+from lit_pfl.errors import ConfigError
 from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.nn import Memory
 from lit_pfl.nn.factorization import Factorization
@@ -110,19 +110,24 @@ class SimFed(Client):
 
     @torch.no_grad()
     def embedding(self) -> Tensor:
-        """Return the (d,) embedding of the criteria input, Eq. 2."""
+        """Return the (d,) embedding of the criteria input, Eq. 2; (2d,) where a step cannot do with one sample."""
         noise = dict(self.criteria_input.items())
         drawn = {id(x): noise[name] for name, x in self._inputs().items()}
         batch = apply_to_collection(self.spec.example, Tensor, lambda x: drawn.get(id(x), x).to(self.device))  # type: ignore[union-attr]
         assert self.encoder_module is not None
         handle = self.encoder_module.register_forward_hook(_look)
         try:
-            mean_loss(self.learner, [batch])
+            try:
+                mean_loss(self.learner, [batch])
+            except (ConfigError, _Seen):
+                raise
+            except Exception:  # steps may mix or pair samples; an input given twice has an embedding of one direction
+                mean_loss(self.learner, [apply_to_collection(batch, Tensor, lambda x: torch.cat([x, x]))])
         except _Seen as seen:
             return seen.embedding.flatten()
         except ConfigError:
             raise
-        except WRONG as error:
+        except Exception as error:
             raise ConfigError(
                 f"model.encoder: {type(self.learner).__name__} cannot take the Gaussian noise by which SimFed compares "
                 f"encoders ({type(error).__name__}: {error}); name a part that can."
