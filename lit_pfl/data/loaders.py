@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lit_pfl.data.batches import labels_in
 from lit_pfl.data.resident import ResidentLoader
+from lit_pfl.data.several import loaders_in
 from lit_pfl.data.torch_loaders import Kind, kind_of
 from lit_pfl.errors import ConfigError
 
@@ -70,8 +71,8 @@ def in_batches_of(loader: Any, batch_size: int) -> Any:
 
 
 def samples_of(loader: Any) -> Tensor:
-    """Return the (n,) int64 places of the samples in the data set they are of."""
-    return _of(loader).samples_of()
+    """Return the (n,) int64 places of the samples in the data set they are of, of several loaders in turn."""
+    return torch.cat([_of(one).samples_of() for one in loaders_in(loader)])
 
 
 def labels_of(loader: Any) -> Tensor:

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.data.federated import ClientData, FederatedDataModule, held_out
 from lit_pfl.data.loaders import example_of, num_samples
+from lit_pfl.data.several import as_scored
 from lit_pfl.errors import ConfigError, refuse_other_lightning
 
 
@@ -163,10 +164,8 @@ def _loader(module: L.LightningDataModule, part: str) -> Any:
     """Return a module's batches for training, validation or testing; none if it has no such loader."""
     name = f"{part}_dataloader"
     loader = getattr(module, name)() if is_overridden(name, module, L.LightningDataModule) else None
+    if part != "train":
+        return as_scored(loader, name)
     if isinstance(loader, list | tuple) and len(loader) == 1:
         [loader] = loader
-    if loader is None or (isinstance(loader, list | tuple) and not loader):
-        return ()
-    if isinstance(loader, list | tuple | dict) and part != "train":
-        raise ConfigError(f"its {name} returns {len(loader)} loaders; a client's score is of one.")
-    return loader
+    return () if loader is None or (isinstance(loader, list | tuple) and not loader) else loader

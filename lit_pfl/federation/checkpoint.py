@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_pfl.core import Client
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.data import ClientData, has_batches, identity_of, samples_of
+from lit_pfl.data.several import loaders_in
 from lit_pfl.engines import Engine
 from lit_pfl.engines.work import HasData
 from lit_pfl.errors import ConfigError
@@ -127,7 +128,7 @@ def fingerprint(data: ClientData) -> str:
     """
     digest = hashlib.sha256(repr((data.num_classes, data.labels_agree)).encode())
     places = digest.copy()
-    for batches in (data.train, data.val, data.test):
+    for batches in (data.train, *loaders_in(data.val), *loaders_in(data.test)):
         digest.update(identity_of(batches))
         with suppress(ConfigError):  # of a stream they are not known
             places.update(bytes_of(samples_of(batches)) if has_batches(batches) else b"")

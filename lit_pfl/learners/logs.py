@@ -15,6 +15,8 @@ from lit_pfl.learners.forward import with_methods
 
 #: "val_loss" of one module and "loss" of another are the same score; of a module that logs both they are two
 STAGE = re.compile(r"^(val|valid|validate|validation|test)[/_.]")
+#: what Lightning puts behind names that are logged in steps on one of several loaders
+LOADER = "/dataloader_idx_"
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
 
 
@@ -25,14 +27,16 @@ class Recorder:
 
     Attributes:
         batch_size: number of samples of the present batch; the weight of a value that is logged without one.
+        loader: number of the loader that the batch is of, where there are several: then it is in the names.
     """
 
     def __init__(self) -> None:
         self.batch_size = 1
+        self.loader: int | None = None
         self._values: dict[str, list[tuple[Tensor, int]]] = {}
         self._reductions: dict[str, Any] = {}
         self._metrics: dict[str, Metric] = {}
-        self._per_step: set[str] = set()  # names that a Trainer also knows with "_epoch" behind them
+        self._per_step: dict[str, str] = {}  # by name another one that a Trainer knows too, with "_epoch" in it
 
     def log(
         self,
@@ -42,11 +46,14 @@ class Recorder:
         on_step: bool | None = None,
         reduce_fx: Any = "mean",
         batch_size: int | None = None,
+        add_dataloader_idx: bool = True,
         **__: Any,
     ) -> None:
         """Keep a value."""
+        which = f"{LOADER}{self.loader}" if self.loader is not None and add_dataloader_idx else ""
+        epoch, name = f"{name}_epoch{which}", f"{name}{which}"
         if on_step:
-            self._per_step.add(name)
+            self._per_step[name] = epoch
         if isinstance(value, Metric):
             self._metrics[name] = value
             return
@@ -66,13 +73,16 @@ class Recorder:
 
     def as_in_a_trainer(self, logged: Mapping[str, float]) -> dict[str, float]:
         """Return what :meth:`compute` has returned, under all names that ``trainer.callback_metrics`` would have."""
-        return {**logged, **{f"{name}_epoch": value for name, value in logged.items() if name in self._per_step}}
+        return {**logged, **{epoch: logged[name] for name, epoch in self._per_step.items() if name in logged}}
 
     def _names(self) -> dict[str, str]:
-        """Return under which name each is a score: without the stage, where that leaves no two of one name."""
-        logged = self._values.keys() | self._metrics.keys()
-        short = Counter(STAGE.sub("", name) for name in logged)
-        return {name: stripped if short[stripped := STAGE.sub("", name)] == 1 else name for name in logged}
+        """Return under which name each is a score: without the stage, where that leaves no two of one name.
+
+        Lightning does not let a module log a number of a loader in a name, as a federation would.
+        """
+        logged = {name: name.replace(LOADER, "/loader_") for name in self._values.keys() | self._metrics.keys()}
+        short = Counter(STAGE.sub("", name) for name in logged.values())
+        return {k: stripped if short[stripped := STAGE.sub("", name)] == 1 else name for k, name in logged.items()}
 
     def _reduced(self, name: str) -> float:
         values = torch.stack([value.double().mean() for value, _ in self._values[name]])

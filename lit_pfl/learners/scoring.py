@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_pfl.data.batches import described
+from lit_pfl.data.several import loaders_in
 from lit_pfl.errors import ConfigError, first_line
 from lit_pfl.learners import (
     SkipBatch,
@@ -98,18 +99,19 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
             )
             return Score(0, {})
         return Score(n, {"loss": loss} if n else {})
-    n = 0
-    evaluated = _evaluated(learner, stage, RUNNING[split], batches)
+    n, loaders = 0, loaders_in(batches)
+    evaluated = _evaluated(learner, stage, RUNNING[split], loaders if len(loaders) > 1 else batches)
     with evaluated, recorded(learner) as record, with_callbacks(learner) as tell:
         for hook in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
             tell(hook)
-        for index, batch in enumerate(_to_length(batches)):
-            batch = transferred(learner, batch)
-            record.batch_size = size_of(batch)
-            tell(f"on_{stage}_batch_start", batch, index)
-            outputs = call_step(learner, f"{stage}_step", batch, index)
-            tell(f"on_{stage}_batch_end", outputs, batch, index)
+        for batch, *numbers in _numbered(batches):
+            batch = transferred(learner, batch, *numbers[1:])
+            record.batch_size, record.loader = size_of(batch), numbers[1] if len(numbers) > 1 else None
+            tell(f"on_{stage}_batch_start", batch, *numbers)
+            outputs = call_step(learner, f"{stage}_step", batch, *numbers)
+            tell(f"on_{stage}_batch_end", outputs, batch, *numbers)
             n += record.batch_size
+        record.loader = None
         if not n:
             return Score(0, {})
         after = any(is_overridden(f"on_{stage}_{when}", learner) for when in ("epoch_end", "end"))
@@ -127,6 +129,14 @@ def _to_length(batches: Iterable[Any]) -> Iterator[Any]:
     return islice(batches, sized_len(batches))
 
 
+def _numbered(batches: Any) -> Iterator[Any]:
+    """Yield every batch with what a Trainer's hooks get: its number, and that of its loader where there are several."""
+    loaders = loaders_in(batches)
+    for number, loader in enumerate(loaders):
+        for index, batch in enumerate(_to_length(loader)):
+            yield (batch, index, number) if len(loaders) > 1 else (batch, index)
+
+
 def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]:
     """Return what a learner's ``predict_step`` gives for each batch; the learner is left as it was.
 
@@ -139,25 +149,25 @@ def predictions(learner: L.LightningModule, batches: Iterable[Any]) -> list[Any]
     with _evaluated(learner, "predict", RunningStage.PREDICTING), with_callbacks(learner) as tell:
         tell("on_predict_start")
         tell("on_predict_epoch_start")
-        for index, batch in enumerate(_to_length(batches)):
-            batch = transferred(learner, batch)
-            tell("on_predict_batch_start", batch, index)
-            found.append(_predicted(learner, batch, index))
-            tell("on_predict_batch_end", found[-1], batch, index)
+        for batch, *numbers in _numbered(batches):
+            batch = transferred(learner, batch, *numbers[1:])
+            tell("on_predict_batch_start", batch, *numbers)
+            found.append(_predicted(learner, batch, *numbers))
+            tell("on_predict_batch_end", found[-1], batch, *numbers)
         tell("on_predict_epoch_end")
         tell("on_predict_end")
     return found
 
 
-def _predicted(learner: L.LightningModule, batch: Any, index: int) -> Any:
+def _predicted(learner: L.LightningModule, batch: Any, *numbers: int) -> Any:
     if is_overridden("predict_step", learner):
-        return call_step(learner, "predict_step", batch, index)
+        return call_step(learner, "predict_step", batch, *numbers)
     try:
-        return call_step(learner, "predict_step", batch, index)
+        return call_step(learner, "predict_step", batch, *numbers)
     except Exception as error:
         if isinstance(batch, list | tuple):
             with suppress(Exception):
-                return call_step(learner, "predict_step", batch[0], index)
+                return call_step(learner, "predict_step", batch[0], *numbers)
         raise ConfigError(
             f"model.learner: forward of {type(learner).__name__} cannot do with a batch, {described(batch)}, to "
             f"predict from; give it a predict_step. {type(error).__name__}: {error}"
@@ -192,7 +202,7 @@ def _options_unchanged(learner: L.LightningModule) -> Iterator[None]:
             group.update(options)
 
 
-def transferred(learner: L.LightningModule, batch: Any) -> Any:
+def transferred(learner: L.LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
     """Return a batch as a Trainer hands it to a learner: on its device, after the hooks that it meets on the way.
 
     A hook of the client's own data module takes the place of the learner's, as in Lightning. Either may change a dict
@@ -206,7 +216,7 @@ def transferred(learner: L.LightningModule, batch: Any) -> Any:
             batch = copy.copy(batch)
         device = [learner.device] if name == "transfer_batch_to_device" else []
         with in_hook(learner, name):
-            batch = getattr(data if of_data else learner, name)(batch, *device, 0)
+            batch = getattr(data if of_data else learner, name)(batch, *device, dataloader_idx)
     return batch
 
 

@@ -166,7 +166,8 @@ def told_evaluating(module: L.LightningModule, stage: RunningStage, batches: Any
     Args:
         module: the module.
         stage: what the Trainer is said to do; a check of sanity stays one.
-        batches: what it is evaluated on: ``trainer.val_dataloaders``, ``num_val_batches`` and those for tests.
+        batches: what it is evaluated on, several loaders in a list: ``trainer.val_dataloaders``, ``num_val_batches``
+            and those for tests.
     """
     trainer = module._trainer
     if trainer is None:
@@ -194,9 +195,10 @@ def _having(trainer: L.Trainer, stage: RunningStage, batches: Any) -> Iterator[N
     }
     own = [] if batches is None else loops.get(stage, [])
     before = [(loop._combined_loader, loop._max_batches) for loop in own]
-    length = sized_len(batches)
+    lengths = [sized_len(loader) for loader in (batches if isinstance(batches, list) else [batches])]
     for loop in own:
-        loop._combined_loader, loop._max_batches = CombinedLoader(batches), [inf if length is None else length]
+        loop._combined_loader = CombinedLoader(batches, "sequential")
+        loop._max_batches = [inf if length is None else length for length in lengths]
     try:
         yield
     finally:
