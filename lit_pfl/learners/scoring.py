@@ -86,7 +86,7 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
                 yield batch
 
         try:
-            with told_evaluating(learner, RUNNING[split], batches):
+            with told_evaluating(learner, RUNNING[split], loaders_in(batches)):
                 n, loss = mean_loss(learner, counted())
         except ConfigError:
             raise
@@ -99,8 +99,8 @@ def score(learner: L.LightningModule, batches: Iterable[Any], split: Split) -> S
             )
             return Score(0, {})
         return Score(n, {"loss": loss} if n else {})
-    n, loaders = 0, loaders_in(batches)
-    evaluated = _evaluated(learner, stage, RUNNING[split], loaders if len(loaders) > 1 else batches)
+    n = 0
+    evaluated = _evaluated(learner, stage, RUNNING[split], loaders_in(batches))
     with evaluated, recorded(learner) as record, with_callbacks(learner) as tell:
         for hook in (f"on_{stage}_start", f"on_{stage}_epoch_start"):
             tell(hook)
@@ -175,9 +175,11 @@ def _predicted(learner: L.LightningModule, batch: Any, *numbers: int) -> Any:
 
 
 @contextmanager
-def _evaluated(learner: L.LightningModule, stage: str, running: RunningStage, batches: Any = None) -> Iterator[None]:
+def _evaluated(
+    learner: L.LightningModule, stage: str, running: RunningStage, loaders: list[Any] | None = None
+) -> Iterator[None]:
     """Put a learner into the mode in which its Trainer would evaluate it; all of it is put back afterwards."""
-    told = told_evaluating(learner, running, batches)
+    told = told_evaluating(learner, running, loaders)
     with torch.no_grad(), unchanged(learner), _options_unchanged(learner), told:
         hook = f"on_{stage}_model_eval"
         if is_overridden(hook, learner):  # as for dropout that draws

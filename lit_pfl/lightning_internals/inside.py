@@ -1,6 +1,6 @@
 """A module inside another one, in the hook of a Trainer that knows only the outer one."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Any
@@ -160,14 +160,15 @@ def as_trained(module: L.LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def told_evaluating(module: L.LightningModule, stage: RunningStage, batches: Any = None) -> Iterator[None]:
+def told_evaluating(
+    module: L.LightningModule, stage: RunningStage, loaders: Sequence[Any] | None = None
+) -> Iterator[None]:
     """Let a module's Trainer, if there is one, say that it evaluates, and that it is this module, in its precision.
 
     Args:
         module: the module.
         stage: what the Trainer is said to do; a check of sanity stays one.
-        batches: what it is evaluated on, several loaders in a list: ``trainer.val_dataloaders``, ``num_val_batches``
-            and those for tests.
+        loaders: what it is evaluated on: ``trainer.val_dataloaders``, ``num_val_batches`` and those for tests.
     """
     trainer = module._trainer
     if trainer is None:
@@ -178,7 +179,7 @@ def told_evaluating(module: L.LightningModule, stage: RunningStage, batches: Any
     try:
         with (
             as_trained(module),
-            _having(trainer, stage, batches),
+            _having(trainer, stage, loaders),
             trainer.precision_plugin.forward_context(),
         ):
             yield
@@ -187,17 +188,17 @@ def told_evaluating(module: L.LightningModule, stage: RunningStage, batches: Any
 
 
 @contextmanager
-def _having(trainer: L.Trainer, stage: RunningStage, batches: Any) -> Iterator[None]:
-    """Let ``trainer.val_dataloaders``, ``num_val_batches`` and those for tests be of these batches."""
+def _having(trainer: L.Trainer, stage: RunningStage, loaders: Sequence[Any] | None) -> Iterator[None]:
+    """Let ``trainer.val_dataloaders``, ``num_val_batches`` and those for tests be of these loaders."""
     loops = {
         RunningStage.VALIDATING: [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop],
         RunningStage.TESTING: [trainer.test_loop],
     }
-    own = [] if batches is None else loops.get(stage, [])
+    own = [] if loaders is None else loops.get(stage, [])
     before = [(loop._combined_loader, loop._max_batches) for loop in own]
-    lengths = [sized_len(loader) for loader in (batches if isinstance(batches, list) else [batches])]
+    lengths = [sized_len(loader) for loader in loaders or ()]
     for loop in own:
-        loop._combined_loader = CombinedLoader(batches, "sequential")
+        loop._combined_loader = CombinedLoader(loaders if len(lengths) > 1 else loaders[0], "sequential")  # type: ignore[index]
         loop._max_batches = [inf if length is None else length for length in lengths]
     try:
         yield
