@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lit_pfl_callbacks.own_scores import OwnScores
-from lit_pfl_callbacks.protocols import HasClients, HasTraffic, Transfer
+from lit_pfl_callbacks.protocols import HasClients, HasScores, HasTraffic, Transfer
 from lit_pfl_callbacks.rounds import loop_of
 from lit_pfl_callbacks.scores_shown import TITLES, human_bytes
 
@@ -97,12 +97,16 @@ class RoundProgress(ProgressBar):
         self._validated.begin(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take note of the round's score: the accuracy, or the first metric that there is."""
+        """Take note of the round's score: the accuracy, else a metric that knows what is better, else the first."""
         self._validated.end(trainer, "val")
         if trainer.sanity_checking or not self._validated.rows:
             return
         scores = self._validated.rows[0].scores
-        name = "acc" if "acc" in scores else next(iter(scores))
+        telling = [*pl_module.higher_is_better] if isinstance(pl_module, HasScores) else []
+        names = ["acc", *telling, *(name for name in scores if name != "round")]  # which a federation logs, too
+        name = next((name for name in names if name in scores), None)
+        if name is None:
+            return
         self._scored, self._score = trainer.current_epoch, f"{TITLES.get(name, name)} {scores[name]:.4f}"
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

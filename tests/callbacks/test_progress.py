@@ -1,11 +1,18 @@
 """The live line, under Trainers that know nothing of clients."""
 
 import pytest
+import torch
 from rich.console import Console
-from torch.utils.data import DataLoader, IterableDataset
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import R2Score
 
 from callbacks.plain import Line, batches, trainer
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from lit_pfl.methods import FedAvg
 from lit_pfl_callbacks import RoundProgress
+from tiny import Learner, Site
 
 
 class Endless(IterableDataset):
@@ -82,3 +89,28 @@ def test_what_validation_logs_is_its_score_whatever_its_name(tmp_path, capsys, m
         assert f"round 2/2 · 1 batches · {title} 0.7500 · " in shown
     assert f"{title} 0.7500" in shown
     assert " B " not in shown  # nobody sends any
+
+
+@pytest.mark.parametrize("score", ["rows", "r2"])
+def test_a_federation_s_score_is_one_of_its_clients(tmp_path, capsys, score):
+    """And not the round, which it logs as well; where a metric knows what is better, that one."""
+
+    class Fits(Learner):
+        def __init__(self):
+            super().__init__(nn.Linear(4, 8), nn.Linear(8, 1))
+            self.r2 = R2Score()
+
+        def training_step(self, batch, batch_idx):
+            return (self(batch[0]) - batch[1]).square().mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_rows", float(len(batch[0])))
+            if score == "r2":
+                self.r2(self(batch[0]), batch[1])
+                self.log("val_r2", self.r2)
+
+    data = TensorDataset(torch.rand(12, 4), torch.rand(12, 1))
+    fitting = trainer(tmp_path, 1, [RoundProgress()], enable_progress_bar=True)
+    fitting.fit(Federation(FedAvg(learner=Fits()), seed=0), datamodule=PerClient([Site(data, 6), Site(data, 6)]))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round 1/1")]
+    assert line.split(" · ")[1:3] == ["2 clients", f"{score} {float(fitting.callback_metrics[f'val/{score}']):.4f}"]
