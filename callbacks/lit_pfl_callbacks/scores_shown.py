@@ -11,6 +11,7 @@ from lit_pfl_callbacks.protocols import Row
 from lit_pfl_callbacks.states import GLOBAL, JOINING, UNTRAINED, WORDS
 
 TITLES = {"acc": "accuracy"}
+WIDE = 10_000  # characters
 
 
 def print_scores(
@@ -64,6 +65,9 @@ def print_scores(
             for (n, _), v in zip(columns, values, strict=True)
         )
         table.add_row("worst 10%", "", *worst, "", "")
+    wanted = console.measure(table, options=console.options.update(width=WIDE))
+    if wanted.minimum > console.width and not console.is_terminal:  # a file has room for whole words
+        console.width = wanted.maximum
     console.print(table)
     for state, scored in below.items():
         console.print(_line(state, scored), highlight=False, soft_wrap=True)

@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lit_pfl.data import FederatedDataModule, PerClient, in_order, labels_of
@@ -190,7 +191,10 @@ class Stream(IterableDataset):
             lambda: ready([Site(), with_loaders(train=DataLoader(torch.zeros(5, 1), 8, drop_last=True))]).client(1),
             r"data.modules\[1\], Made: its train_dataloader makes no batch of its 5 samples; leave out drop_last=True",
         ),
-        (lambda: ready([with_loaders(val=[1, 2])]).client(0), "Made: its val_dataloader returns 2 loaders"),
+        (
+            lambda: ready([with_loaders(val=CombinedLoader([[1], [2]], "max_size"))]).client(0),
+            r"data.modules\[0\], Made: its val_dataloader returns a CombinedLoader with mode='max_size'; give mode",
+        ),
     ],
 )
 def test_bad_modules_are_one_line(make, message):

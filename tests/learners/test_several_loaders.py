@@ -16,7 +16,7 @@ from lit_pfl.data import PerClient, labels_of
 from lit_pfl.engines import Local
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedAvg, KNNPer
-from lit_pfl_callbacks import Predictions
+from lit_pfl_callbacks import ClientsTable, Predictions
 from tiny import Learner, assert_equal, trainer
 
 GIVEN = {
@@ -80,8 +80,9 @@ class OnTwo(Learner):
 
 def fit(given: Any = GIVEN["list"], learner: Any = None, method: Any = FedAvg, **options: Any) -> Federation:
     torch.manual_seed(0)
+    own = {name: options.pop(name) for name in ("callbacks", "default_root_dir") if name in options}
     federation = Federation(method(learner=learner or OnTwo()), seed=0, threads=1, **options)
-    trainer(2).fit(federation, datamodule=PerClient([Data(k, given) for k in range(2)], num_classes=3))
+    trainer(2, **own).fit(federation, datamodule=PerClient([Data(k, given) for k in range(2)], num_classes=3))
     return federation
 
 
@@ -109,6 +110,15 @@ def test_scores_are_named_by_loader(tmp_path):
     [scores] = trainer(2).test(federation, datamodule=PerClient([Data(0), Data(1)], num_classes=3), verbose=False)
     assert 0 <= scores["test/acc/loader_1"] <= 1
     assert "test/aggregated/loss/loader_0" in scores
+
+
+def test_the_table_in_a_file_has_room_for_whole_names(tmp_path, capsys):
+    fit(callbacks=[ClientsTable()], default_root_dir=tmp_path)
+    title, _, headings, *_ = capsys.readouterr().out.partition("Personalized models")[2].splitlines()
+    assert "after round 2" in title
+    assert [f"acc/loader_{i} as {state}" in headings for i in (0, 1) for state in ("trained", "aggregated")] == [
+        True
+    ] * 4
 
 
 def test_clients_that_sleep_have_the_same_scores():
