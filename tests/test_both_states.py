@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from cli.typed import rows
 from lit_pfl import Federation
@@ -12,7 +13,7 @@ from lit_pfl.methods import Ditto, FedAvg, FedPer, FedSLR, PsiNet, StandAlone
 from lit_pfl.testing import MethodTester
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from methods.test_every_method import METHODS, configured
-from tiny import always_first, client, digits, run, trainer
+from tiny import Learner, always_first, client, digits, run, trainer
 
 
 def fitted(folder: Path, evaluate: str, method=FedAvg, data=None, callbacks=(), **options) -> Federation:
@@ -127,6 +128,20 @@ def test_what_a_client_s_trainer_shows_is_of_the_run_s_own_state():
     federation = run(client(FedAvg), digits(3))
     shown = [float(federation.clients[row.client].trainer.callback_metrics["acc"]) for row in federation.rows]
     assert shown == pytest.approx([row.scores["acc"] for row in federation.rows])
+
+
+def test_of_scores_of_which_none_knows_what_is_better_the_first_has_both_states(tmp_path, capsys):
+    class Plain(Learner):
+        def validation_step(self, batch, batch_idx):
+            for name in ("val_loss", "val_again"):
+                self.log(name, nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    federation = Federation(FedAvg(learner=Plain(nn.Flatten(), nn.Linear(64, 10))), seed=3, threads=1)
+    trainer(2, callbacks=[ClientsTable()], default_root_dir=tmp_path).fit(federation, datamodule=digits())
+    title, *table = capsys.readouterr().out.partition("Personalized ")[2].splitlines()
+    assert title.strip() == "models after round 2, on each client's test data"
+    headings = " ".join(table[:5])
+    assert (headings.count("loss as"), headings.count("again")) == (2, 1)
 
 
 def test_the_best_validated_round_is_said_and_marked(tmp_path, capsys):

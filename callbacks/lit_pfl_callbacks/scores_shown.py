@@ -38,8 +38,9 @@ def print_scores(
     below = {state: states.pop(state) for state in apart}
     names = list(dict.fromkeys(name for row in rows for name in row.scores))
     first = next(iter(states))
-    # of a further state only what tells good from bad, so that the table fits into a narrow window
-    columns = [(name, state) for name in names for state in states if state == first or name in directions]
+    # of a further state only what tells good from bad, or one score, so that the table fits into a narrow window
+    telling = [name for name in names if name in directions] or names[:1]
+    columns = [(name, state) for name in names for state in states if state == first or name in telling]
     twice = {name for name, state in columns if state != first}
     table = Table(title=_title(rows, states), title_justify="left", title_style="bold", pad_edge=not twice)
     headings = (_heading(name) + f" {WORDS.get(state, state)}" * (name in twice) for name, state in columns)
