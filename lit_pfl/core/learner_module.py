@@ -168,8 +168,7 @@ class LearnerModule(QuickModule, ABC):
     def setup(self, stage: str) -> None:
         """Let the learner find the client's own data module where it has one: ``self.trainer.datamodule``."""
         # Not before: a Trainer that is given one prepares it and sets it up, as has been done.
-        if self.data is not None and self.data.module is not None:
-            lend_data(self.trainer, self.data.module)
+        self._lend_data()
 
     def on_fit_end(self) -> None:
         """Take the data module away from the Trainer, which would tear it down."""
@@ -178,7 +177,11 @@ class LearnerModule(QuickModule, ABC):
 
     def teardown(self, stage: str) -> None:
         """Let the learner find the client's own data module again: it may be scored further."""
-        self.setup(stage)
+        self._lend_data()
+
+    def _lend_data(self) -> None:
+        if self.data is not None and self.data.module is not None:
+            lend_data(self.trainer, self.data.module)
 
     @L.LightningModule.strict_loading.getter  # type: ignore[attr-defined]
     def strict_loading(self) -> bool:

@@ -312,6 +312,8 @@ class Local(Engine):
         for client, module in some.items():
             self.hub.drop(client)
             own = self._own(state, client)
+            with self.work.visitors.lent(module, own):
+                self.work.visitors.set_up(module)
             if len(own) > 1:  # it has trained
                 # at once, as it may be scored before it trains again; first, since shapes and names depend on it
                 module.on_load_checkpoint({**own})  # which the fit asks for once more

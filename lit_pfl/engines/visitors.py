@@ -1,7 +1,7 @@
 """A Trainer for clients that have none yet."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -25,6 +25,7 @@ from lit_pfl.lightning_internals import (
     MemoryCheckpointIO,
     forget_scores,
     lend_data,
+    lend_training,
     lent_trainer,
     show_progress,
 )
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 #: a learner's hooks at the start of a fit, with what they are given
 STARTS: dict[str, dict[str, str]] = {"setup": {"stage": "fit"}, "on_fit_start": {}, "on_train_start": {}}
+#: those of them that come before a client joins
+BEFORE = ("setup", "on_fit_start")
 
 
 class Visitors:
@@ -52,7 +55,9 @@ class Visitors:
         self._trainer: L.Trainer | None = None
         self._twin: Client | None = None
         self._begun: WeakSet[Client] = WeakSet()
+        self._set_up: WeakSet[Client] = WeakSet()
         self._needs_start: bool | None = None  # not known yet
+        self._sets: bool | None = None  # likewise
 
     @contextmanager
     def lent(self, client: Client, state: Mapping[str, Any] = NOTHING, joins: bool = False) -> Iterator[None]:
@@ -74,6 +79,7 @@ class Visitors:
         show_progress(trainer, state, self._groups)
         trainer.strategy.connect(client)
         lend_data(trainer, client.data.module)
+        lend_training(trainer, LateLoader(client.training_data()))
         with lent_trainer(client, trainer):
             self._begin(client, trainer)
             forget_scores(trainer)
@@ -98,7 +104,24 @@ class Visitors:
             if self._needs_start is None:
                 self._needs_start = _needs_start(client)
             if self._needs_start:
-                _tell_of_start(client)
+                _tell_of_start(client, STARTS, lambda learner: put_back(learner, _tensors(learner)))
+
+    def set_up(self, client: Client) -> bool:
+        """Let a client have the tensors that its learner sets before a fit begins, such as pretrained weights.
+
+        It has a Trainer (:meth:`lent`). Its own fit will call the hooks again, as every fit does.
+
+        Returns:
+            Whether there are such tensors.
+        """
+        if self._sets is None:
+            twin, hooks = self._twin, any(is_overridden(hook, client.learner) for hook in BEFORE)
+            self._sets = hooks and twin is not None and _differ(_tensors(twin.learner), _tensors(client.learner))
+        if self._sets and client not in self._set_up:
+            self._set_up.add(client)
+            with as_at_first(self._work.trainer):
+                _tell_of_start(client, BEFORE, lambda learner: nullcontext())
+        return self._sets
 
     def _started(self, client: Client) -> L.Trainer:
         """Start the fit of a client like one that is there, and end it before its first batch.
@@ -146,20 +169,38 @@ def _needs_start(client: Client) -> bool:
     return False
 
 
-def _tell_of_start(client: Client) -> None:
-    """Let learners set what they set at the start of a fit, and read in their steps; their tensors stay as they are.
+def _tell_of_start(
+    client: Client, hooks: Iterable[str], kept: Callable[[L.LightningModule], AbstractContextManager[None]]
+) -> None:
+    """Let learners set what they set at the start of a fit, and read in their steps.
 
     Where that fails, their own fit will say so.
+
+    Args:
+        client: the client.
+        hooks: which of :data:`STARTS`.
+        kept: what is put back of a learner after each.
     """
-    for hook, given in STARTS.items():
+    for hook in hooks:
         for learner in client.learners.values():
             if is_overridden(hook, learner):
-                tensors = {**dict(learner.named_parameters()), **dict(learner.named_buffers())}
                 trained = [(weight, weight.requires_grad) for weight in learner.parameters()]
-                with suppress(Exception), put_back(learner, [name for name, x in tensors.items() if not is_lazy(x)]):
-                    call_hook(learner, hook, muted=True, **given)
+                with suppress(Exception), kept(learner):
+                    call_hook(learner, hook, muted=True, **STARTS[hook])
                 for weight, trains in trained:
                     weight.requires_grad_(trains)
+
+
+def _tensors(learner: L.LightningModule) -> dict[str, torch.Tensor]:
+    """Return a learner's parameters and buffers by name, as far as they have shapes."""
+    tensors = {**dict(learner.named_parameters()), **dict(learner.named_buffers())}
+    return {name: x.detach() for name, x in tensors.items() if not is_lazy(x)}
+
+
+def _differ(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> bool:
+    return before.keys() != now.keys() or not all(
+        torch.equal(x.to(now[name].device), now[name]) for name, x in before.items()
+    )
 
 
 @contextmanager

@@ -87,7 +87,8 @@ class Work:
     def joining(self, module: Client) -> Payload:
         """Return the tensors among that."""
         with self.visitors.lent(module, joins=True):  # a learner may ask for a Trainer in its steps
-            return module.joining()
+            initial = module.joining()  # which may give tensors their shapes
+            return module.joining() if self.visitors.set_up(module) else initial
 
     def client_trainer(self, client: Client, loop: FederatedLoop, memory: MemoryCheckpointIO) -> L.Trainer:
         """Return a client's own Trainer, around the callback that joins it and the place for its checkpoints."""

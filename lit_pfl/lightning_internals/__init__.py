@@ -17,6 +17,7 @@ from lit_pfl.lightning_internals.inside import (
     in_hook,
     leave_jobs_alone,
     lend_data,
+    lend_training,
     lent_trainer,
     log_nothing,
     name_metrics,

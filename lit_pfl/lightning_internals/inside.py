@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from torchmetrics import Metric
@@ -77,6 +78,15 @@ def lend_data(trainer: L.Trainer, data: L.LightningDataModule | None) -> None:
         selector.datamodule = data
     if data is not None:
         data.trainer = trainer
+
+
+def lend_training(trainer: L.Trainer, loader: Any) -> None:
+    """Let a module find ``train_dataloader`` and ``num_training_batches`` in a Trainer that does not train on them."""
+    if trainer.fit_loop._combined_loader is None:  # it has not come so far as to have any
+        return
+    trainer.fit_loop._combined_loader = CombinedLoader(loader)
+    length = inf if (n := sized_len(loader)) is None else n
+    trainer.fit_loop.max_batches = _parse_num_batches(RunningStage.TRAINING, length, trainer.limit_train_batches)
 
 
 def show_progress(trainer: L.Trainer, state: Mapping[str, Any], groups: Iterable[Iterable[Mapping[str, Any]]]) -> None:
