@@ -16,7 +16,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.links import LocalHub
 from lit_pfl.methods import FedAvg, FedFOMO, FedProx
 from lit_pfl_callbacks import FederatedLoop
-from tiny import TinyNet, client, digits, momentum_sgd, run, spec, trainer
+from tiny import Learner, TinyNet, client, digits, momentum_sgd, run, spec, trainer
 
 
 class Keeps(FedAvg):
@@ -67,6 +67,20 @@ def test_what_cannot_be_copied_is_named():
     pattern.lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"^FedAvg\.lock: every client needs one of its own"):
         pattern.build(spec(channels=1, image_size=8))
+
+
+def test_a_part_whose_class_cannot_be_copied_is_named():
+    class Average(nn.Module):
+        def __new__(cls, model):
+            return super().__new__(cls)
+
+        def __init__(self, model):
+            super().__init__()
+
+    learner = Learner(nn.Linear(4, 4), nn.Linear(4, 2))
+    learner.body.average = Average(learner.head)
+    with pytest.raises(ConfigError, match=r"^FedAvg\.learner\.body\.average: .* cannot be copied .*in configure_model"):
+        FedAvg(learner=learner).build(spec())
 
 
 class Misspelt(FedAvg):

@@ -86,14 +86,22 @@ class _Known(dict[int, Any]):
 def _uncopied(module: L.LightningModule, kept: Mapping[int, Any], error: Exception) -> ConfigError:
     """Return an error that names the attribute that cannot be copied; what is kept as it is does not count."""
     others = {**kept, **{id(part): part for part in module.modules()}}  # which are looked at by themselves
-    for path, part in module.named_modules():
-        own = hasattr(module, "configure_state") and path.split(".")[0] != "learner"  # a method's, not its learner's
+    parts = dict(module.named_modules())
+    hooks = dict.fromkeys(parts, "configure_model")
+    if hasattr(module, "configure_state"):  # a method's, not its learner's
+        hooks |= {path: "configure_state" for path in parts if path.split(".")[0] != "learner"}
+    for path, part in parts.items():
         for attribute, value in vars(part).items():
             try:
                 copy.deepcopy(value, dict(others))
             except (TypeError, RuntimeError) as found:
                 name = ".".join(filter(None, (type(module).__name__, path, attribute)))
-                return _cannot(name, value, found, "configure_state" if own else "configure_model")
+                return _cannot(name, value, found, hooks[path])
+    for path in reversed([path for path in parts if path]):  # one that nothing of is to blame, but its class
+        try:
+            copy.deepcopy(parts[path], dict(kept))
+        except (TypeError, RuntimeError) as found:
+            return _cannot(f"{type(module).__name__}.{path}", parts[path], found, hooks[path])
     return _cannot(type(module).__name__, module, error, "configure_model")
 
 
