@@ -16,6 +16,7 @@ from lit_pfl.core import Client
 from lit_pfl.engines.frozen import share_frozen
 from lit_pfl.engines.greenlets import LocalHub
 from lit_pfl.engines.trainers import AlreadyJoined, client_trainer
+from lit_pfl.errors import ConfigError
 from lit_pfl.learners import call_hook
 from lit_pfl.learners.scoring import STAGES, score
 from lit_pfl.learners.trying import on_first, try_step
@@ -79,7 +80,9 @@ class Visitors:
         show_progress(trainer, state, self._groups)
         trainer.strategy.connect(client)
         lend_data(trainer, client.data.module)
-        lend_training(trainer, LateLoader(client.training_data()))
+        if not joins:  # who joins without a look at its data is like others
+            with suppress(ConfigError):  # data that a method cannot do with is refused where it needs them
+                lend_training(trainer, LateLoader(client.training_data()))
         with lent_trainer(client, trainer):
             self._begin(client, trainer)
             forget_scores(trainer)
