@@ -170,7 +170,7 @@ class Asleep:
         module = work.fresh(client, data, spec)
         module.data = _watched(data, {"train", "val", "test", "example"}, asked.append)
         sent = work.joining(module).clone()
-        return None if asked else sent
+        return None if asked or work.visitors.sets else sent
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 

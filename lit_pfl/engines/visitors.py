@@ -49,6 +49,9 @@ class Visitors:
 
     Args:
         work: how clients and their Trainers are made.
+
+    Attributes:
+        sets: whether learners set tensors before a fit begins, of which some may be a client's own; None at first.
     """
 
     def __init__(self, work: "Work") -> None:
@@ -58,7 +61,7 @@ class Visitors:
         self._begun: WeakSet[Client] = WeakSet()
         self._set_up: WeakSet[Client] = WeakSet()
         self._needs_start: bool | None = None  # not known yet
-        self._sets: bool | None = None  # likewise
+        self.sets: bool | None = None
 
     @contextmanager
     def lent(self, client: Client, state: Mapping[str, Any] = NOTHING, joins: bool = False) -> Iterator[None]:
@@ -117,14 +120,14 @@ class Visitors:
         Returns:
             Whether there are such tensors.
         """
-        if self._sets is None:
+        if self.sets is None:
             twin, hooks = self._twin, any(is_overridden(hook, client.learner) for hook in BEFORE)
-            self._sets = hooks and twin is not None and _differ(_tensors(twin.learner), _tensors(client.learner))
-        if self._sets and client not in self._set_up:
+            self.sets = hooks and twin is not None and _differ(_tensors(twin.learner), _tensors(client.learner))
+        if self.sets and client not in self._set_up:
             self._set_up.add(client)
             with as_at_first(self._work.trainer):
                 _tell_of_start(client, BEFORE, lambda learner: nullcontext())
-        return self._sets
+        return self.sets
 
     def _started(self, client: Client) -> L.Trainer:
         """Start the fit of a client like one that is there, and end it before its first batch.
