@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,10 @@ def test_the_index_of_reproductions_has_the_numbers_of_its_pages():
         assert f"]({page.name})" in index
         for column, summary in re.findall(r"^- (.*?): (\d+ orderings \(.*\))$", page.read_text(), re.MULTILINE):
             assert summary in index or ", of " in column, (page.name, column)  # rows of our own are not the paper's
+    rows = [line for line in index.splitlines() if line.startswith("| [") and not re.search("reduced|PFLlib", line)]
+    verdicts: Counter[str] = Counter()
+    for name, count in re.findall(r"(holds|open|neither|level|reversed)\b[a-z ]*: (\d+)", "\n".join(rows)):
+        verdicts[name] += int(count)
+    against = verdicts.total() - verdicts["holds"] - verdicts["open"]
+    assert f"{verdicts['holds']} of the papers' {verdicts.total()} orderings of two rows hold" in index
+    assert f"{verdicts['open']} are open, and {against} are reversed or level" in index
