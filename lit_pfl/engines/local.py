@@ -312,8 +312,9 @@ class Local(Engine):
         for client, module in some.items():
             self.hub.drop(client)
             own = self._own(state, client)
-            with self.work.visitors.lent(module, own):
-                self.work.visitors.set_up(module)
+            if (visitors := self.work.visitors).sets is not False:
+                with visitors.lent(module, own):
+                    visitors.set_up(module)
             if len(own) > 1:  # it has trained
                 # at once, as it may be scored before it trains again; first, since shapes and names depend on it
                 module.on_load_checkpoint({**own})  # which the fit asks for once more
