@@ -96,6 +96,8 @@ def test_hooks_that_steps_do_not_need_are_called_once():
 
 
 def test_tensors_stay_as_they_were_when_a_hook_is_called_ahead(monkeypatch):
+    """A look whether a learner can do with its data leaves them; then a client joins as a Trainer's fit would begin."""
+
     class Resets(Scored):
         scale = property(lambda self: self.rule)
 
@@ -114,9 +116,14 @@ def test_tensors_stay_as_they_were_when_a_hook_is_called_ahead(monkeypatch):
 
     monkeypatch.setattr(Client, "joining", noted)
     fit(copy.deepcopy(learner), rounds=1)
-    for rule, trains, payload in sent:
+    for rule, trains, _ in sent:
         assert (rule, trains) == (2.0, True)
+    looks, joins = sent[::2], sent[1::2]
+    assert len(looks) == len(joins) > 1
+    for _, _, payload in looks:
         assert torch.equal(payload["head.bias"], learner.head.bias.detach())
+    for _, _, payload in joins:
+        assert torch.equal(payload["head.bias"], torch.full((2,), 7.0))
 
 
 class Even(Plain):
