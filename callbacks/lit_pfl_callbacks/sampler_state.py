@@ -36,7 +36,7 @@ class SamplerState:
         return state if state.first else None
 
     def _attributes(self) -> dict[str, Any]:
-        # without running code of its own
+        """Return the sampler's attributes, without running code of its own."""
         attributes: dict[str, Any] = object.__getattribute__(self.sampler, "__dict__")
         return attributes
 

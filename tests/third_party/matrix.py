@@ -238,9 +238,9 @@ For methods that treat heads or encoders separately, name these, for example `he
 pytorch-forecasting hold classes of its own. To resume from one, call `trainer.fit(..., ckpt_path=...,
 weights_only=False)`, as without lit-pfl.
 
-A momentum encoder or another frozen copy of a trained part (MoCoTask, BYOL), and an `AveragedModel` or timm's
-`ModelEmaV3` of one, which are not frozen, are factorized like their original by `SimFed`,
-`FactorizedFL` and `PFedPara`, so these averages still work. If the copy starts with other values,
+`SimFed`, `FactorizedFL` and `PFedPara` factorize a copy of a trained part like its original, so its moving average
+still works. Such a copy is a momentum encoder or another frozen one (MoCoTask, BYOL), an `AveragedModel` or timm's
+`ModelEmaV3`. If the copy starts with other values,
 as in MoCoTask, `PFedPara` leaves both dense, and refuses a module in which nothing else is left to replace.
 
 Also tried, by hand, in 2026: chemprop 2.3 (`MPNN`) and scvi-tools 1.4 (`TrainingPlan`) train and are scored under
