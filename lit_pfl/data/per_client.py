@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.data.federated import ClientData, FederatedDataModule, held_out
 from lit_pfl.data.loaders import example_of, num_samples
-from lit_pfl.data.several import as_scored
+from lit_pfl.data.several import scoring_loader
 from lit_pfl.errors import ConfigError, refuse_other_lightning
 
 
@@ -165,7 +165,7 @@ def _loader(module: L.LightningDataModule, part: str) -> Any:
     name = f"{part}_dataloader"
     loader = getattr(module, name)() if is_overridden(name, module, L.LightningDataModule) else None
     if part != "train":
-        return as_scored(loader, name)
+        return scoring_loader(loader, name)
     if isinstance(loader, list | tuple) and len(loader) == 1:
         [loader] = loader
     return () if loader is None or (isinstance(loader, list | tuple) and not loader) else loader

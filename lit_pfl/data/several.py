@@ -27,7 +27,7 @@ class SeveralLoaders:
         return chain.from_iterable(self.loaders)
 
 
-def as_scored(given: Any, name: str) -> Any:
+def scoring_loader(given: Any, name: str) -> Any:
     """Return what a module's ``val_dataloader`` or ``test_dataloader`` has returned as one thing; ``()`` for nothing.
 
     Args:
@@ -35,7 +35,8 @@ def as_scored(given: Any, name: str) -> Any:
         name: of the method that has returned it.
 
     Raises:
-        ConfigError: for a ``CombinedLoader`` that does not take its loaders one after the other.
+        ConfigError: for a ``CombinedLoader`` that does not take its loaders one after the other, and for one of several
+            that cannot be gone through again and again.
     """
     if isinstance(given, CombinedLoader):
         if given._mode != "sequential":
@@ -47,6 +48,9 @@ def as_scored(given: Any, name: str) -> Any:
         given = [*given.values()]
     if not isinstance(given, list | tuple):
         return () if given is None else given
+    for loader in given:
+        if not hasattr(loader, "__iter__") or hasattr(loader, "__next__") or isinstance(loader, str):
+            raise ConfigError(f"its {name} returns a {type(loader).__name__} among its loaders; give DataLoaders.")
     return SeveralLoaders([*given]) if len(given) > 1 else given[0] if given else ()
 
 

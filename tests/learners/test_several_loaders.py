@@ -160,6 +160,13 @@ def test_a_method_that_looks_at_validation_data_sees_all_of_them():
     assert labels_of(data.val).tolist() == Data(0).y[16:].tolist()
 
 
+@pytest.mark.parametrize("other", [None, 3, "ab", iter([])])
+def test_what_is_no_loader_is_refused(other):
+    kind = type(other).__name__
+    with pytest.raises(ConfigError, match=rf"Data: its val_dataloader returns a {kind} among its loaders; give DataL"):
+        fit(lambda loaders: [loaders[0], other])
+
+
 def test_other_ways_to_combine_loaders_are_refused():
     with pytest.raises(ConfigError, match=r"data\.modules\[0\], Data: its val_dataloader returns a CombinedLoader"):
         fit(lambda loaders: CombinedLoader(loaders, "max_size"))
