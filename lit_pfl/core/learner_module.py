@@ -1,6 +1,7 @@
 """A LightningModule around another one, the learner: a Trainer trains both as it would the learner alone."""
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,6 +188,36 @@ class LearnerModule(QuickModule, ABC):
     def strict_loading(self) -> bool:
         """Whether a checkpoint has to hold every tensor, and no other; the learner may say that it need not."""
         return super().strict_loading and (self.learner is None or self.learner.strict_loading)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load tensors; the learners load theirs as without a method around them, under their own names.
+
+        Some have a ``load_state_dict`` of their own, or modules with whole names in ``_load_from_state_dict``.
+        """
+        made = {name: learner for name, learner in self.learners.items() if learner is not None}
+        own = {name: learner for name, learner in made.items() if learner is self._modules.get(name)}
+        rest, metadata = OrderedDict(state_dict), getattr(state_dict, "_metadata", {})
+        rest._metadata = metadata  # type: ignore[attr-defined]
+        missing: list[str] = []
+        unexpected: list[str] = []
+        for name, learner in own.items():
+            prefix = f"{name}."
+            theirs = OrderedDict((key.removeprefix(prefix), rest.pop(key)) for key in [*rest] if key.startswith(prefix))
+            theirs._metadata = {  # type: ignore[attr-defined]
+                key.removeprefix(name).removeprefix("."): value
+                for key, value in metadata.items()
+                if key == name or key.startswith(prefix)
+            }
+            found = learner.load_state_dict(theirs, strict, **({"assign": True} if assign else {}))
+            missing += [prefix + key for key in found.missing_keys]
+            unexpected += [prefix + key for key in found.unexpected_keys]
+        modules = self._modules
+        self._modules = {name: part for name, part in modules.items() if name not in own}
+        try:
+            found = super().load_state_dict(rest, strict, assign)
+        finally:
+            self._modules = modules
+        return type(found)(missing + found.missing_keys, unexpected + found.unexpected_keys)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the learner."""

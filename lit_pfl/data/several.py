@@ -1,10 +1,11 @@
 """Several loaders that a client is scored on, as a Trainer takes them for validation and for tests."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils._pytree import tree_flatten  # as Lightning does
 
 from lit_pfl.data.fixed import without_persistent_workers
 from lit_pfl.errors import ConfigError
@@ -31,7 +32,7 @@ def scoring_loader(given: Any, name: str) -> Any:
     """Return what a module's ``val_dataloader`` or ``test_dataloader`` has returned as one thing; ``()`` for nothing.
 
     Args:
-        given: a loader, or several in a list, a dict or a ``CombinedLoader``.
+        given: a loader, or several in lists, dicts or a ``CombinedLoader``.
         name: of the method that has returned it.
 
     Raises:
@@ -43,15 +44,15 @@ def scoring_loader(given: Any, name: str) -> Any:
             raise ConfigError(
                 f"its {name} returns a CombinedLoader with mode={given._mode!r}; give mode='sequential', or a list."
             )
-        given = given.flattened
-    if isinstance(given, Mapping):
-        given = [*given.values()]
-    if not isinstance(given, list | tuple):
+        loaders = given.flattened
+    elif isinstance(given, dict | list | tuple):
+        loaders = tree_flatten(given)[0]
+    else:
         return () if given is None else given
-    for loader in given:
+    for loader in loaders:
         if not hasattr(loader, "__iter__") or hasattr(loader, "__next__") or isinstance(loader, str):
             raise ConfigError(f"its {name} returns a {type(loader).__name__} among its loaders; give DataLoaders.")
-    return SeveralLoaders([*given]) if len(given) > 1 else given[0] if given else ()
+    return SeveralLoaders(loaders) if len(loaders) > 1 else loaders[0] if loaders else ()
 
 
 def loaders_in(batches: Any) -> list[Any]:

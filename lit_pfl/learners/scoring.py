@@ -33,6 +33,7 @@ from lit_pfl.learners import (
     without_trace,
 )
 from lit_pfl.learners.callbacks_in import with_callbacks
+from lit_pfl.learners.collecting import warned_of_collecting
 from lit_pfl.lightning_internals import in_hook, show_scores, told_evaluating
 
 Split = Literal["val", "test"]
@@ -186,7 +187,8 @@ def _evaluated(
             call_hook(learner, hook)
         else:
             learner.eval()
-        yield
+        with warned_of_collecting(learner):
+            yield
         if is_overridden(hook := f"on_{stage}_model_train", learner):
             call_hook(learner, hook)
 

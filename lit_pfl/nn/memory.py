@@ -40,8 +40,10 @@ class Memory(nn.Module):
 
     @torch.no_grad()
     def copy_(self, tensors: Mapping[str, Tensor]) -> "Memory":
-        """Take over the values of tensors of the same names."""
+        """Take over the values of tensors of the same names; one may have got another shape since, as in ``setup``."""
         for name, tensor in self.items():
+            if tensor.shape != tensors[name].shape:
+                tensor = self._buffers[self._key(name)] = torch.empty_like(tensors[name])
             tensor.copy_(tensors[name])
         return self
 

@@ -210,3 +210,33 @@ def test_a_site_s_own_trainer_leaves_no_losses():
     hub.add(0, lambda: fitting.fit(module, DataLoader(diabetes()[0], 64)))
     hub.run(module.configure_server())
     assert module.release_round_state() == (0.0, 0)
+
+
+class Averages(Regression):
+    """Adds its weights to an average whenever it is validated, as torch_uncertainty's SWA does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("taken", torch.zeros(()))
+        self.register_buffer("unknown", torch.tensor(torch.nan))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.average = None
+
+    def on_validation_start(self):
+        self.cache = torch.zeros(len(self.cache) + 1)
+        self.unknown = self.unknown.clone()
+        if self.collects:
+            self.taken += 1
+            self.average = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_what_is_collected_while_scored_is_warned_of(collects, recwarn):
+    learner = Averages()
+    learner.collects = collects
+    score(learner, DataLoader(diabetes()[0], 8), "val")
+    assert learner.taken == 0
+    assert learner.average is None
+    warned = [str(one.message) for one in recwarn if "collects while it is scored" in str(one.message)]
+    assert len(warned) == collects
+    assert not collects or "(average.bias, average.weight, taken)" in warned[0]

@@ -13,7 +13,7 @@ from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.engines import Local
 from lit_pfl.links import LocalHub
-from lit_pfl.methods import FedAvg, StandAlone
+from lit_pfl.methods import MOON, FedAvg, FedFOMO, FedSpa, StandAlone
 from lit_pfl_callbacks import FederatedLoop
 from tiny import Learner, assert_equal, trainer
 
@@ -89,6 +89,13 @@ def test_what_is_trained_is_still_there_after_the_fit(method, hook):
     assert not any(torch.all(weight == 0.1) for weight in weights.values())
     trainer(3).test(federation, datamodule=PerClient(Data, 2), verbose=False)
     assert {row.client: row.scores for row in federation.rows} == last
+
+
+@pytest.mark.parametrize("method", [functools.partial(MOON, head="^head"), FedFOMO, FedSpa])
+def test_what_a_method_remembers_takes_the_shapes_that_are_set(method):
+    federation = fit(method, Pretrained())
+    means = {tuple(tensor.shape) for name, tensor in federation.clients[0].named_buffers() if "mean" in name}
+    assert means == {(1,)}
 
 
 def test_clients_begin_with_what_the_first_of_them_sets():

@@ -22,6 +22,7 @@ from tiny import Learner, assert_equal, trainer
 GIVEN = {
     "list": lambda loaders: loaders,
     "dict": lambda loaders: dict(zip("ab", loaders, strict=True)),
+    "lists in a dict": lambda loaders: {"a": loaders[:1], "b": loaders[1:]},
     "combined": lambda loaders: CombinedLoader(loaders, "sequential"),
 }
 
