@@ -82,7 +82,7 @@ def check_options_of(thing: object, prefix: str) -> None:
     for name, kinds in _annotated(type(thing)).items():  # type: ignore[arg-type]  # classes have hashes
         value: Any = vars(thing).get(name, ...)
         # an attribute may also be what the constructor has made of the option
-        if not isinstance(value, str | Number | None) or any(_is_of(value, kind) for kind in kinds):
+        if not isinstance(value, str | Number | list | dict | None) or any(_is_of(value, kind) for kind in kinds):
             continue
         words = [str(word) for kind in kinds for word in get_args(kind)]
         raise ConfigError(
@@ -141,7 +141,8 @@ def refuse_other_lightning(option: str, thing: object, kind: str) -> None:
     if any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in type(thing).__mro__):
         raise ConfigError(
             f"{option}: {type(thing).__name__} is made with pytorch_lightning, whose classes do not mix with those of "
-            f"lightning; write `import lightning as L` and L.{kind}."
+            f"lightning; write `import lightning as L` and L.{kind}. Of a library that you cannot change, see "
+            "'Libraries that import pytorch_lightning' in docs/existing_project.md."
         )
 
 

@@ -416,6 +416,7 @@ def test_gradient_clipping_and_further_trainer_options_reach_the_clients():
         ({"evaluate_clients": 0}, "federation.evaluate_clients=0"),
         ({"evaluate_clients": 5}, "federation.evaluate_clients=5 is more than the 4 clients"),
         ({"quorum": 2}, "federation.quorum=2"),
+        ({"local_epochs": [1]}, r"federation.local_epochs=\[1\]: give a whole number above 0"),
         ({"client_trainer": {"foo": 1}}, "federation.client_trainer: .*foo"),
     ],
 )
@@ -425,7 +426,7 @@ def test_wrong_options(options, message):
 
 
 def test_a_plain_data_module_is_refused():
-    with pytest.raises(ConfigError, match="federated data module"):
+    with pytest.raises(ConfigError, match="federated data module.*PerClient"):
         trainer().fit(Federation(client(FedAvg)), datamodule=L.LightningDataModule())
 
 
@@ -611,6 +612,13 @@ def test_a_client_without_a_batch_is_named():
 def test_a_module_without_a_method_is_told_how(given):
     with pytest.raises(ConfigError, match=r"^LightningModule is not a method; .*Federation\(FedAvg\(learner=Light"):
         Federation(given)
+
+
+def test_classes_in_place_of_what_they_make():
+    with pytest.raises(ConfigError, match=r"^FedAvg is a class; .*Federation\(FedAvg\(...\)\)"):
+        Federation(FedAvg)
+    with pytest.raises(ConfigError, match="^model.learner: LightningModule is a class; pass a module"):
+        run(FedAvg(learner=L.LightningModule))
 
 
 def test_what_is_sent_on_joining_is_made_once():

@@ -159,6 +159,10 @@ class Federation(QuickModule):
     ) -> None:
         super().__init__()
         if not isinstance(client, Client):
+            if isinstance(client, type) and issubclass(client, Client):
+                raise ConfigError(
+                    f"{client.__name__} is a class; make a method of it: Federation({client.__name__}(...))."
+                )
             name = getattr(client, "__name__", type(client).__name__)
             raise ConfigError(f"{name} is not a method; pass one around it: Federation(FedAvg(learner={name}())).")
         check_client_options(client_trainer or {})
@@ -221,7 +225,8 @@ class Federation(QuickModule):
         if not isinstance(data, FederatedDataModule):
             raise ConfigError(
                 "A Federation needs a federated data module: "
-                "trainer.fit(federation, datamodule=CIFAR10(num_clients=20))."
+                "trainer.fit(federation, datamodule=CIFAR10(num_clients=20)); give PerClient (of lit_pfl.data) a data "
+                "module for every client, or FromDataset any data set."
             )
         return data
 

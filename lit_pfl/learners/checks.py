@@ -46,14 +46,8 @@ def check_learner(learner: Any, why_automatic: str = "") -> None:
     Raises:
         ConfigError: when it cannot.
     """
+    _check_kind(learner)
     name = type(learner).__name__
-    if not isinstance(learner, L.LightningModule):
-        refuse_other_lightning("model.learner", learner, "LightningModule")
-        if isinstance(whole := getattr(learner, "_orig_mod", None), L.LightningModule):
-            raise ConfigError(
-                f"model.learner: {type(whole).__name__} was compiled as a whole, and clients need copies; {_COMPILE}."
-            )
-        raise ConfigError(f"model.learner: {name} is not a LightningModule; pass one.")
     if not learner.automatic_optimization and why_automatic:
         raise ConfigError(
             f"model.learner: {name} steps its optimizers itself (automatic_optimization=False), but {why_automatic}; "
@@ -70,6 +64,20 @@ def check_learner(learner: Any, why_automatic: str = "") -> None:
     check_shapes(learner)
 
 
+def _check_kind(learner: Any) -> None:
+    """See that a learner is a LightningModule."""
+    if isinstance(learner, L.LightningModule):
+        return
+    if isinstance(learner, type):
+        raise ConfigError(f"model.learner: {learner.__name__} is a class; pass a module, {learner.__name__}(...).")
+    refuse_other_lightning("model.learner", learner, "LightningModule")
+    if isinstance(whole := getattr(learner, "_orig_mod", None), L.LightningModule):
+        raise ConfigError(
+            f"model.learner: {type(whole).__name__} was compiled as a whole, and clients need copies; {_COMPILE}."
+        )
+    raise ConfigError(f"model.learner: {type(learner).__name__} is not a LightningModule; pass one.")
+
+
 def check_shapes(learner: nn.Module) -> None:
     """See that every tensor of a module has a shape, since only then it can be copied for every client.
 
@@ -84,12 +92,13 @@ def check_shapes(learner: nn.Module) -> None:
             )
 
 
-def check_copies(learner: nn.Module) -> None:
+def check_copies(learner: L.LightningModule) -> None:
     """See that copies of a module can be trained: every client has one.
 
     Raises:
         ConfigError: when they cannot.
     """
+    _check_kind(learner)
     check_shapes(learner)
     for name, part in learner.named_modules():
         if isinstance(part, torch.jit.ScriptModule) and any(weight.requires_grad for weight in part.parameters()):

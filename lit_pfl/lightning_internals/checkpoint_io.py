@@ -78,6 +78,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_checkpoint(Path(path), weights_only)
 
 
+#: what Lightning's ``ckpt_path`` may be besides a file, where a federation has no such checkpoint
+WORDS = ("best", "hpc", "registry")
+
+
 def read_checkpoint(path: Path, weights_only: bool | None = True, mmap: bool = False) -> dict[str, Any]:
     """Read a federation's checkpoint, on the CPU.
 
@@ -91,7 +95,8 @@ def read_checkpoint(path: Path, weights_only: bool | None = True, mmap: bool = F
     """
     if not path.is_file():
         what = "is a folder; give its checkpoints/last.ckpt" if path.is_dir() else "is not there"
-        raise ConfigError(f"Checkpoint file not found: {path} {what}.")
+        hint = "; of a federation name the file, in RUN/checkpoints" if str(path) in WORDS else ""
+        raise ConfigError(f"Checkpoint file not found: {path} {what}{hint}.")
     checkpoint = read_whole(path, weights_only, mmap)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("federation"), dict):
         raise ConfigError(f"{path} is not a federation's checkpoint.")

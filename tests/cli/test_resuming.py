@@ -274,6 +274,8 @@ def test_what_a_refusal_says(run, capsys):
     for path in (run, run / "no.ckpt"):
         came = typed(capsys, "fit", *TINY, "--ckpt_path", str(path))
         assert came.errors[0].startswith(f"lit-pfl: error: Checkpoint file not found: {path} is ")
+    came = typed(capsys, "fit", *TINY, "--ckpt_path", "best")
+    assert came.errors[0].endswith("best is not there; of a federation name the file, in RUN/checkpoints.")
 
 
 def test_a_config_of_a_run_begins_a_run_of_its_own(run, capsys):
