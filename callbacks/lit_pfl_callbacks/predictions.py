@@ -21,7 +21,7 @@ class Predictions(L.Callback):
 
     ``sample`` is the sample's place in the data set, ``label`` and ``prediction`` are in the client's own numbering of
     classes, ``probability`` is the prediction's. Where predictions are no logits of classes, as a single one a sample,
-    ``prediction`` is the model's output and ``probability`` empty.
+    ``prediction`` is the model's output and ``probability`` empty; ``label`` is the number that should be predicted.
 
     A federation's predictions of a batch are (n, classes) logits, or other tensors, by client id; its
     ``test_samples(client)`` returns the (n,) places of the client's test samples and their (n,) labels, or None.
@@ -108,7 +108,8 @@ def _of_clients(module: HasTestSamples, outputs: Mapping[int, Any]) -> Iterator[
 
 
 def _guesses(predicted: Any, labels: Tensor | None) -> Iterator[tuple[Any, str]]:
-    if labels is not None and isinstance(predicted, Tensor) and predicted.dim() == 2 and predicted.shape[1] > 1:
+    classes = labels is not None and not labels.is_floating_point()
+    if classes and isinstance(predicted, Tensor) and predicted.dim() == 2 and predicted.shape[1] > 1:
         yield from _classes(predicted.float().softmax(1))
     else:
         batches = [predicted] if isinstance(predicted, Tensor) else predicted

@@ -18,6 +18,7 @@ from lit_pfl.data.loaders import (
     num_samples,
     part_of,
     samples_of,
+    targets_of,
 )
 from lit_pfl.data.partition import (
     IID,
@@ -79,4 +80,5 @@ __all__ = [
     "num_samples",
     "part_of",
     "samples_of",
+    "targets_of",
 ]

@@ -57,18 +57,22 @@ def labels_in(batch: Any) -> Tensor:
     Raises:
         ConfigError: when there are none.
     """
-    if isinstance(batch, list | tuple):
-        labels = batch[-1] if batch else None
-    elif isinstance(batch, Mapping):
-        labels = next((batch[name] for name in LABELS if name in batch), None)
-    else:
-        labels = next((getattr(batch, name) for name in LABELS if hasattr(batch, name)), None)
+    labels = target_in(batch)
     if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
         raise ConfigError(
             "The training data has no class labels: batches must end with an integer tensor (B,), "
             f"or be dicts, dataclasses or graphs with one under {', '.join(LABELS)}."
         )
     return plain(labels).long()
+
+
+def target_in(batch: Any) -> Any:
+    """Return what a batch says of its samples: its last part, or its part under one of the names in ``LABELS``."""
+    if isinstance(batch, list | tuple):
+        return batch[-1] if batch else None
+    if isinstance(batch, Mapping):
+        return next((batch[name] for name in LABELS if name in batch), None)
+    return next((getattr(batch, name) for name in LABELS if hasattr(batch, name)), None)
 
 
 def described(batch: Any) -> str:

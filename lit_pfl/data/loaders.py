@@ -7,14 +7,14 @@ what needs single samples raises a ConfigError.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 
-from lit_pfl.data.batches import labels_in
+from lit_pfl.data.batches import labels_in, plain, target_in
 from lit_pfl.data.resident import ResidentLoader
 from lit_pfl.data.several import loaders_in
 from lit_pfl.data.torch_loaders import Kind, kind_of
@@ -82,6 +82,21 @@ def labels_of(loader: Any) -> Tensor:
     """
     labels = [labels_in(batch) for batch in in_order(loader)]
     return torch.cat(labels) if labels else torch.empty(0, dtype=torch.int64)
+
+
+def targets_of(loader: Any) -> Tensor | None:
+    """Return the (n,) numbers that are to be predicted, classes or others, in the order of the samples; or None.
+
+    There are none where batches do not end with one number a sample, and where they cannot be had in order.
+    """
+    targets = []
+    with suppress(ConfigError):
+        for batch in in_order(loader):
+            target = target_in(batch)
+            if not isinstance(target, Tensor) or target.dim() not in (1, 2) or target.numel() != len(target):
+                return None
+            targets.append(plain(target).flatten())
+    return torch.cat(targets) if targets else None
 
 
 def identity_of(loader: Any) -> bytes:

@@ -20,7 +20,7 @@ from lit_pfl.core.ledger import Ledger
 from lit_pfl.core.participation import Participation, check_participation, sampling_of
 from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.scores import Row, mean_over_samples
-from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
+from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of, targets_of
 from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted
 from lit_pfl.engines.threads import ReportsBusyCores, choose_threads, computing, keep_freed_memory
@@ -498,9 +498,9 @@ class Federation(QuickModule):
         }
 
     def test_samples(self, client: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the (n,) places in the data set of a client's test samples, and their (n,) labels if they have any."""
+        """Return the (n,) places in the data set of a client's test samples, and their (n,) targets or None."""
         data = self.data.client(client)
-        return samples_of(data.test), None if data.num_classes is None else labels_of(data.test)
+        return samples_of(data.test), labels_of(data.test) if data.num_classes is not None else targets_of(data.test)
 
     def standalone(self, client: int) -> nn.Module:
         """Return a copy of a client's personalized model as a network on its own, in the state in which it is

@@ -2,11 +2,17 @@
 
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from callbacks.plain import rows, trainer
+from lit_pfl import Federation
+from lit_pfl.data import PerClient
+from lit_pfl.methods import FedAvg
 from lit_pfl_callbacks import Predictions
 
 
@@ -31,6 +37,37 @@ def test_a_second_look_takes_the_place_of_the_first(tmp_path):
 def test_a_single_logit_is_no_class(tmp_path):
     found = predicted(tmp_path, torch.tensor([[-1.5], [0.25], [3.0]]))
     assert [(row["prediction"], row["probability"]) for row in found] == [("-1.5", ""), ("0.25", ""), ("3.0", "")]
+
+
+def test_several_numbers_next_to_one_that_is_no_class_are_kept(tmp_path):
+    found = predicted(tmp_path, torch.tensor([[1.0, 2.0]] * 3), labels=(0.5, 1.5, 2.5))
+    assert [(row["label"], row["prediction"]) for row in found] == [(f"{x}.5", "[1.0, 2.0]") for x in range(3)]
+
+
+class Numbers(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.out(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 2)])
+def test_a_regression_s_targets_are_labels(tmp_path, shape):
+    targets = torch.arange(5.0).repeat(2)[: torch.Size(shape).numel()].reshape(shape)
+    samples = TensorDataset(torch.randn(5, 3), targets)
+    data = PerClient([L.LightningDataModule.from_datasets(samples, samples, samples, batch_size=2)] * 2)
+    predicting = trainer(tmp_path, 1, [Predictions()])
+    predicting.predict(Federation(FedAvg(learner=Numbers())), datamodule=data)
+    labels = [row["label"] for row in rows(tmp_path / "run" / "predictions.csv")]
+    assert labels == (["0.0", "1.0", "2.0", "3.0", "4.0"] if shape != (5, 2) else [""] * 5) * 2
 
 
 @pytest.mark.parametrize(
