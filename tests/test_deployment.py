@@ -53,19 +53,9 @@ class Net(Backbone):
         super().__init__(body, nn.Linear(20, classes))
 
 
-class Rows(L.LightningModule):
+class Rows(Learner):
     def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(13, 3)
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        super().__init__(nn.Identity(), nn.Linear(13, 3))
 
 
 class Doubled(Rows):

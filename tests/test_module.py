@@ -241,18 +241,14 @@ class Scaled(nn.Linear):
         self.scale = state
 
 
-class WithExtraState(L.LightningModule):
+class WithExtraState(Learner):
     def __init__(self):
-        super().__init__()
-        self.body, self.head = Scaled(3, 4), nn.Linear(4, 1)
+        super().__init__(Scaled(3, 4), nn.Linear(4, 1))
 
     def training_step(self, batch, batch_idx):
         return self.head(self.body(batch[0])).square().mean()
 
     validation_step = training_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=4)

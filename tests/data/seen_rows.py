@@ -17,26 +17,22 @@ from lit_pfl.links import LocalHub
 from lit_pfl.methods import FedAvg
 from lit_pfl_callbacks import FederatedLoop
 from lit_pfl_callbacks.tensors import tensors_of
-from tiny import assert_equal, trainer
+from tiny import Learner, assert_equal, trainer
 
 ROWS = torch.arange(24.0).view(8, 3)
 
 
-class Module(L.LightningModule):
+class Module(Learner):
     """Remembers the first number of every row that it has seen."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 1)
+        super().__init__(nn.Linear(3, 2), nn.Linear(2, 1))
         self.seen: list[int] = []
 
     def training_step(self, batch, batch_idx):
         self.seen += batch[:, 0].int().tolist()
         noisy = batch / 24 + 0.1 * torch.rand_like(batch)
         return self.head(self.body(noisy).tanh()).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def federation(method: Any = FedAvg, **options: Any) -> Federation:

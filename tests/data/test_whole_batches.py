@@ -52,7 +52,7 @@ from lit_pfl.methods import (
 )
 from lit_pfl.randomness import random_state, same_state
 from lit_pfl_callbacks.tensors import tensors_of
-from tiny import trainer
+from tiny import Learner, run, trainer
 
 N, BATCH = 10, 4
 
@@ -349,10 +349,9 @@ class Site(L.LightningDataModule):
         return KINDS[self.kind](10 * self.client + 6)
 
 
-class Module(L.LightningModule):
+class Module(Learner):
     def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+        super().__init__(nn.Linear(3, 4), nn.Linear(4, 1))
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -361,9 +360,6 @@ class Module(L.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def federation(method, **options) -> Federation:
@@ -408,8 +404,7 @@ METHODS = [AgnosticFL, APFL, Ditto, FactorizedFL, FedDyn, FedRep, FedSpa, Scaffo
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_that_need_no_single_samples_take_batches_as_they_come(method):
     for kind in ("stream of batches", "ready"):
-        fed = Federation(method(learner=Module()), seed=1)
-        trainer(1).fit(fed, datamodule=data(kind))
+        fed = run(method(learner=Module()), data(kind), rounds=1, seed=1)
         assert all(tensor.isfinite().all() for tensor in weights(fed))
 
 

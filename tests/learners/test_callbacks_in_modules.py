@@ -14,7 +14,7 @@ from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.methods import Ditto, FedAvg
 from lit_pfl_callbacks.tensors import tensors_of
-from tiny import assert_equal, trainer
+from tiny import Learner, assert_equal, trainer
 
 HOOKS: list[str] = []
 
@@ -58,10 +58,9 @@ class Outside(L.Callback):
         raise AssertionError
 
 
-class Module(L.LightningModule):
+class Module(Learner):
     def __init__(self, callbacks: Any = None) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 1), lr=0.01)
         self.scales, self.scores, self.others = Scales(), Scores(), callbacks or []
 
     def configure_callbacks(self):
@@ -80,9 +79,6 @@ class Module(L.LightningModule):
 
     def on_predict_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
         HOOKS.append("on_predict_batch_end")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Site(L.LightningDataModule):

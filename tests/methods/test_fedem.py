@@ -1,6 +1,5 @@
 """FedEM against its formulas."""
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -11,7 +10,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FedEM
 from lit_pfl.methods.similarity.fedem import log_mixture, responsibilities
 from lit_pfl.nn.factorization import Factorization
-from tiny import client, run
+from tiny import Learner, client, run
 
 
 def test_responsibilities_and_mixture_equal_the_formulas():
@@ -76,18 +75,14 @@ def test_what_is_evaluated_is_the_mixture():
         assert not np.allclose(member.learner(images), expected)
 
 
-class Quiet(L.LightningModule):
+class Quiet(Learner):
     """Does not call its ``forward``."""
 
     def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Flatten(), nn.Linear(64, 10)
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
 
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_what_cannot_be_is_said():
