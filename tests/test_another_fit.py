@@ -57,10 +57,8 @@ def test_what_is_refused_before_the_first_round_leaves_no_clients():
 def test_another_trainer_goes_on_with_the_rounds(tmp_path, method, options):
     """Who trains when is that of one fit, also where the second one is resumed."""
     made = lambda: client(method, optimizer=sgd, scheduler=None)  # noqa: E731
-    whole = Federation(made(), seed=3, threads=1, **options)
-    trainer(5).fit(whole, datamodule=digits())
-    federation = Federation(made(), seed=3, threads=1, **options)
-    trainer(2).fit(federation, datamodule=digits())
+    whole = run(made(), rounds=5, **options)
+    federation = run(made(), **options)
     drawn = [federation.participants(t) for t in range(2, 5)]
     second = trainer(2, enable_checkpointing=True, callbacks=[LastCheckpoint(tmp_path)], default_root_dir=tmp_path)
     second.fit(federation, datamodule=digits())

@@ -280,8 +280,7 @@ def test_a_bad_upload_is_refused_and_its_client_begins_anew():
 def test_a_run_that_is_resumed_is_the_same(tmp_path, method, made, seed):
     options = {"threads": 1, "participation": 4, "asynchronous": made}
     torch.manual_seed(11)
-    whole = Federation(client(method), seed=seed, **options)
-    trainer(6).fit(whole, datamodule=digits(6))
+    whole = run(client(method), digits(6), rounds=6, seed=seed, **options)
     torch.manual_seed(11)
     part, saves = Federation(client(method), seed=seed, **options), trainer(3)
     saves.fit(part, datamodule=digits(6))

@@ -149,8 +149,7 @@ def test_what_privacy_may_gain_by_sampling():
 
 
 def test_clients_drawn_by_size_count_the_same_in_the_mean():
-    federation = Federation(client(FedAvg), seed=3, threads=1, participation=BySize(2))
-    trainer(1).fit(federation, datamodule=digits(5, partition=Dirichlet(0.5)))
+    federation = run(client(FedAvg), digits(5, partition=Dirichlet(0.5)), rounds=1, participation=BySize(2))
     drawn = federation.participants(0)
     assert len({federation.coordinator.server.num_samples[k] for k in drawn}) == 2
     first, second = (federation.clients[k].upload() for k in drawn)
@@ -158,15 +157,13 @@ def test_clients_drawn_by_size_count_the_same_in_the_mean():
     model = federation.coordinator.server.model
     for name, mean in expected.items():
         torch.testing.assert_close(model[name].double(), mean, atol=1e-6, rtol=0)
-    everybody = Federation(client(FedAvg), seed=3, threads=1, participation=BySize(5))
-    trainer(1).fit(everybody, datamodule=digits(5, partition=Dirichlet(0.5)))
+    everybody = run(client(FedAvg), digits(5, partition=Dirichlet(0.5)), rounds=1, participation=BySize(5))
     assert everybody.coordinator.server.weighting == "samples"
 
 
 def test_a_run_with_any_number_of_clients_a_round():
     """Clients of StandAlone do not feel who else trains, so each equals itself in a run of its own rounds."""
-    federation = Federation(client(StandAlone), seed=3, threads=1, participation=Bernoulli(0.4, joins={2: 3}))
-    trainer(5).fit(federation, datamodule=digits(6))
+    federation = run(client(StandAlone), digits(6), rounds=5, participation=Bernoulli(0.4, joins={2: 3}))
     chosen = [federation.participants(completed) for completed in range(5)]
     assert len({len(one) for one in chosen}) > 1
     assert federation.coordinator.round == 5

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lit_pfl import Client, Federation
 from lit_pfl.core import ClientSpec
 from lit_pfl.data import BatchLoader, Digits
+from lit_pfl.data.federated import FederatedDataModule
 from lit_pfl.models import Backbone
 from lit_pfl.testing import assert_equal as assert_equal
 from lit_pfl.testing.method_tester import GroupNet as GroupNet
@@ -84,7 +85,7 @@ def digits(num_clients: int = 4, **options: Any) -> Digits:
     return Digits(num_clients=num_clients, **{"image_size": 8, "batch_size": 64, **options})
 
 
-def run(method: Client, data: Digits | None = None, rounds: int = 2, **options: Any) -> Federation:
+def run(method: Client, data: FederatedDataModule | None = None, rounds: int = 2, **options: Any) -> Federation:
     """Run a federation and return it."""
     federation = Federation(method, **{"seed": 3, "threads": 1, **options})
     trainer(rounds).fit(federation, datamodule=data or digits())

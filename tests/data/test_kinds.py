@@ -203,7 +203,6 @@ def test_the_built_in_classifier_takes_any_dataset_of_images():
 
     images = TensorDataset(torch.rand(60, 1, 8, 8), torch.arange(60) % 3)
     data = FromDataset(images, Dirichlet(5.0), labels=lambda sample: int(sample[1]), num_clients=3, permute_labels=True)
-    federation = Federation(client(FedAvg), seed=1)
-    trainer(1).fit(federation, datamodule=data)
+    federation = run(client(FedAvg), data, rounds=1, seed=1)
     assert federation.clients[0].backbone.head.out_features == 3
     assert {row.n for row in federation.rows} <= set(range(1, 7))

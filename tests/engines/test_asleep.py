@@ -22,7 +22,7 @@ from lit_pfl.methods import Ditto, FedAvg, FedMA, FedPer, FedProto, PFedSim, Psi
 from lit_pfl.models import MLP
 from lit_pfl_callbacks import ClientsTable, RunLogger
 from lit_pfl_callbacks.tensors import copied
-from tiny import GroupNet, TinyNet, assert_equal, client, digits, trainer
+from tiny import GroupNet, TinyNet, assert_equal, client, digits, run, trainer
 
 METHODS = {kind.__name__: kind for kind in (FedAvg, Ditto, Scaffold, FedPer, SimFed, FedMA, FedProto, PsiNet)}
 ROUNDS = 4
@@ -281,8 +281,7 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path):
 
 
 def test_without_checkpoints_states_lie_in_a_folder_that_is_deleted(tmp_path):
-    federation = Federation(client(FedAvg), seed=3, threads=1, engine=Local(awake=1))
-    trainer(2).fit(federation, datamodule=digits(3))
+    federation = run(client(FedAvg), digits(3), engine=Local(awake=1))
     folder = federation.engine.files.folder
     assert len(list(folder.rglob("*.state"))) == 3  # the latest of each
     tested = trainer().test(federation, datamodule=digits(3))

@@ -12,7 +12,7 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.learners.classifier import images_in
 from lit_pfl.methods import FedAvg, FedProto, FedRoD, StandAlone
 from lit_pfl_callbacks import FeatureMap, RunLogger
-from tiny import GroupNet, Site, TinyNet, assert_equal, trainer
+from tiny import GroupNet, Site, TinyNet, assert_equal, run, trainer
 
 PIXELS = torch.randint(0, 256, (48, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 CLASSES = torch.arange(48) % 4
@@ -34,9 +34,7 @@ class Dicts(Dataset):
 def fitted(method, dataset, labels, in_memory=True, made=NOTHING, **options):
     torch.manual_seed(1)
     data = FromDataset(dataset, labels=labels, num_clients=2, batch_size=8, in_memory=in_memory)
-    federation = Federation(method(**{"backbone": TinyNet, **made}), seed=1, **options)
-    trainer(2).fit(federation, datamodule=data)
-    return federation, data
+    return run(method(**{"backbone": TinyNet, **made}), data, seed=1, **options), data
 
 
 def same_as_tuples(method, dicts, **options):

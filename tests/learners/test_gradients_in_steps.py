@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import lit_pfl.methods as methods
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
-from tiny import Learner, Site, assert_equal, trainer
+from tiny import Learner, Site, assert_equal, run, trainer
 
 
 def rows(client):
@@ -55,8 +55,7 @@ class Fisher(Net):
 def test_one_client_by_itself_is_a_plain_fit(kind):
     plain = kind()
     trainer(2).fit(plain, Site(rows(0), 8).train_dataloader())
-    federation = Federation(methods.StandAlone(learner=kind()), seed=0)
-    trainer(2).fit(federation, datamodule=PerClient([Site(rows(0), 8)]))
+    federation = run(methods.StandAlone(learner=kind()), PerClient([Site(rows(0), 8)]), seed=0)
     assert_equal(plain.state_dict(), federation.clients[0].learner.state_dict())
 
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.methods import Ditto, FedAvg, FedPHP, FedSLR, PFedMe, StandAlone
-from tiny import Learner, trainer
+from tiny import Learner, run
 
 
 class Collects(Learner):
@@ -37,9 +36,7 @@ def fitted(method, **options):
     torch.manual_seed(0)
     samples = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
     data = PerClient([L.LightningDataModule.from_datasets(samples, batch_size=4) for _ in range(2)])
-    federation = Federation(method, seed=1, threads=1, **options)
-    trainer(2).fit(federation, datamodule=data)
-    return federation
+    return run(method, data, seed=1, **options)
 
 
 @pytest.mark.parametrize(

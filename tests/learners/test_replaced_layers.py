@@ -6,11 +6,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import FactorizedFL, FedAvg, PFedPara, SimFed
-from tiny import Learner, trainer
+from tiny import Learner, run
 
 REPLACING = [SimFed, PFedPara, FactorizedFL]
 
@@ -85,9 +84,7 @@ def site(*shape: int) -> L.LightningDataModule:
 
 
 def fit(method, data=None):
-    federation = Federation(method, seed=0, threads=1)
-    trainer(1).fit(federation, datamodule=data or PerClient([site(), site()]))
-    return federation
+    return run(method, data or PerClient([site(), site()]), rounds=1, seed=0)
 
 
 @pytest.mark.parametrize("method", REPLACING)

@@ -9,7 +9,7 @@ from torch import nn
 
 import lit_pfl.methods
 from foreign import Loaders, Regression, diabetes
-from lit_pfl import Client, Federation
+from lit_pfl import Client
 from lit_pfl.data import PerClient
 from lit_pfl.lightning_internals import LateLoader
 from lit_pfl.links import LocalHub
@@ -124,8 +124,7 @@ def test_sites_under_their_own_trainers_do_as_a_federation_does(method, optimize
     sites_under_their_own_trainers(apart, tmp_path)
 
     options = {"callbacks": [Counts()], "gradient_clip_val": CLIPPING}
-    federation = Federation(made(), seed=3, threads=1, local_epochs=EPOCHS, client_trainer=options)
-    trainer(ROUNDS).fit(federation, datamodule=PerClient(loaders()))
+    federation = run(made(), PerClient(loaders()), rounds=ROUNDS, local_epochs=EPOCHS, client_trainer=options)
     for k, one in federation.clients.items():
         one.download(federation.coordinator.server.reply(k))  # a site loads the last reply too, before its fit ends
         assert_equal(apart[k].state_dict(), one.state_dict())

@@ -6,11 +6,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.learners import call_with
 from lit_pfl.methods import APFL, Ditto, FedAvg, FedRep, FedSLR, PerFedAvg
-from tiny import Site, assert_equal, trainer
+from tiny import Site, assert_equal, run
 
 
 class Classifier(L.LightningModule):
@@ -63,8 +62,7 @@ def test_a_second_name_changes_nothing(method):
     runs = []
     for kind, options in ((Classifier, {"head": r"^net\.2\.", "encoder": "net.0"}), (Named, {})):
         torch.manual_seed(0)
-        federation = Federation(method(learner=kind(), **options), seed=1, threads=1)
-        trainer(2).fit(federation, datamodule=PerClient([site(client) for client in range(2)]))
+        federation = run(method(learner=kind(), **options), PerClient([site(client) for client in range(2)]), seed=1)
         learners = [learner.net for client in federation.clients.values() for learner in client.learners.values()]
         runs.append(({i: net.state_dict() for i, net in enumerate(learners)}, federation.trainer.callback_metrics))
     (plain, loss), (named, same_loss) = runs

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from lit_pfl import Federation
 from lit_pfl.core.payload import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import Dirichlet, PerClient
@@ -25,7 +24,7 @@ from lit_pfl.testing.methods import (
     clients_that_do_not_take_part_stay_as_they_are,
     resumed_equals_uninterrupted,
 )
-from tiny import Parts, client, digits, run, spec, trainer, weights
+from tiny import Parts, client, digits, run, spec, weights
 
 ALL = [FFALoRA, FedDPA, FedIT, FedSALoRA, FlexLoRA]
 LAYER = "backbone.body.4"
@@ -338,8 +337,7 @@ def test_around_peft_of_transformers(method, monkeypatch):
     from adapters import Classifier, Reviews
 
     torch.manual_seed(0)
-    federation = Federation(method(learner=Classifier(), head=r"\.classifier\."), seed=1, threads=1)
-    trainer(2).fit(federation, datamodule=PerClient(Reviews, num_clients=2))
+    federation = run(method(learner=Classifier(), head=r"\.classifier\."), PerClient(Reviews, num_clients=2), seed=1)
     assert not federation.coordinator.refused
     sent = set(federation.clients[0].upload())
     factors = lora_factors(federation.clients[0].learner)

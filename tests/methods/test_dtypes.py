@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 import lit_pfl.methods as methods
-from lit_pfl import Federation
-from tiny import Learner, digits, trainer
+from tiny import Learner, digits, run
 
 NAMES = ["FedCP", "CCVR", "FedGH", "FedGen", "FedKD", "GPFL"]
 
@@ -22,8 +21,7 @@ class Net(Learner):
 
 
 def fit(name, dtype):
-    federation = Federation(getattr(methods, name)(learner=Net(dtype)), seed=3, threads=1, quorum=0)
-    trainer(2).fit(federation, datamodule=digits(3))
+    federation = run(getattr(methods, name)(learner=Net(dtype)), digits(3), quorum=0)
     assert not federation.coordinator.refused
     return federation
 

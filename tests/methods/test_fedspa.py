@@ -10,7 +10,7 @@ from quadratic import chosen, equal, sgd, softmax_regression, unequal
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_pfl import Federation, Payload
+from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
@@ -19,7 +19,7 @@ from lit_pfl.methods.factorized.fedspa import MASKS, FedSpaServer
 from lit_pfl.models import Backbone, ResNet9
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import erk_densities, pack_bits
-from tiny import assert_equal, client, digits, run, spec, trainer, weights
+from tiny import assert_equal, client, digits, run, spec, weights
 
 CONV, HEAD = "backbone.body.0.weight", "backbone.head.weight"
 
@@ -397,8 +397,7 @@ def test_frozen_and_empty_weights_sparse_gradients_and_tensors_without_signs():
     torch.manual_seed(0)
     learner = Words()
     frozen = learner.body[3].weight.clone()
-    federation = Federation(FedSpa(learner=learner, density=0.7), seed=1, threads=1)
-    trainer(2).fit(federation, datamodule=PerClient([Sentences(), Sentences()]))
+    federation = run(FedSpa(learner=learner, density=0.7), PerClient([Sentences(), Sentences()]), seed=1)
     model = federation.coordinator.server.model
     assert "body.3.weight" not in model  # what never trains stays at home
     assert torch.equal(federation.clients[0].learner.body[3].weight, frozen)

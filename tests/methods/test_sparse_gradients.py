@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 import lit_pfl.methods as methods
-from lit_pfl import Federation
 from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
-from tiny import Learner, trainer, weights
+from tiny import Learner, run, weights
 
 NAMES = ["PFedMe", "ElasticAggregation"]
 
@@ -25,8 +24,7 @@ def data(client):
 def fit(name, sparse):
     torch.manual_seed(0)
     learner = Learner(nn.Sequential(nn.Embedding(10, 3, sparse=sparse), nn.Flatten()), nn.Linear(12, 2))
-    federation = Federation(getattr(methods, name)(learner=learner), seed=0, threads=1)
-    trainer(2).fit(federation, datamodule=PerClient([data(k) for k in range(3)]))
+    federation = run(getattr(methods, name)(learner=learner), PerClient([data(k) for k in range(3)]), seed=0)
     assert not federation.coordinator.refused
     return weights(federation)
 
