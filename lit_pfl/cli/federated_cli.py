@@ -120,7 +120,7 @@ class FederatedCLI(LightningCLI):
         """See that the checkpoint fits the options; choose the run folder: the checkpoint's, or one by name."""
         if self.own.fragments is not None:
             raise ConfigError("fragments: only a configuration file has them; give --config FILE for each instead.")
-        dumped = self.parser.dump(self.config, skip_none=False, skip_validation=True)
+        dumped = self.parser.dump(self.config, skip_unset=False, skip_validation=True)
         self.given: dict[str, Any] = yaml.safe_load(dumped)[self.subcommand]
         backbone = (self.given["model"].get("init_args") or {}).get("backbone")
         if isinstance(backbone, dict):
