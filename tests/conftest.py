@@ -64,7 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave a few of a test's parameters among the default tests, and some among the slow ones; begin with the longest.
 
     Of a test that is marked ``few(n)``, all but n are slow. Of slow ones of one test, a quarter stays so, or ``SOME``,
-    and all where it is marked ``every``; the others are full.
+    and all where it is marked ``every``; the others are full. What would then run by default of one that is marked
+    ``seconds`` is slow.
     """
     for those in _by_test(item for item in items if not any(map(item.get_closest_marker, ("slow", "full", "gpu")))):
         if (few := those[0].get_closest_marker("few")) is not None:
@@ -73,6 +74,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not those[0].get_closest_marker("every"):
             first = zlib.crc32(those[0].name.partition("[")[0].encode())
             _spread(those, max(SOME, len(those) // 4), "full", first)
+    for item in items:
+        if item.get_closest_marker("seconds") and not any(map(item.get_closest_marker, ("slow", "full", "gpu"))):
+            item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

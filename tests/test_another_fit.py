@@ -28,6 +28,7 @@ class Stops(L.Callback):
             raise RuntimeError("full")
 
 
+@pytest.mark.seconds
 def test_after_an_error_clients_do_not_begin_again_without_a_word(tmp_path):
     saving = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     federation = Federation(client(FedAvg), seed=3, threads=1)
@@ -41,6 +42,7 @@ def test_after_an_error_clients_do_not_begin_again_without_a_word(tmp_path):
     assert_equal(weights(federation), weights(run(client(FedAvg), rounds=3)))
 
 
+@pytest.mark.seconds
 def test_what_is_refused_before_the_first_round_leaves_no_clients():
     federation = Federation(client(FedAvg), seed=3, threads=1, asynchronous=FedBuff(5))
     with pytest.raises(ConfigError, match="buffer=5 is more than the 4 clients"):
@@ -49,6 +51,7 @@ def test_what_is_refused_before_the_first_round_leaves_no_clients():
     assert_equal(weights(federation), weights(run(client(FedAvg), digits(6), asynchronous=FedBuff(5))))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("method", "options"),
     [(FedAvg, {"participation": 0.5}), (FedAvg, {"participation": 2, "asynchronous": FedAsync()}), (Scaffold, {})],
@@ -71,6 +74,7 @@ def test_another_trainer_goes_on_with_the_rounds(tmp_path, method, options):
     assert_equal(resumed.traffic.state_dict(), whole.traffic.state_dict())
 
 
+@pytest.mark.seconds
 def test_the_same_trainer_with_more_epochs_goes_on_with_the_rounds():
     whole, federation = (Federation(client(FedAvg), seed=3, threads=1, participation=0.5) for _ in range(2))
     trainer(5).fit(whole, datamodule=digits())

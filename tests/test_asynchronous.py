@@ -114,6 +114,7 @@ def same(one: Federation, other: Federation) -> None:
     assert one.rows == other.rows
 
 
+@pytest.mark.seconds
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -220,6 +221,7 @@ class Leaves(L.Callback):
         trainer.should_stop |= pl_module.spec.client_id == 1
 
 
+@pytest.mark.seconds
 def test_a_client_that_leaves_takes_no_round_of_another_one():
     """A step that waits for nobody else has no upload and counts; the next one is of the next clients all the same."""
     options = {"asynchronous": FedAsync(speeds=SLOW), "client_trainer": {"callbacks": [Leaves()]}}
@@ -233,6 +235,7 @@ def test_a_client_that_leaves_takes_no_round_of_another_one():
     assert federation.traffic.clients[1][1] == begun * federation.coordinator.server.model.nbytes
 
 
+@pytest.mark.seconds
 def test_attackers_change_what_they_have_trained_from_the_model_that_they_began_with():
     class Compares(SignFlip):
         def _forge(self, round, uploads):
@@ -267,6 +270,7 @@ def test_a_bad_upload_is_refused_and_its_client_begins_anew():
     assert federation.coordinator.round == 6
 
 
+@pytest.mark.seconds
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "made"),
@@ -296,6 +300,7 @@ def test_a_run_that_is_resumed_is_the_same(tmp_path, method, made, seed):
         trainer(6).fit(other, datamodule=digits(6), ckpt_path=tmp_path / "three.ckpt")
 
 
+@pytest.mark.seconds
 def test_stacked_clients_come_to_nearly_the_same():
     from tiny import GroupNet
 
@@ -344,6 +349,7 @@ def test_a_server_optimizer_of_single_uploads_is_refused():
         run(client(FedAvg, server_optimizer=ServerExtrapolation()), rounds=1, asynchronous=FedBuff(2))
 
 
+@pytest.mark.seconds
 def test_it_is_chosen_by_name(capsys):
     words = ["fit", *TINY, "--model", "FedAvg", "--data.permute_labels", "false",
              "--federation.asynchronous", "FedBuff", "--federation.asynchronous.buffer", "2",

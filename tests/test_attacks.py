@@ -50,6 +50,7 @@ def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -73,6 +74,7 @@ def test_updates_are_scaled_and_the_others_left_alone(method, options, attack, f
         np.testing.assert_allclose(sent[k], factor * honest[k], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("knows", ["own", "all"])
 @pytest.mark.parametrize("deviations", [None, 1.5])
 def test_alie_sends_the_mean_less_some_deviations(knows, deviations):
@@ -90,6 +92,7 @@ def test_inner_products_with_the_honest_mean_are_negative():
         np.testing.assert_allclose(sent[k], -0.3 * mean, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.seconds
 def test_attackers_that_flip_labels_train_on_them(monkeypatch):
     flipped, honest = attacked(LabelFlip(clients=ATTACKERS), client(StandAlone)), attacked(None, client(StandAlone))
     for k in HONEST:
@@ -120,6 +123,7 @@ def test_attackers_send_what_they_have_and_nothing_where_nobody_is_honest(attack
     assert attack.forge([0], {0: own}) == {0: {}}
 
 
+@pytest.mark.seconds
 def test_attackers_are_drawn_by_share_and_seed():
     one, other, third = SignFlip(share=0.34, seed=1), SignFlip(share=0.34, seed=1), SignFlip(share=2, seed=2)
     attacked(one)
@@ -129,6 +133,7 @@ def test_attackers_are_drawn_by_share_and_seed():
     assert one.attackers == other.attackers
 
 
+@pytest.mark.seconds
 def test_a_resumed_attack_is_the_same(tmp_path):
     def fit(rounds, path=None):
         federation = Federation(client(Ditto, mean=CoordinateMedian()), seed=3, threads=1)
@@ -174,6 +179,7 @@ def test_what_cannot_be_attacked():
         trainer(1, callbacks=[SignFlip()]).fit(BoringModel())
 
 
+@pytest.mark.seconds
 def test_an_attack_by_name_on_the_command_line(capsys, tmp_path):
     came = typed(capsys, "fit", *TINY, "--trainer.callbacks", "SignFlip", "--trainer.callbacks.clients", "[1]",
                  "--trainer.max_epochs", "1", "--folder", str(tmp_path / "run"))  # fmt: skip

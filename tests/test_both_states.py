@@ -57,6 +57,7 @@ def test_one_run_has_what_two_runs_have(tmp_path, capsys):
     assert validated == {"aggregated"}
 
 
+@pytest.mark.seconds
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", always_first(METHODS))
 def test_every_method_has_in_one_run_what_it_has_in_two(name):
@@ -93,6 +94,7 @@ def test_it_costs_one_more_scoring_where_something_is_sent(method, scored, monke
     assert [seen.count(split) for split in ("val", "test")] == [6, scored]  # of two rounds, and of the last one
 
 
+@pytest.mark.seconds
 def test_a_second_model_has_its_scores_in_both_states(tmp_path):
     fitted(tmp_path / "run", "after", FedSLR, digits(3))
     assert metrics(tmp_path / "run", "test/trained/GKR/").keys() == metrics(tmp_path / "run", "test/GKR/").keys()
@@ -100,6 +102,7 @@ def test_a_second_model_has_its_scores_in_both_states(tmp_path):
     assert {"model/parameters", "model/trained/GKR/parameters"} <= last.keys()
 
 
+@pytest.mark.seconds
 def test_the_global_model_is_scored_where_there_is_one():
     made = client(FedAvg, norm_stats="averaged")
     federation = run(made, digits(3), evaluate="before")
@@ -144,6 +147,7 @@ def test_of_scores_of_which_none_knows_what_is_better_the_first_has_both_states(
     assert (headings.count("loss as"), headings.count("again")) == (2, 1)
 
 
+@pytest.mark.seconds
 def test_the_best_validated_round_is_said_and_marked(tmp_path, capsys):
     fitted(tmp_path / "run", "before", data=digits(3))
     scores = [float(row["val/acc"]) for row in rows(tmp_path / "run" / "metrics.csv")]

@@ -87,6 +87,7 @@ def test_fit_with_nothing_but_names():
     assert rows(Path("runs/FedAvg-Digits/version_0/metrics.csv"))
 
 
+@pytest.mark.seconds
 def test_a_class_path_of_one_s_own_module():
     Path("somebodys_methods.py").write_text("from lit_pfl.methods import FedAvg\n\nclass Mine(FedAvg):\n    pass\n")
     main(["fit", *TINY, "--model", "somebodys_methods.Mine"])
@@ -128,6 +129,7 @@ def printed(arguments: list[str], capsys) -> dict:
     return yaml.safe_load(capsys.readouterr().out)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("option", [["--config", "top.yaml"], ["--config=top.yaml"], ["-c", "top.yaml"]])
 def test_a_config_is_read_after_its_fragments_and_theirs(option, capsys):
     written(
@@ -161,6 +163,7 @@ def test_a_cycle_and_a_missing_fragment_are_named_in_one_line(files, named, caps
     assert line.startswith(f"lit-pfl: error: {named}")
 
 
+@pytest.mark.seconds
 def test_a_run_of_fragments_is_repeated_from_its_saved_config():
     written(sub__top=f"fragments: ['{ROOT}/tests/conf/tiny.yaml', few.yaml]", sub__few="trainer: {max_epochs: 1}")
     main(["fit", "--config", "sub/top.yaml"])
@@ -191,6 +194,7 @@ def test_threads_that_wait_give_their_core_away_unless_the_user_says_otherwise(m
     assert os.environ.get("GOMP_SPINCOUNT") == found
 
 
+@pytest.mark.seconds
 def test_a_terminal_without_a_sign_ends_no_run(monkeypatch):
     ascii_only = TextIOWrapper(BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", ascii_only)
@@ -226,6 +230,7 @@ class Line(L.LightningModule):
 """
 
 
+@pytest.mark.seconds
 def test_somebodys_own_module_of_the_current_folder_is_trained_resumed_scored_and_predicts(capsys, monkeypatch):
     import sys
 

@@ -432,6 +432,7 @@ def test_a_state_that_is_taken_over_leaves_nothing_of_the_run_before():
     started().load_state_dict(asynchronous.state_dict())  # and the other way round
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [APPLE, FedFOMO])
 def test_an_update_is_measured_from_the_own_model_that_is_not_sent_again(method):
     federation = run(made(method), rounds=2)

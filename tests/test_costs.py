@@ -170,6 +170,7 @@ def gigabytes(elements: float, rounds: float) -> float:
     return elements * 4 * rounds / 1e9
 
 
+@pytest.mark.seconds
 def test_fedavg_costs_what_the_table_prints():
     elements = elements_per_round(
         FedAvg(backbone=ResNet9, norm_stats="averaged")

@@ -161,6 +161,7 @@ SLOW = {"deadline": Deadline(9, speeds=Speeds(spread=0.8, variation=0.6)), "quor
 FIRST = Deadline(1000, wanted=2, speeds=Speeds(spread=0.8, variation=0.6))
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -192,6 +193,7 @@ def test_a_late_client_is_one_that_did_not_take_part_but_for_its_download(tmp_pa
     assert {k for k, size in down.items() if size} == {k for one in late for k in one}
 
 
+@pytest.mark.seconds
 def test_who_is_late_is_written_and_the_clock_goes_on(tmp_path, recwarn):
     logger = RunLogger(str(tmp_path), name="", version="run")
     federation = Federation(client(FedAvg), seed=3, threads=1, **SLOW)
@@ -215,6 +217,7 @@ def test_a_quorum_counts_late_uploads_as_missing():
     assert federation.traffic.up == 0 < federation.traffic.down
 
 
+@pytest.mark.seconds
 def test_a_deadline_that_nobody_misses_changes_nothing():
     federation = run(client(FedAvg), deadline=Deadline(1e9, late="partial"))
     plain = run(client(FedAvg))
@@ -290,6 +293,7 @@ def test_any_method_does_part_of_the_work(method):
 # The same run again
 
 
+@pytest.mark.seconds
 def test_stacked_clients_do_the_same_part():
     options = {"deadline": Deadline(4, late="partial", speeds=Speeds(spread=0.8)), "rounds": 2, "quorum": 0.0}
     one, other = (
@@ -303,6 +307,7 @@ def test_stacked_clients_do_the_same_part():
     assert one.refused == other.refused
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("late", ["drop", "partial"])
 def test_a_run_that_is_resumed_is_the_same(tmp_path, late):
     def made():

@@ -80,6 +80,7 @@ def in_factors(draw):
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda name: name != "__metadata__")
 
 
+@pytest.mark.seconds
 @settings(max_examples=300, deadline=None, database=None)
 @given(st.dictionaries(NAMES, tensors()), st.dictionaries(NAMES, mostly_zero()), st.dictionaries(NAMES, in_factors()))
 def test_whatever_a_payload_holds_arrives_bit_for_bit(dense, sparse, factors):
@@ -103,6 +104,7 @@ def test_any_bytes_are_a_payload_or_refused(data):
     try_decoding(len(data).to_bytes(8, "little") + data)
 
 
+@pytest.mark.seconds
 @settings(max_examples=100, deadline=None, database=None)
 @given(st.dictionaries(NAMES, tensors(), min_size=1))
 def test_the_bytes_are_those_that_safetensors_writes(dense):
@@ -396,6 +398,7 @@ def decode_in_little_memory(mutations: int) -> None:
         )
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_mutants_are_payloads_or_refused_in_little_memory():
     process = multiprocessing.get_context("spawn").Process(target=decode_in_little_memory, args=(MUTATIONS,))

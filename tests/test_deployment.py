@@ -195,6 +195,7 @@ def test_after_aggregation_it_is_the_model_with_the_reply(tmp_path):
     assert all(torch.equal(federation.standalone(k).body[0].weight, reply) for k in range(3))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedCP, FedProto, FedRoD, KNNPer])
 def test_methods_that_change_what_a_head_makes_are_exported_for_any_number_of_images(tmp_path, method):
     data = digits(2)
@@ -277,6 +278,7 @@ def test_a_format_that_computes_something_else_is_refused(monkeypatch):
         Deployment(nn.Identity(), torch.ones(2, 3)).save("model")
 
 
+@pytest.mark.seconds
 @with_onnx
 def test_a_model_that_has_no_onnx_is_told_in_one_line(tmp_path):
     network = Forward(lambda x: torch.linalg.eigvalsh(x[:, None] * x[..., None]))
@@ -297,6 +299,7 @@ def test_without_the_packages_one_line_says_which(monkeypatch):
     assert not Path("model").exists()
 
 
+@pytest.mark.seconds
 def test_on_the_command_line(capsys):
     assert typed(capsys, "fit", *TINY, "--trainer.max_epochs", "1").code == 0
     [run] = Path("runs").glob("*/*")
@@ -319,6 +322,7 @@ def test_on_the_command_line(capsys):
     ]
 
 
+@pytest.mark.seconds
 def test_a_run_of_a_cluster_that_is_no_more_and_without_numbers_of_samples_is_exported(capsys):
     assert typed(capsys, "fit", *TINY, "--trainer.max_epochs", "1").code == 0
     [run] = Path("runs").glob("*/*")

@@ -267,6 +267,7 @@ def test_a_write_that_fails_leaves_the_former_file_whole(monkeypatch, step):
     assert [path.name for path in Path().iterdir()] == ["model"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("threshold", [0.0, 0.02])
 def test_the_whole_life(threshold):
     """Two rounds of a federation; one client's model goes to a file, and scores the same wherever it is loaded."""

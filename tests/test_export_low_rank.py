@@ -147,6 +147,7 @@ def test_a_program_runs_without_this_library():
     torch.testing.assert_close(torch.load("logits.pt"), network.eval()(EXAMPLE))
 
 
+@pytest.mark.seconds
 def test_a_mixture_of_networks_is_a_program_for_batches_of_any_size(tmp_path):
     mixture = Mixture(GroupNet(3, 10), GroupNet(3, 10), torch.tensor(0.3))
     save_program(mixture, tmp_path / "model.pt2", torch.zeros(2, 3, 32, 32))
@@ -155,6 +156,7 @@ def test_a_mixture_of_networks_is_a_program_for_batches_of_any_size(tmp_path):
         torch.testing.assert_close(program(images), mixture(images))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("permute_labels", [False, True])
 def test_the_models_of_a_federation(permute_labels):
     method = client(FedSLR, lam=0.08, mu=0.02, backbone=GroupNet)

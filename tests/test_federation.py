@@ -30,6 +30,7 @@ from tiny import Learner, TinyNet, assert_equal, client, digits, momentum_sgd, r
 METHODS = [StandAlone, FedAvg, SimFed]
 
 
+@pytest.mark.seconds
 def test_other_clients_in_the_process_do_not_matter():
     alone = run(client(FedAvg))
 
@@ -42,6 +43,7 @@ def test_other_clients_in_the_process_do_not_matter():
     assert_equal(weights(alone), weights(beside))
 
 
+@pytest.mark.seconds
 def test_clients_of_stand_alone_do_not_depend_on_who_else_is_there():
     """Client 1 among 4 equals client 1 in a federation where only two of the four ever train."""
     every, some = run(client(StandAlone), rounds=1), run(client(StandAlone), rounds=1, participation=2)
@@ -51,6 +53,7 @@ def test_clients_of_stand_alone_do_not_depend_on_who_else_is_there():
         assert_equal(weights(every)[k], weights(some)[k])
 
 
+@pytest.mark.seconds
 def test_a_trainer_s_summary_says_what_clients_are_like(notes):
     for shown in (True, False):
         fitting = trainer(1, enable_model_summary=shown)
@@ -102,6 +105,7 @@ def test_weights_that_numpy_and_python_draw_are_common_too():
     assert_equal(weights(federation), weights(run(StandAlone(backbone=DrawnElsewhere), rounds=1)))
 
 
+@pytest.mark.seconds
 def test_participation_is_seeded_by_round():
     federation = run(client(FedAvg), digits(10), rounds=1, participation=0.3)
     rounds = [federation.participants(r) for r in range(6)]
@@ -110,6 +114,7 @@ def test_participation_is_seeded_by_round():
     assert rounds == [run(client(FedAvg), digits(10), rounds=1, participation=3).participants(r) for r in range(6)]
 
 
+@pytest.mark.seconds
 def test_local_epochs_and_rounds_are_counted_rightly():
     federation = run(client(FedAvg), rounds=3, local_epochs=2)
     assert federation.coordinator.round == 3
@@ -154,6 +159,7 @@ def test_a_client_whose_score_is_no_number_is_the_worst(bad, worst, place):
     assert math.isnan(metrics["val/rmse_std"])
 
 
+@pytest.mark.seconds
 def test_evaluation_before_and_after_aggregation():
     """After aggregation all clients of FedAvg have the server's model, before it each its own. The run is the same."""
     before, after = run(client(FedAvg), evaluate="before"), run(client(FedAvg), evaluate="after")
@@ -192,6 +198,7 @@ def test_clients_that_never_trained_are_scored_as_they_would_join_now(tmp_path, 
     assert untrained == [("val", "trained")] * 2 + [("test", "trained")] * 2 + [("test", "aggregated")] * 2
 
 
+@pytest.mark.seconds
 def test_evaluating_a_sample_of_clients():
     federation, seen = Federation(client(FedAvg), seed=3, threads=1, evaluate_clients=0.3), []
 
@@ -223,6 +230,7 @@ def test_everybody_is_tested_where_a_sample_is_validated_on_test_data(tmp_path):
     assert float(read_rows(tmp_path / "run" / "metrics.csv")[-1]["test/acc"]) == pytest.approx(sum(accuracies) / 5)
 
 
+@pytest.mark.seconds
 def test_validate_test_and_predict_on_a_finished_federation():
     federation, tests = run(client(FedAvg)), trainer()
     [tested] = tests.test(federation, datamodule=federation.data, verbose=False)
@@ -234,6 +242,7 @@ def test_validate_test_and_predict_on_a_finished_federation():
     assert logits[1].shape == (scored.n, 10)
 
 
+@pytest.mark.seconds
 def test_a_second_fit_goes_on_where_the_first_ended():
     """Two fits of 2 rounds end as one of 4: momentum, schedule, random streams and server go on."""
     federation = Federation(client(SimFed), seed=3, threads=1)
@@ -244,6 +253,7 @@ def test_a_second_fit_goes_on_where_the_first_ended():
     assert_equal(weights(federation), weights(run(client(SimFed), rounds=4)))
 
 
+@pytest.mark.seconds
 def test_a_federation_that_has_run_goes_on_from_a_checkpoint_like_a_new_one(tmp_path):
     """Of what it did meanwhile nothing is left, not even of clients that had not trained yet in the checkpoint."""
 
@@ -326,6 +336,7 @@ def test_an_error_in_a_client_names_the_client():
     assert caught.value.__notes__ == ["(in the fit of client 1)"]
 
 
+@pytest.mark.seconds
 def test_empty_clients_take_no_part():
     data = digits(40, partition=Dirichlet(0.02, min_samples=0))
     federation = run(client(FedAvg), data, rounds=1)
@@ -342,6 +353,7 @@ def test_mixed_precision_is_that_of_the_last_test_too():
     assert federation.rows == at_the_end
 
 
+@pytest.mark.seconds
 def test_mixed_precision_does_not_reuse_stale_weights():
     federation = Federation(client(FedAvg), seed=3, threads=1)
     trainer(2, precision="bf16-mixed").fit(federation, datamodule=digits())
@@ -356,6 +368,7 @@ class Listens(L.Callback):
     """A callback of the user's, for whom every hook must be called."""
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", METHODS)
 def test_the_short_way_through_a_batch_ends_where_the_trainer_s_own_does(method):
     short = run(client(method), rounds=3)
@@ -396,6 +409,7 @@ def test_a_method_that_uses_a_hook_of_a_batch_gets_it():
     assert Counts.steps == sum(member.trainer.global_step for member in federation.clients.values()) > 0
 
 
+@pytest.mark.seconds
 def test_gradient_clipping_and_further_trainer_options_reach_the_clients():
     free, clipped = (
         run(client(FedAvg), rounds=1),
@@ -439,6 +453,7 @@ class DrawsOnDownload(FedAvg):
         super().download({name: t + 0.01 * drawn if t.is_floating_point() else t for name, t in reply.items()})
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("evaluate", ["before", "after"])
 def test_what_a_reply_draws_when_a_client_is_scored_is_its_own(evaluate):
     found = []
@@ -458,6 +473,7 @@ def test_heads_cannot_be_sent_under_permuted_labels():
         run(client(FedAvg, share_head=True), digits(permute_labels=True))
 
 
+@pytest.mark.seconds
 def test_what_is_to_stay_at_home_does():
     """FedBN: FedAvg but for what belongs to normalisation layers."""
     federation = run(client(FedAvg, local="norm", norm_stats="averaged"))
@@ -497,6 +513,7 @@ def test_running_statistics_travel_only_when_asked_to(norm_stats):
     assert torch.equal(means[0], means[1]) == (norm_stats == "averaged")
 
 
+@pytest.mark.seconds
 def test_what_fedavg_trains_does_not_depend_on_whose_running_statistics_it_has():
     """Batch norm does not read them while it trains, so they are a choice of what is scored."""
     local, averaged = (weights(run(client(FedAvg, norm_stats=kind))) for kind in ("local", "averaged"))
@@ -504,6 +521,7 @@ def test_what_fedavg_trains_does_not_depend_on_whose_running_statistics_it_has()
     assert differ == {"backbone.body.1.running_mean", "backbone.body.1.running_var"}
 
 
+@pytest.mark.seconds
 def test_channels_last_where_it_pays():
     """Wide convolutions are laid out channels last on CPU; results are those of the other lay-out, but for rounding."""
     runs = [run(client(FedAvg, backbone=wide, channels_last=x), rounds=1) for x in (None, False)]
@@ -534,6 +552,7 @@ def test_what_is_no_engine_is_refused():
         Federation(client(FedAvg), engine="stacked")
 
 
+@pytest.mark.seconds
 def test_an_engine_is_as_good_for_another_federation():
     engine = Local()
     one, other = (run(client(FedAvg), rounds=1, engine=engine) for _ in range(2))
@@ -565,6 +584,7 @@ def test_a_misspelt_monitor_is_told_before_the_first_round(monitor, near):
     assert not rounds
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("evaluate", ["before", "after", "global"])
 def test_to_see_what_can_be_monitored_changes_nothing(evaluate):
     def run(*callbacks):
@@ -577,6 +597,7 @@ def test_to_see_what_can_be_monitored_changes_nothing(evaluate):
     assert watched.rows == alone.rows
 
 
+@pytest.mark.seconds
 def test_a_federation_is_copied_and_pickled_before_it_has_clients_and_says_so_afterwards():
     federation = Federation(client(FedAvg), seed=1, threads=1)
     for other in (copy.deepcopy(federation), pickle.loads(pickle.dumps(federation))):
@@ -587,6 +608,7 @@ def test_a_federation_is_copied_and_pickled_before_it_has_clients_and_says_so_af
             way(other)
 
 
+@pytest.mark.seconds
 def test_a_learning_rate_monitor_may_watch_a_federation(tmp_path):
     monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
     logger = CSVLogger(tmp_path)
@@ -648,6 +670,7 @@ def test_threads_are_as_many_as_are_given():
     assert run(client(FedAvg), digits(2), rounds=1, threads=3).threads == 3
 
 
+@pytest.mark.seconds
 def test_threads_that_wait_for_each_other_beside_other_processes_are_told_of_once(notes, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (os.cpu_count() + 1.0, 0.0, 0.0))
     run(client(FedAvg), digits(2), rounds=2, threads=2)

@@ -16,6 +16,7 @@ from tiny import client, digits, run, trainer
 GLOBAL = {"evaluate": "global"}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedAvg, FedProx])
 def test_it_is_what_every_client_gets_after_aggregation(method):
     made = client(method, norm_stats="averaged")
@@ -26,11 +27,13 @@ def test_it_is_what_every_client_gets_after_aggregation(method):
     assert [r.scores for r in everybody.rows] == [row.scores] * 3
 
 
+@pytest.mark.seconds
 def test_it_is_scored_on_all_data_although_clients_have_parts():
     [row] = run(client(FedAvg, norm_stats="averaged"), digits(5, partition=ClassShards(2)), **GLOBAL).rows
     assert row.n == 180
 
 
+@pytest.mark.seconds
 def test_scoring_it_changes_nothing():
     made = client(FedAvg, norm_stats="averaged")
     states = [run(made, digits(3), **options).clients[1].state_dict() for options in ({}, GLOBAL)]
@@ -67,6 +70,7 @@ def test_methods_without_one_are_refused(method, words):
         run(method, digits(2), **GLOBAL)
 
 
+@pytest.mark.seconds
 def test_without_validation_data_test_data_are_scored_every_round(tmp_path):
     data = digits(3, train_fraction=0.4, test_fraction=0.6)
     logger = RunLogger(str(tmp_path), name="", version="run")

@@ -36,6 +36,7 @@ def adam(parameters):
 METHODS = [FedAvg, FedSpa, SimFed, FactorizedFL, PFedPara, StandAlone]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", METHODS)
 def test_a_bad_batch_costs_a_round_and_no_more(method):
     with pytest.warns(UserWarning, match=r"Client 2: .* NaN or infinity\. The client begins its next round from where"):
@@ -48,6 +49,7 @@ def test_a_bad_batch_costs_a_round_and_no_more(method):
     assert all(row.scores["loss"] == row.scores["loss"] for row in federation.rows)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", [None, adam])
 def test_the_state_is_the_one_that_the_round_began_with(optimizer):
     """After the round the client is, bit for bit and optimizer included, what it was after the round before."""
@@ -61,6 +63,7 @@ def test_the_state_is_the_one_that_the_round_began_with(optimizer):
     assert not torch.equal(weights(two)[1]["backbone.head.weight"], weights(one)[1]["backbone.head.weight"])
 
 
+@pytest.mark.seconds
 def test_an_optimizer_s_state_is_looked_at_where_all_weights_are_finite():
     class Spoilt(FedAvg):
         def upload(self):
@@ -74,6 +77,7 @@ def test_an_optimizer_s_state_is_looked_at_where_all_weights_are_finite():
     assert all(tensor.isfinite().all() for state in weights(federation).values() for tensor in state.values())
 
 
+@pytest.mark.seconds
 def test_what_a_reply_overwrites_is_the_replys_again():
     with pytest.warns(UserWarning, match="Client 2"):
         federation = run(spoilt(FedPer, own="backbone.body.0.weight"), rounds=2)
@@ -84,6 +88,7 @@ def test_what_a_reply_overwrites_is_the_replys_again():
         assert torch.equal(tensor, common[inner] if inner in common else first[2][name]), name
 
 
+@pytest.mark.seconds
 def test_what_never_travels_is_looked_at_too():
     with pytest.warns(
         UserWarning, match=r"Client 2: its own tensor 'learner\.backbone\.head\.weight' holds NaN or infinity"
@@ -93,12 +98,14 @@ def test_what_never_travels_is_looked_at_too():
     assert weights(federation)[2]["backbone.head.weight"].isfinite().all()
 
 
+@pytest.mark.seconds
 def test_the_loss_of_a_refused_round_does_not_count():
     with pytest.warns(UserWarning, match="Client 2"):
         federation = run(spoilt(FedAvg), rounds=2)
     assert torch.isfinite(federation.trainer.callback_metrics["train/loss"])
 
 
+@pytest.mark.seconds
 def test_control_variates_go_back_too():
     plain = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1), "scheduler": None}
     one = run(spoilt(Scaffold, **plain), rounds=1)

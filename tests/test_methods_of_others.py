@@ -41,6 +41,7 @@ class Uniform(Own):
     weighting = "uniform"
 
 
+@pytest.mark.seconds
 def test_weights_that_are_made_of_uploads_are_not_private():
     """The noise is for a mean whose weights tell nothing."""
     method = client(Own)
@@ -52,6 +53,7 @@ def test_weights_that_are_made_of_uploads_are_not_private():
     run(method, data, privacy=ClientPrivacy(noise_multiplier=0.0))
 
 
+@pytest.mark.seconds
 def test_a_server_of_ones_own_weighs_as_its_method_says():
     data = digits(permute_labels=False)
     uploads = {0: Payload({"w": torch.ones(1)}), 1: Payload({"w": torch.ones(1)})}
@@ -107,6 +109,7 @@ class Remembering(Classifying):
             yield self.scored
 
 
+@pytest.mark.seconds
 def test_what_a_download_sets_is_put_back_after_scoring_as_aggregated():
     scores = {}
     for kind in ("persistent", "not persistent", "attribute", "assigned"):
@@ -155,6 +158,7 @@ class Drifting(FedAvg):
         super().download({name: tensor for name, tensor in reply.items() if name != "drift"})
 
 
+@pytest.mark.seconds
 def test_a_global_model_is_scored_without_what_else_is_sent():
     federation = run(client(Drifting, backbone=PlainNet), digits(permute_labels=False))
     assert "global" in {row.model for row in federation.other_rows}
@@ -179,6 +183,7 @@ class Adapting(Classifying):
             yield self.scored
 
 
+@pytest.mark.seconds
 def test_what_is_scored_may_need_gradients_in_every_command():
     data = digits(permute_labels=False)
     federation, fitting = Federation(client(Adapting), seed=3, threads=1), trainer(2)
@@ -207,6 +212,7 @@ class Signs(FedAvg):
         pass
 
 
+@pytest.mark.seconds
 def test_uploads_of_whole_numbers_pass_the_check_of_bad_uploads():
     a_bad_upload_is_refused_and_the_round_goes_on(MethodTester(Signs))
 
@@ -215,6 +221,7 @@ def own_weights(member):
     return dict(member.learner.named_parameters())
 
 
+@pytest.mark.seconds
 def test_what_clients_answer_as_they_are_scored_can_be_copied_and_shown():
     federation = run(client(FedAvg), evaluate="after")
     for answer in federation.ask(own_weights, as_scored=True).values():
@@ -269,6 +276,7 @@ class Mixes(MixingServer):
         return self.matrix
 
 
+@pytest.mark.seconds
 def test_a_mixing_matrix_may_be_of_numpy():
     found = [run(served_by(partial(Mixes, matrix)), digits()) for matrix in (torch.eye(4), np.eye(4))]
     assert_equal(*(federation.clients[1].state_dict() for federation in found), "weights")

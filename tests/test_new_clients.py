@@ -33,6 +33,7 @@ def new_rows(federation):
     return {(row.client, row.state): row for row in federation.other_rows if row.split == "new"}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedAvg, FedRep, Ditto, SimFed])
 def test_training_is_as_if_they_were_not_there(method):
     without = fitted(method, PerClient(sites(4)[:3], num_classes=10))
@@ -42,6 +43,7 @@ def test_training_is_as_if_they_were_not_there(method):
     assert {key for key, _ in new_rows(held_out)} == {3}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedAvg, FedRep, Ditto, SimFed])
 def test_after_a_round_of_training_they_are_what_they_are_in_a_federation_that_they_join(method):
     new = new_rows(fitted(method, PerClient(sites(4), num_classes=10, new_clients=[3])))
@@ -62,6 +64,7 @@ def test_as_they_join_they_have_the_model_of_all():
     assert of_all.scores["acc"] == pytest.approx(float(right))
 
 
+@pytest.mark.seconds
 def test_a_test_of_the_checkpoint_finds_the_same(tmp_path):
     def data():
         return digits(5, new_clients=2, partition=Dirichlet(alpha=0.5), permute_labels=False)

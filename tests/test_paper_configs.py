@@ -114,6 +114,7 @@ def leaves(part: Any, at: str = "") -> Iterator[str]:
         yield from leaves(value, whole) if isinstance(value, dict) else [whole]
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("paper", "name"), TABLES)
 def test_every_row_and_every_column_makes_a_method_and_data(tables, make, paper, name):
@@ -192,6 +193,7 @@ def test_a_scale_makes_any_cell_small(cell, table, scale, channels):
     assert (type(config.model), type(config.data.partition)) == (type(paper.model), type(paper.data.partition))
 
 
+@pytest.mark.seconds
 @pytest.mark.few(8)
 @pytest.mark.parametrize("scale", ["middle", "reduced"])
 @pytest.mark.parametrize(("paper", "name"), [(paper, name) for paper, name in TABLES if paper in SCALED])
@@ -234,6 +236,7 @@ def test_psi_net_s_columns_name_their_nodes_and_classes(tables):
             assert (partition.get("deal") == "mixed") == (classes not in (3 * everything // 10, everything))
 
 
+@pytest.mark.seconds
 def test_networks_are_the_papers(cell):
     def network(*place: str):
         return cell(*place).model.make_backbone(3, 10)
@@ -252,6 +255,7 @@ def test_networks_are_the_papers(cell):
     assert [{mapping[c] for c in own} for own in GROUPS["cifar100_superclasses"]] == [{i} for i in range(20)]
 
 
+@pytest.mark.seconds
 def test_callbacks_measure_what_the_figures_show(cell):
     for column in ("CIFAR-10", "CIFAR-100"):
         callbacks = cell("psi_net fig7", column=column).trainer.callbacks
@@ -287,6 +291,7 @@ def test_fedslr_s_networks_and_iid_test_images(cell, data, classes, size, train,
     assert np.mean(sizes) == pytest.approx(mean, abs=2)
 
 
+@pytest.mark.seconds
 def test_reduced_rows_of_psi_net_train_alike(make):
     for name in {file.stem for file in (REDUCED / "psi_net").glob("*.yaml")} - {"setting"}:
         method = make(REDUCED / f"psi_net/{name}.yaml").model
@@ -295,6 +300,7 @@ def test_reduced_rows_of_psi_net_train_alike(make):
         assert normed == (name not in ("fedma", "fedavg_without_norm", "psi_without_norm"))
 
 
+@pytest.mark.seconds
 @pytest.mark.few(6)
 @pytest.mark.parametrize("data", ["CIFAR-10", "CIFAR-100"])
 @pytest.mark.parametrize(
@@ -330,6 +336,7 @@ def test_pfllib_s_setting_has_all_methods_but_few():
     assert {*rows} < {*methods.__all__}
 
 
+@pytest.mark.seconds
 def test_a_cell_runs_to_its_end(tables):
     table = tables.Table(PAPERS / "factorized_fl", "table1")
     Path("cell.yaml").write_text(table.cell("Factorized-FL", "CIFAR-10, Permuted Non-IID").run.text)

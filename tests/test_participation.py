@@ -148,6 +148,7 @@ def test_what_privacy_may_gain_by_sampling():
 # In a federation
 
 
+@pytest.mark.seconds
 def test_clients_drawn_by_size_count_the_same_in_the_mean():
     federation = run(client(FedAvg), digits(5, partition=Dirichlet(0.5)), rounds=1, participation=BySize(2))
     drawn = federation.participants(0)
@@ -161,6 +162,7 @@ def test_clients_drawn_by_size_count_the_same_in_the_mean():
     assert everybody.coordinator.server.weighting == "samples"
 
 
+@pytest.mark.seconds
 def test_a_run_with_any_number_of_clients_a_round():
     """Clients of StandAlone do not feel who else trains, so each equals itself in a run of its own rounds."""
     federation = run(client(StandAlone), digits(6), rounds=5, participation=Bernoulli(0.4, joins={2: 3}))
@@ -174,6 +176,7 @@ def test_a_run_with_any_number_of_clients_a_round():
     assert_equal(weights(federation), weights(alone))
 
 
+@pytest.mark.seconds
 def test_more_clients_than_lists():
     federation = run(client(FedAvg, scheduler=None), digits(23), rounds=2, participation=Bernoulli(0.6))
     taken = {k for completed in range(2) for k in federation.participants(completed)}

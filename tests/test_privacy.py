@@ -161,6 +161,7 @@ def test_noise_of_counts_is_what_the_account_takes_it_to_be():
     assert found == pytest.approx([-0.25 * 4 * drawn, -0.5 * 4 * drawn])
 
 
+@pytest.mark.seconds
 def test_a_round_in_which_nobody_is_drawn_leaves_the_model_where_it_was():
     """But for the noise, of which there is none here: so it is the same for any clip."""
 
@@ -207,6 +208,7 @@ def test_epsilon_of_a_published_setting():
     assert epsilon(100, 4.0, delta, "poisson", 0.01, 0, "pld") < epsilon(100, 4.0, delta, "poisson", 0.01)
 
 
+@pytest.mark.seconds
 def test_epsilon_is_the_accountant_s():
     d = dp_accounting
     account = d.rdp.RdpAccountant()
@@ -247,6 +249,7 @@ def private(method=FedAvg, rounds: int = 2, path=None, privacy: dict | None = No
     return federation, fitting
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedAvg, Ditto, FedDyn, FedKD, FedDBE, FedAdam])
 def test_epsilon_is_logged_every_round(method):
     _, fitting = private(method, participation=Bernoulli(0.5))
@@ -299,6 +302,7 @@ def test_what_privacy_does_not_cover():
             ClientPrivacy(**options)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("where", ["central", "local"])
 def test_a_resumed_run_is_the_same(tmp_path, where):
     privacy = {"where": where} | ({"quantile": 0.5, "count_noise": 0.5} if where == "central" else {})
@@ -313,6 +317,7 @@ def test_a_resumed_run_is_the_same(tmp_path, where):
         assert float(one.callback_metrics["privacy/epsilon"]) == pytest.approx(spent)
 
 
+@pytest.mark.seconds
 def test_epsilon_of_a_resumed_run_covers_its_former_rounds(tmp_path):
     plain = Federation(client(FedAvg, optimizer=sgd), seed=3, threads=1)
     without = trainer(1)
@@ -339,6 +344,7 @@ def test_epsilon_of_a_resumed_run_covers_its_former_rounds(tmp_path):
     trainer().test(made, datamodule=digits(6), ckpt_path=tmp_path / "without.ckpt")  # which takes no privacy
 
 
+@pytest.mark.seconds
 def test_a_run_ends_before_its_budget_is_exceeded(tmp_path):
     budget = epsilon(3, 1.0, 1e-5) + 0.01
     federation, fitting = private(rounds=9, privacy={"budget": budget})
@@ -354,6 +360,7 @@ def test_a_run_ends_before_its_budget_is_exceeded(tmp_path):
         private(privacy={"budget": 0.1})
 
 
+@pytest.mark.seconds
 def test_privacy_on_the_command_line(capsys, tmp_path):
     words = ["fit", *TINY, "--model", "FedAvg", "--model.factorization", "null", "--folder", str(tmp_path / "run")]
     came = typed(capsys, *words, "--federation.privacy", "ClientPrivacy", "--federation.privacy.noise_multiplier", "2")

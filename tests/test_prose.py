@@ -112,6 +112,7 @@ def test_help_has_no_private_word():
     assert not {name: hits for name, hits in words.items() if hits}
 
 
+@pytest.mark.seconds
 def test_messages_have_no_private_word():
     files = [file for part in ("lit_pfl", "callbacks") for file in sorted((ROOT / part).rglob("*.py"))]
     hits = {str(file.relative_to(ROOT)): found(" | ".join(literals(file.read_text()))) for file in files}

@@ -479,6 +479,7 @@ def test_the_best_round_on_test_data_stands_beside_the_last_and_is_marked(reprod
     assert "\n- **best round on test data**: chosen by these data, so it is too high\n" in text
 
 
+@pytest.mark.seconds
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("factorization", "threshold"),
@@ -510,6 +511,7 @@ def test_a_run_s_parameters_are_those_of_the_model_as_it_is_used(
     assert (found < sum(int(w.count_nonzero()) for _, w in weights) / 2) == bool(threshold)
 
 
+@pytest.mark.seconds
 def test_the_size_in_figure_8_i_follows_lambda(reproduce, printed, tmp_path):
     """With entries of mu spread as they must have been there, a normal distribution of deviation 1.86e-3."""
     table = printed["factorized_fl", "fig8i"]
@@ -568,6 +570,7 @@ def test_options_that_would_make_another_run_are_refused(reproduce, tiny, capsys
     )
 
 
+@pytest.mark.seconds
 def test_a_cell_is_printed_as_one_file_for_the_command_line(reproduce, tiny, monkeypatch, capsys):
     monkeypatch.chdir(tiny)
     chosen = ("--scale", "middle", "--columns", "Few", "--rows", "Stand-Alone")

@@ -48,6 +48,7 @@ def fit(folder, rounds, **options):
     return federation
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("participation", [1.0, 2])
 def test_it_is_the_run_that_was_not_requeued(job, tmp_path, participation):
     whole = fit(tmp_path / "whole", 4, participation=participation)
@@ -69,6 +70,7 @@ def second_task(monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", 1)
 
 
+@pytest.mark.seconds
 def test_each_task_that_runs_a_federation_writes_all_its_files(second_task, tmp_path):
     main(["fit", *TINY, "--folder", "mine", "--trainer.max_epochs", "2"])
     assert [row["round"] for row in rows(Path("mine/metrics.csv"))] == ["1", "2"]
@@ -80,6 +82,7 @@ def test_each_task_that_runs_a_federation_writes_to_any_logger(second_task, tmp_
     assert (tmp_path / "metrics.csv").exists()
 
 
+@pytest.mark.seconds
 def test_the_command_that_begins_and_continues_a_run_needs_no_other_checkpoint(job):
     Path("hpc_ckpt_1.ckpt").write_text("another job's")
     for rounds in ("1", "2"):

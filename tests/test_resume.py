@@ -69,6 +69,7 @@ def phases(times: str) -> list[str]:
     return [line.rpartition(",")[0] for line in times.splitlines()]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("method", "kill"),
     [
@@ -107,11 +108,13 @@ def test_killed_and_resumed_equals_never_killed(tmp_path, method, kill):
     assert momentum.abs().sum() > 0
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_holds_nothing_but_tensors_and_plain_values(tmp_path):
     fit(tmp_path / "run", "SimFed")
     torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_of_other_clients_is_refused(tmp_path):
     fit(tmp_path / "run", "FedAvg")
     with pytest.raises(ConfigError, match="holds 6 clients and the data has 4"):
@@ -143,6 +146,7 @@ def test_what_clients_and_server_send_and_step_by_stays_the_same(tmp_path, optio
         )
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("method", "before", "now", "said"),
     [
@@ -163,6 +167,7 @@ def test_options_of_the_method_stay_the_same_but_for_scoring(tmp_path, method, b
     assert scored.rows
 
 
+@pytest.mark.seconds
 def test_clients_keep_the_learning_rate_of_the_checkpoint_and_say_so_once(tmp_path):
     def made(rate):
         return client(FedAvg, scheduler=None, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate))

@@ -273,6 +273,7 @@ def plain_client(method: type[Client], **options) -> Client:
     return client(method, **options)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(3)
 @pytest.mark.parametrize("mean", [*MEANS[:3], Krum(1), MultiKrum(1), *MEANS[5:]], ids=lambda mean: type(mean).__name__)
 @pytest.mark.parametrize("method", [FedAvg, Ditto, ClusteredFL])
@@ -325,6 +326,7 @@ def test_fedslr_whose_gammas_are_single_clients_takes_none():
         assert FedSLRServer(frozenset(), 0.0, 1.0, None, each).declares("averages") is not each
 
 
+@pytest.mark.seconds
 def test_robust_means_by_name_on_the_command_line(capsys, tmp_path):
     words = ["fit", *TINY, "--model", "FedAvg", "--model.factorization", "null", "--folder", str(tmp_path / "run")]
     came = typed(capsys, *words, "--model.mean", "Krum", "--model.mean.byzantine", "0")

@@ -38,6 +38,7 @@ def rates(counts, rounds=6, fits=1, decays=decaying, **options):
     return seen
 
 
+@pytest.mark.seconds
 def test_rounds_are_counted_by_a_schedule_of_several_epochs():
     def every_third(optimizer):
         return {"scheduler": decaying(optimizer), "frequency": 3}
@@ -87,6 +88,7 @@ def test_a_schedule_that_does_not_say_where_it_is_counts_epochs_only():
         rates("rounds", decays=chained)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("fits", [1, 3])
 def test_rates_by_the_federations_rounds(fits):
     """Whoever takes part, and also where clients' fits end and start again in between."""
@@ -99,6 +101,7 @@ def test_rates_by_the_federations_rounds(fits):
     assert any(client not in trained[:2] for client in trained)
 
 
+@pytest.mark.seconds
 def test_rates_by_a_clients_own_epochs():
     epochs = dict.fromkeys(range(4), 0)
     for member, _, _, rate in rates("epochs", participation=2):

@@ -18,6 +18,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", DRAWS)
 def test_what_a_server_draws_after_a_resume_in_another_process(tmp_path, method):

@@ -134,6 +134,7 @@ def test_options_of_the_outer_trainer_that_are_about_batches_of_images(options, 
         trainer(1, **options).fit(Federation(client(FedAvg), threads=1), datamodule=digits())
 
 
+@pytest.mark.seconds
 def test_no_validation_and_a_first_try_are_all_right():
     trainer(1, limit_val_batches=0).fit(Federation(client(FedAvg), threads=1), datamodule=digits())
     untested = trainer(1, limit_test_batches=0)
@@ -147,6 +148,7 @@ def test_precision_of_clients_alone():
         run(client(FedAvg), client_trainer={"precision": "64-true"})
 
 
+@pytest.mark.seconds
 def test_scores_are_in_the_precision_of_training():
     """Whether clients have it by themselves or from the federation's own Trainer."""
     scores = []
@@ -209,6 +211,7 @@ class Listens(L.Callback):
     """A callback of the user's, for whom every hook must be called."""
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", [lbfgs, lambda parameters: TwoSteps(parameters, lr=0.01)])
 def test_optimizers_with_closures_take_the_trainers_own_way(optimizer):
     short = run(client(FedAvg, optimizer=optimizer, scheduler=None))
@@ -500,6 +503,7 @@ def test_another_lightning_is_taken_its_own_way_with_one_warning(another_lightni
     assert [fitting.fit_loop.epoch_loop for fitting in fittings] == stock
 
 
+@pytest.mark.seconds
 def test_the_trainers_own_loop_gives_the_same_weights(another_lightning):
     lean = run(client(FedAvg))
     batch_loop._short_way.cache_clear()
@@ -547,6 +551,7 @@ def progress(fitting):
     return [*counts, fitting.global_step, loop.epoch_loop._batches_that_stepped]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("learner", [Flat, Logs, LogsAtTheEnd, EndsItsEpoch])
 def test_the_short_way_counts_and_logs_what_the_trainers_own_does(learner):
     both = [
@@ -561,6 +566,7 @@ def test_the_short_way_counts_and_logs_what_the_trainers_own_does(learner):
     assert ("end" in short.callback_metrics) == ("Logs" in learner.__name__)
 
 
+@pytest.mark.seconds
 def test_callbacks_that_a_learner_brings_hear_of_batches():
     heard = []
 

@@ -166,6 +166,7 @@ def test_streams_of_validation_data(tmp_path):
     assert {row["client"] for row in csv.DictReader((tmp_path / "r" / "features.csv").open())} == {"0", "1"}
 
 
+@pytest.mark.seconds
 def test_from_the_command_line(tmp_path):
     small = ["--config", str(Path(__file__).parents[1] / "conf/tiny.yaml")]
     main(["fit", *small, "--trainer.callbacks+=FeatureAlignment", "--trainer.callbacks.batches=1",
@@ -173,6 +174,7 @@ def test_from_the_command_line(tmp_path):
     assert len(list(tmp_path.glob("*/version_0/features.csv"))) == 1
 
 
+@pytest.mark.seconds
 def test_a_damaged_file_is_refused_before_a_round_is_computed(tmp_path, capsys):
     path = tmp_path / "run/features.csv"
     path.parent.mkdir()

@@ -84,6 +84,7 @@ def test_training_goes_on_as_if_nobody_had_looked(tmp_path):
     assert torch.equal(torch.rand(1), drawn)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedAvg, FedSLR])
 def test_clients_of_a_federation_are_drawn_by_their_personalized_models(tmp_path, method):
     federation = Federation(client(method), seed=1, threads=1)
@@ -97,6 +98,7 @@ def test_clients_of_a_federation_are_drawn_by_their_personalized_models(tmp_path
     assert [int(row["predicted"]) for row in found if row["client"] == "2"] == expected.tolist()
 
 
+@pytest.mark.seconds
 def test_four_clients_unless_it_is_said_which(tmp_path):
     federation, callback = Federation(client(FedAvg), seed=1, threads=1), FeatureMap()
     trainer(1, callbacks=[callback]).fit(federation, datamodule=digits(6))

@@ -158,6 +158,7 @@ def test_no_callback_is_left_out():
     assert set(DOES) == set(KINDS)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(8)
 @pytest.mark.parametrize("make", [boring, logs, geo])
 @pytest.mark.parametrize("kind", KINDS)

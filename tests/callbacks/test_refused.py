@@ -59,6 +59,7 @@ def test_a_round_that_ends_the_run_is_written_once():
     assert [(row["round"], row["client"]) for row in found] == [("2", "1"), *(("3", str(k)) for k in range(3))]
 
 
+@pytest.mark.seconds
 def test_every_run_of_the_command_line_has_it(capsys):
     assert typed(capsys, "fit", *TINY, "--folder", "run", "--trainer.max_epochs", "1").errors == []
     state = torch.load("run/checkpoints/last.ckpt")

@@ -2,6 +2,7 @@
 
 import csv
 
+import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks.plain import rows
@@ -13,6 +14,7 @@ from tiny import client, digits, trainer
 FILES = ("similarity.csv", "matching.csv", "embeddings.csv", "sparsity.csv")
 
 
+@pytest.mark.seconds
 def test_a_run_that_goes_on_from_an_earlier_round_has_no_rows_of_rounds_it_does_not_reach(tmp_path):
     def measured(rounds, path=None):
         callbacks = [kind(every_n_rounds=3) for kind in (Similarity, EmbeddingMap, SparsityMonitor)]
@@ -28,6 +30,7 @@ def test_a_run_that_goes_on_from_an_earlier_round_has_no_rows_of_rounds_it_does_
     assert measured(6, tmp_path / "kept" / "epoch=3.ckpt") == [{1, 3, 6}] * 4
 
 
+@pytest.mark.seconds
 def test_another_fit_of_the_same_callbacks_in_the_same_folder_takes_the_place_of_the_first(tmp_path):
     callbacks = [Similarity(), EmbeddingMap(), SparsityMonitor(), ClientsTable(show=False)]
     files = [*FILES, "clients.csv"]

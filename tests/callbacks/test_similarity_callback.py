@@ -33,6 +33,7 @@ def cosine(a, b):
     return a @ b / np.sqrt((a @ a) * (b @ b))
 
 
+@pytest.mark.seconds
 def test_every_pair_of_every_group_has_a_row_a_round(tmp_path):
     federation = fit(tmp_path, 3, Similarity(every_n_rounds=2, updates=False))
     lines = found(tmp_path)
@@ -86,6 +87,7 @@ def test_updates_are_uploads_less_replies(tmp_path):
     assert len([key for key in lines if key[:2] == ("2", "parameters")]) == 3
 
 
+@pytest.mark.seconds
 def test_an_upload_of_a_later_round_is_compared_with_what_it_began_with(tmp_path):
     asynchronous = FedBuff(buffer=3, speeds=Speeds(variation=0.5))
     fit(tmp_path, 6, Similarity(every_n_rounds=1), FedAvg, clients=6, participation=4, asynchronous=asynchronous)

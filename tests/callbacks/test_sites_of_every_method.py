@@ -117,6 +117,7 @@ def cells() -> list[Any]:
     ]  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "kind"), cells())
 def test_every_method_by_the_callback_alone(name, kind, tmp_path):
@@ -131,6 +132,7 @@ def test_every_method_by_the_callback_alone(name, kind, tmp_path):
         assert any(not torch.equal(own[name], weight) for name, weight in first.items() if name in own)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(2)
 @pytest.mark.parametrize("check", [0, 2], ids=["", "sanity check"])
 @pytest.mark.parametrize("name", ["FedAvg", "Floco", "KNNPer", "FedBABU"])

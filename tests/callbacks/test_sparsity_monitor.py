@@ -105,6 +105,7 @@ def test_without_a_mask_factors_are_all(tmp_path):
     assert int(line["rank"]) == 1
 
 
+@pytest.mark.seconds
 def test_fedslr_counts_p_and_the_rank_of_w(tmp_path):
     federation, _, lines = fit(tmp_path, client(FedSLR, lam=0.02, mu=0.05), local_epochs=2)
     member = federation.clients[1]

@@ -58,6 +58,7 @@ def fit(monkeypatch, tmp_path, capsys):
     return fit
 
 
+@pytest.mark.seconds
 def test_a_run_repeats_from_its_own_configuration(fit, tmp_path, capsys):
     """Also where ``data.labels`` is a name, and no score is called accuracy."""
     assert fit("Net").code == 0

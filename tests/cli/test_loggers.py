@@ -85,6 +85,7 @@ def with_logger(name: str) -> list[str]:
     return ["fit", *TINY, "--config", str(ROOT / f"configs/logger/{name}.yaml")]
 
 
+@pytest.mark.seconds
 def test_wandb_has_numbers_pictures_tables_and_models_with_their_rounds(capsys):
     """All that is typed is one configuration more; without a network, read back from the file."""
     assert typed(capsys, *with_logger("wandb")).code == 0
@@ -129,6 +130,7 @@ def test_wandb_has_numbers_pictures_tables_and_models_with_their_rounds(capsys):
     assert ids == {run.stem.removeprefix("run-")}
 
 
+@pytest.mark.seconds
 def test_tensorboard_gets_scalars_pictures_and_options(capsys):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -166,6 +168,7 @@ def test_mlflow_gets_the_same(capsys):
     assert run.data.params["model/class"] == "SimFed"
 
 
+@pytest.mark.seconds
 def test_other_callbacks_of_a_configuration_stay_and_replace_the_defaults(capsys):
     Path("own.yaml").write_text(
         "trainer: {callbacks: [{class_path: lit_pfl_callbacks.CommunicationLedger, init_args: {per_client: true}}]}"
@@ -180,6 +183,7 @@ def test_other_callbacks_of_a_configuration_stay_and_replace_the_defaults(capsys
     assert tables <= {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.seconds
 def test_the_run_folder_is_the_one_that_is_asked_for(capsys):
     loggers = ["--config", str(ROOT / "configs/logger/wandb.yaml"), "--trainer.max_epochs=1"]
     assert typed(capsys, "fit", *TINY, *loggers, "--folder=here/mine").code == 0
@@ -190,6 +194,7 @@ def test_the_run_folder_is_the_one_that_is_asked_for(capsys):
     finish()
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["7", "2026_11_28"])
 def test_a_run_folder_may_be_called_by_a_number(name, capsys):
@@ -208,6 +213,7 @@ trainer:
 """
 
 
+@pytest.mark.seconds
 def test_the_run_folder_is_the_run_loggers_wherever_it_is_in_the_list(capsys):
     pytest.importorskip("tensorboard")
     Path("both.yaml").write_text(f"{TENSORBOARD}  - class_path: RunLogger\n")

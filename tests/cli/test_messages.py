@@ -272,6 +272,7 @@ def test_fedrep_alone_trains_head_and_body(capsys):
     assert Federation(FedRep(), local_epochs=11).local_epochs == 11
 
 
+@pytest.mark.seconds
 def test_one_callback_needs_no_list(capsys):
     assert (
         typed(
@@ -281,11 +282,13 @@ def test_one_callback_needs_no_list(capsys):
     )
 
 
+@pytest.mark.seconds
 def test_a_progress_bar_that_is_given_takes_the_place_of_the_own_one(capsys):
     bar = ["--trainer.enable_progress_bar", "true", "--trainer.callbacks", "RichProgressBar"]
     assert typed(capsys, "fit", *TINY, *bar, "--trainer.max_epochs", "1").code == 0
 
 
+@pytest.mark.seconds
 def test_without_a_logger_no_other_run_s_checkpoint_is_overwritten(capsys):
     words = [*TINY, "--trainer.max_epochs", "1", "--trainer.logger", "false"]
     assert typed(capsys, "fit", *words).code in (0, None)
@@ -296,6 +299,7 @@ def test_without_a_logger_no_other_run_s_checkpoint_is_overwritten(capsys):
     assert error.startswith("lit-pfl: error: trainer.default_root_dir: ")
 
 
+@pytest.mark.seconds
 def test_rounds_without_end_are_not_doubled(capsys):
     came = typed(capsys, "fit", *TINY, "--trainer.max_epochs", "-1", "--trainer.max_steps", "1")
     assert (came.code, came.errors) == (0, [])

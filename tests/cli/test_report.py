@@ -9,6 +9,7 @@ from cli.typed import typed
 from report.made import make_run, make_runs
 
 
+@pytest.mark.seconds
 def test_a_single_run_has_its_report_in_its_folder(capsys):
     make_run(Path("runs/a"), "FedAvg", 1, clients=3, rounds=2)
     came = typed(capsys, "report", "runs/a")
@@ -16,6 +17,7 @@ def test_a_single_run_has_its_report_in_its_folder(capsys):
     assert Path("runs/a/report/over_rounds.png").exists()
 
 
+@pytest.mark.seconds
 def test_several_have_it_where_they_all_lie(capsys):
     make_runs(Path("runs"), ["SimFed", "FedAvg"], [1, 2], clients=3, rounds=2)
     typed(capsys, "report", "runs/SimFed", "runs/FedAvg/seed_1", "./runs/FedAvg/", "--no_pictures")

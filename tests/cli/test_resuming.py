@@ -76,6 +76,7 @@ def refused(capsys, folder: Path, words: list[str], named: str) -> None:
     assert contents(folder) == before
 
 
+@pytest.mark.seconds
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "words",
@@ -124,6 +125,7 @@ def test_a_resume_as_another_run_is_refused_by_the_option_that_differs(words, ru
     assert not (runs.one.parent / "version_1").exists()
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
@@ -259,6 +261,7 @@ def test_a_damaged_checkpoint_is_refused_or_the_run_goes_on_rightly(damage, runs
     assert not Path("run_by_pickle").exists()
 
 
+@pytest.mark.seconds
 def test_what_a_refusal_says(run, capsys):
     checkpoint = run / "checkpoints/last.ckpt"
     whole = checkpoint.read_bytes()
@@ -278,6 +281,7 @@ def test_what_a_refusal_says(run, capsys):
     assert came.errors[0].endswith("best is not there; of a federation name the file, in RUN/checkpoints.")
 
 
+@pytest.mark.seconds
 def test_a_config_of_a_run_begins_a_run_of_its_own(run, capsys):
     typed(capsys, *resume(run))
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -343,6 +347,7 @@ def test_a_folder_of_a_whole_round_is_not_begun_anew(left, said, runs, run, caps
     refused(capsys, Path("cut"), ["fit", *TINY, "--folder", "cut"], f"folder: there is a run in cut. {said}")
 
 
+@pytest.mark.seconds
 def test_a_run_that_was_cut_off_in_its_first_round_is_begun_anew_in_its_folder(run, capsys):
     for name in ("config.yaml", "partition.csv"):
         made("cut").joinpath(name).write_text("# lit-pfl 0.1.0\nof before")
@@ -468,6 +473,7 @@ def test_a_damaged_table_is_refused_before_a_round_is_computed(command, name, co
     refused(capsys, run, [command, *resume(run)[1:]], f"run/{name}: {said}")
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("empty", [True, False])
 def test_metrics_that_were_cut_off_lose_a_line_and_not_the_run(empty, run, capsys):
@@ -480,6 +486,7 @@ def test_metrics_that_were_cut_off_lose_a_line_and_not_the_run(empty, run, capsy
     assert [row["round"] for row in rows(path)][-1] == "3"
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["communication", "times", "sparsity", "similarity", "matching", "embeddings"])
 def test_a_damaged_table_of_a_callback_is_refused_before_a_round_is_computed(name, run, capsys):
@@ -491,6 +498,7 @@ def test_a_damaged_table_of_a_callback_is_refused_before_a_round_is_computed(nam
     refused(capsys, run, resume(run), f"run/{name}.csv: has no column ")
 
 
+@pytest.mark.seconds
 def test_a_column_that_somebody_has_added_shifts_no_other(run, capsys):
     lines = (run / "times.csv").read_text().splitlines()
     (run / "times.csv").write_text("\n".join(f"{line.split(',')[0]},note,{line.partition(',')[2]}" for line in lines))

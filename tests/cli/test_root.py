@@ -12,6 +12,7 @@ from lit_pfl.cli.compare import _root
 FIT = ["fit", *TINY, "--trainer.max_epochs", "1", "--model", "FedAvg"]
 
 
+@pytest.mark.seconds
 def test_run_folders_are_below_it_and_a_resume_goes_on_there(capsys):
     came = typed(capsys, *FIT, "--trainer.default_root_dir", "mine")
     folder = Path("mine/FedAvg-Digits/version_0")
@@ -31,6 +32,7 @@ def test_run_folders_are_below_it_and_a_resume_goes_on_there(capsys):
     assert not Path("runs").exists()
 
 
+@pytest.mark.seconds
 def test_a_test_of_a_checkpoint_writes_into_its_run(capsys):
     typed(capsys, *FIT, "--trainer.default_root_dir", "mine")
     folder = Path("mine/FedAvg-Digits/version_0")

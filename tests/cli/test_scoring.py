@@ -28,6 +28,7 @@ def scored(fitted) -> list[str]:
     return ["--config", str(RUN / "config.yaml"), "--ckpt_path", str(RUN / "checkpoints/last.ckpt")]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("command", "split"), [("test", "test"), ("validate", "val")])
 def test_the_same_scores_change_nothing_and_are_shown(command, split, scored, capsys):
     before = contents(Path("runs"))
@@ -39,6 +40,7 @@ def test_the_same_scores_change_nothing_and_are_shown(command, split, scored, ca
     assert "dirpath has changed" not in came.out
 
 
+@pytest.mark.seconds
 def test_scores_of_an_earlier_round_leave_later_ones(scored, capsys):
     early = RUN / "early.ckpt"
     shutil.copy(RUN / "checkpoints/last.ckpt", early)
@@ -50,6 +52,7 @@ def test_scores_of_an_earlier_round_leave_later_ones(scored, capsys):
     assert [row["round"] for row in rows(RUN / "clients.csv")][-3:] == ["3"] * 3
 
 
+@pytest.mark.seconds
 def test_a_test_of_the_other_state_first_changes_no_number(scored, capsys):
     metrics, clients = rows(RUN / "metrics.csv"), (RUN / "clients.csv").read_text()
     typed(capsys, "test", *scored, "--federation.evaluate", "after")
@@ -73,6 +76,7 @@ def test_a_run_of_a_former_version_is_scored_and_gets_the_column(scored, capsys)
     assert rows(path) == new
 
 
+@pytest.mark.seconds
 def test_another_model_or_other_data_are_not_scored(scored, capsys):
     before = contents(Path("runs"))
     for option, value in (("model.tau", "0.2"), ("data.seed", "5")):
@@ -82,6 +86,7 @@ def test_another_model_or_other_data_are_not_scored(scored, capsys):
     assert contents(Path("runs")) == before
 
 
+@pytest.mark.seconds
 def test_predictions_are_those_that_the_test_scores(scored, capsys):
     before = contents(RUN)
     came = typed(capsys, "predict", *scored)
@@ -104,6 +109,7 @@ def test_predictions_are_those_that_the_test_scores(scored, capsys):
     assert [int(p["label"]) for p in predictions if p["client"] == "1"] == labels
 
 
+@pytest.mark.seconds
 def test_without_a_checkpoint_it_is_said_that_weights_are_untrained(capsys):
     for command in ("test", "validate"):
         came = typed(capsys, command, *TINY)
@@ -114,6 +120,7 @@ def test_without_a_checkpoint_it_is_said_that_weights_are_untrained(capsys):
     assert not Path("runs").exists()
 
 
+@pytest.mark.seconds
 def test_progress_says_of_which_round_an_accuracy_is(capsys):
     out = typed(capsys, "fit", *TINY, "--trainer.check_val_every_n_epoch", "2", "--trainer.max_epochs", "3").out
     lines = [line for line in out.splitlines() if line.startswith("round ")]
@@ -123,6 +130,7 @@ def test_progress_says_of_which_round_an_accuracy_is(capsys):
     assert f"accuracy {acc} (of round 2) ·" in lines[2]
 
 
+@pytest.mark.seconds
 def test_a_folder_beside_a_checkpoint_is_the_one_of_its_run(scored, capsys):
     before = contents(Path("runs"))
     for command in ("test", "validate", "predict", "fit"):
@@ -135,12 +143,14 @@ def test_a_folder_beside_a_checkpoint_is_the_one_of_its_run(scored, capsys):
     assert not Path("elsewhere").exists()
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_that_is_in_no_run_is_scored_into_the_folder_that_is_asked_for(scored, capsys):
     shutil.copy(RUN / "checkpoints/last.ckpt", "alone.ckpt")
     assert typed(capsys, "test", *scored[:3], "alone.ckpt", "--folder", "elsewhere").code == 0
     assert rows(Path("elsewhere/metrics.csv"))[0]["test/acc"] == rows(RUN / "metrics.csv")[-1]["test/acc"]
 
 
+@pytest.mark.seconds
 def test_without_a_checkpoint_there_is_nothing_to_write_into_a_folder(capsys):
     came = typed(capsys, "test", *TINY, "--folder", "runs/mine")
     assert came.errors[0].startswith("lit-pfl: error: folder=runs/mine: test writes only what is of a checkpoint; give "

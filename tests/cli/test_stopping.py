@@ -57,6 +57,7 @@ def whole(tmp_path_factory) -> Path:
     return folder / "SimFed-Digits/version_0"
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("hook", "signum", "rounds"),
@@ -143,6 +144,7 @@ class AskToStop(L.Callback):
             trainer.should_stop = True
 
 
+@pytest.mark.seconds
 def test_a_stop_inside_a_round_comes_at_its_end(tmp_path):
     logger = RunLogger(str(tmp_path), name="", version="run")
     federation = Federation(client(FedAvg), seed=3, threads=1)
@@ -188,6 +190,7 @@ def test_a_full_disk_leaves_the_former_checkpoint(small_disk):
     assert [file.name for file in small_disk.iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("choice", ["stop", "continue"])
 def test_a_run_on_a_full_disk_stops_in_one_line_or_goes_on(choice, small_disk, capsys):
     where = ["--trainer.logger.save_dir", str(small_disk)]
@@ -272,6 +275,7 @@ def test_a_disk_that_fills_up_at_any_write_damages_nothing_and_the_run_is_gone_o
     assert_equal(*states)
 
 
+@pytest.mark.seconds
 def test_a_clock_that_jumps_changes_nothing_of_a_run(whole, monkeypatch, capsys):
     jumps = Random(0)
     monkeypatch.setattr(time, "time", lambda: jumps.uniform(-1e9, 4e9))

@@ -453,6 +453,7 @@ def test_cifar10_of_another_source(real_data):
     assert len(data.data.images) == 60_000
 
 
+@pytest.mark.seconds
 def test_cifar100(real_data):
     data = CIFAR100(root=str(real_data))
     check_source(data, 60_000, (3, 32, 32), 100, channels=3)
@@ -463,6 +464,7 @@ def test_cifar100(real_data):
     assert max(positions(official, "train")) < 50_000
 
 
+@pytest.mark.seconds
 def test_colour_images_keep_their_pixels_and_order(real_data):
     official = torchvision.datasets.CIFAR100(real_data, train=False)
     data = CIFAR100(root=str(real_data)).load()

@@ -314,6 +314,7 @@ def test_a_federation_of_domains_of_different_sizes_shares_bodies_and_no_heads()
     assert not torch.equal(heads[2], heads[3])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("groups", ["[[0,1,2],[9,4,5]]", "[[0, 9]]"])
 def test_domains_on_the_command_line(groups):
     main([

@@ -357,6 +357,7 @@ def test_groups_that_train_on_nothing_take_no_part():
     assert data.clients == [0]
 
 
+@pytest.mark.seconds
 def test_many_groups_are_divided_quickly():
     n = 20_000
     data = ready(TensorDataset(torch.arange(n)), groups=np.arange(n) // 5)

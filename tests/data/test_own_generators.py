@@ -248,6 +248,7 @@ def of_one_dataset() -> FromDataset:
     return FromDataset(Transformed(Noise(np.random.default_rng(5))), num_clients=2, batch_size=3, in_memory=False)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("data", [of_one_sampler, of_one_transform, of_one_dataset])
 def test_of_a_generator_that_clients_share_each_has_its_own_draws(data, tmp_path):
     whole, modules = federation(participation=1), data()
@@ -424,6 +425,7 @@ class NoisyStream(IterableDataset):
         return iter(ROWS + torch.rand(8, 3))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("rows", [Noisy, NoisyStream])
 @pytest.mark.parametrize("kind", [DataLoader, type("AsOthersMakeIt", (DataLoader,), {})])
 def test_workers_end_with_every_epoch(kind, rows, tmp_path):

@@ -126,6 +126,7 @@ def test_clients_that_sleep_come_to_the_same_bits(tmp_path, method, options):
     assert files(tmp_path / "two") == referred(last(tmp_path / "two"))
 
 
+@pytest.mark.seconds
 def test_a_client_that_wakes_after_others_have_changed_a_frozen_weight(tmp_path):
     everybody, one = fit(tmp_path / "all", "moving"), fit(tmp_path / "one", "moving", awake=1)
     assert_same_run(everybody, one, tmp_path / "all", tmp_path / "one")
@@ -141,6 +142,7 @@ class StopsInRound3(L.Callback):
             raise Stopped
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("before", "after"), [(2, 2), (None, 2), (2, None), pytest.param(2, 3, marks=pytest.mark.slow)]
@@ -226,6 +228,7 @@ def test_files_stay_as_long_as_a_checkpoint_refers_to_them(tmp_path):
     assert files(tmp_path / "run") == referred(last(tmp_path / "run"))
 
 
+@pytest.mark.seconds
 def test_what_another_run_at_work_beside_the_same_checkpoints_has_not_saved_yet_stays(tmp_path):
     other = StateFiles(tmp_path / "run" / "checkpoints" / state_files.FOLDER)
     other.put(5, Content.of({"weight": torch.ones(2)}), trained=True)
@@ -245,6 +248,7 @@ def test_runs_with_the_same_states_beside_the_same_checkpoints_do_not_delete_eac
     assert other.read(5).state()["weight"].sum() == 2
 
 
+@pytest.mark.seconds
 def test_checkpoints_of_another_folder_have_their_files_there_and_no_others(tmp_path):
     best = ModelCheckpoint(tmp_path / "best", monitor="val/loss", save_top_k=2, every_n_epochs=1)
     fit(tmp_path / "run", awake=1, rounds=8, callbacks=[best])
@@ -256,6 +260,7 @@ def test_checkpoints_of_another_folder_have_their_files_there_and_no_others(tmp_
     assert files(tmp_path / "run") == referred(last(tmp_path / "run"))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("way", ["moved", "deleted", "changed"])
 def test_a_checkpoint_without_its_files_is_refused(tmp_path, way):
     fit(tmp_path / "run", awake=2, rounds=2)
@@ -273,6 +278,7 @@ def test_a_checkpoint_without_its_files_is_refused(tmp_path, way):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     fit(tmp_path / "run", "Ditto", awake=2, rounds=2)
     other = client(Ditto, backbone=GroupNet)
@@ -280,6 +286,7 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path):
         fit(tmp_path / "run", other, awake=2, resume=last(tmp_path / "run"))
 
 
+@pytest.mark.seconds
 def test_without_checkpoints_states_lie_in_a_folder_that_is_deleted(tmp_path):
     federation = run(client(FedAvg), digits(3), engine=Local(awake=1))
     folder = federation.engine.files.folder
@@ -294,6 +301,7 @@ def test_without_checkpoints_states_lie_in_a_folder_that_is_deleted(tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.seconds
 def test_a_federation_that_was_validated_before_its_fit_leaves_no_files(tmp_path):
     federation = Federation(made("FedAvg"), seed=3, threads=1, participation=2, engine=Local(awake=1))
     trainer(1).validate(federation, datamodule=digits(4), verbose=False)
@@ -371,6 +379,7 @@ if __name__ == "__main__":
 AFTER = {"evaluate": "after", "keep_trained": False}
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "kept"),
@@ -393,6 +402,7 @@ def test_what_replies_replace_is_not_in_a_file(tmp_path, method, kept):
         assert kept <= names <= kept | {f"body.1.{name}" for name in NORM_STATISTICS}
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, None), (None, 1)])
 def test_such_a_run_is_resumed_with_and_without_sleep(tmp_path, before, after):
@@ -406,6 +416,7 @@ def test_such_a_run_is_resumed_with_and_without_sleep(tmp_path, before, after):
     assert_equal(resumed.ask(own_state), resumed.ask(own_state, as_scored=True))
 
 
+@pytest.mark.seconds
 def test_models_as_trained_are_not_made_up(tmp_path):
     fit(tmp_path / "run", awake=1, rounds=2, **AFTER)
     with pytest.raises(ConfigError, match=r"^federation\.keep_trained: the checkpoint is of a run with False"):

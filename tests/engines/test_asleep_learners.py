@@ -86,6 +86,7 @@ class Finetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.learner.head, optimizer)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "learner", "callbacks"),
@@ -123,6 +124,7 @@ class Annealed(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [FedAvg, FedPer])
 def test_a_validation_may_ask_for_steps_and_rates(tmp_path, kind):
@@ -178,6 +180,7 @@ class Extra(Net):
         checkpoint.pop("mine")
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("learner", [Sparse, Extra])
 def test_unusual_states(tmp_path, learner):
@@ -202,6 +205,7 @@ def test_objects_in_a_state_are_named(tmp_path, awake):
         fit(FedAvg(learner=Arrays()), awake, folder=tmp_path, resume=tmp_path / "last.ckpt")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("awake", [None, 1])
 @pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE")
 def test_objects_in_a_state_are_loaded_where_pytorch_is_told_to(tmp_path, awake, monkeypatch):
@@ -222,6 +226,7 @@ def test_answers_about_the_scored_state_are_of_that_state(awake, keep_trained):
         assert_equal(found, dict(federation.standalone(k).named_parameters()))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("then", [None, 1])
 def test_what_a_client_is_without_is_known_to_checkpoints_of_everybody(tmp_path, then):
     def run(awake, rounds, resume=None):

@@ -85,6 +85,7 @@ def own_state(module):
     return copied(module.state_dict())
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("channels_last", [None, True])
 @pytest.mark.parametrize("method", [M.FedAvg, M.SimFed])
@@ -116,6 +117,7 @@ def uneven():
     return digits(6, partition=Dirichlet(0.5), batch_size=32)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", [adam, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)])
 def test_clients_may_have_any_number_of_batches_and_take_part_at_times(optimizer):
     one, stacked = both(
@@ -131,10 +133,12 @@ def test_clients_may_have_any_number_of_batches_and_take_part_at_times(optimizer
     assert_close(one, stacked)
 
 
+@pytest.mark.seconds
 def test_a_part_of_the_network_may_be_frozen_for_an_epoch():
     assert_close(*both(M.FedRep, local_epochs=3))
 
 
+@pytest.mark.seconds
 def test_clients_whose_networks_differ_are_in_stacks_of_their_own():
     def data():
         return digits(4, partition=Dirichlet(0.03), batch_size=32)
@@ -145,6 +149,7 @@ def test_clients_whose_networks_differ_are_in_stacks_of_their_own():
     assert_close(one, stacked)
 
 
+@pytest.mark.seconds
 def test_networks_of_the_same_shapes_that_compute_other_things_are_in_stacks_of_their_own():
     def data():
         return digits(4, partition=ClassShards(5), batch_size=32)
@@ -322,6 +327,7 @@ def test_what_is_about_single_clients_is_refused(method, model, options, reason)
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("engines", [(Stacked, Stacked), (Local, Stacked), (Stacked, Local)])
 def test_a_run_resumes_in_either_engine(tmp_path, engines):
     def federation(engine):
@@ -343,6 +349,7 @@ def test_a_run_resumes_in_either_engine(tmp_path, engines):
     assert_close(whole, resumed)
 
 
+@pytest.mark.seconds
 def test_a_client_that_runs_away_costs_the_others_nothing():
     class Spoilt(M.FedAvg):
         def end_round(self):

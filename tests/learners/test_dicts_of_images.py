@@ -63,6 +63,7 @@ def test_in_a_stack():
     same_as_tuples(FedAvg, Dicts(), engine=Stacked(), made={"backbone": GroupNet, "channels_last": False})
 
 
+@pytest.mark.seconds
 def test_what_is_exported_takes_them_too(tmp_path):
     federation, data = fitted(FedAvg, Dicts(), "label")
     model = deployment(federation, data, 0)

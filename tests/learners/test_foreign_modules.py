@@ -78,6 +78,7 @@ def fit(
     return federation
 
 
+@pytest.mark.seconds
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("method", "project"), trained(cell for cell in CELLS if cell not in REFUSED | NAMED))
 def test_a_method_and_somebody_s_module(method, project, tmp_path):

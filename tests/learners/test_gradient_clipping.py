@@ -36,6 +36,7 @@ def part(states, prefix):
     }
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "separate"])
 def test_both_of_ditto_s_models_are_clipped_as_if_alone(schedule):
@@ -56,6 +57,7 @@ def test_a_model_that_does_not_train_at_present_has_nothing_to_clip(algorithm):
     assert not torch.equal(clipped[0]["net.3.weight"], run(FedSLR, lambda: Regression("SGD"))[0]["net.3.weight"])
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_both_of_apfl_s_models_are_clipped_as_if_alone(alpha):

@@ -123,6 +123,7 @@ class Swaps(Screening):
             self.seen = self.optimizers().param_groups[0]["training"]
 
 
+@pytest.mark.seconds
 def test_an_optimizer_has_the_weights_in_place_that_it_says():
     def run(validated):
         torch.manual_seed(0)
@@ -182,6 +183,7 @@ def test_it_is_so_by_the_callback():
     assert fitting.callback_metrics["epochs"] == 4
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [Ditto, APFL])
 def test_metrics_of_a_second_model_do_not_pile_up(method):
     """What it logs in training is not shown, but a Trainer would have started its metrics anew."""

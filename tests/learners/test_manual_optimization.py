@@ -98,6 +98,7 @@ def fit(method, rounds=2, ckpt_path=None, fitting=None, clients=3, **options):
     return federation
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", always_first(TAKE_IT))
 def test_a_gan_trains_and_a_resumed_run_is_the_same(name, tmp_path):
     def run(folder, rounds, ckpt_path=None):
@@ -188,6 +189,7 @@ def test_alone_it_is_the_same_training():
     assert schedule.get_last_lr() == [0.01 * 0.25]
 
 
+@pytest.mark.seconds
 def test_the_others_refuse_with_the_reason():
     for name in methods.__all__:
         # no batch norm for FedBN here, and no adapters for FedIT and the like

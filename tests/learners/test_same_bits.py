@@ -109,6 +109,7 @@ def sites_under_their_own_trainers(methods: list[Client], folder: Any) -> None:
     assert [counter.batches for counter in counters] == [ROUNDS * EPOCHS * 10] * SITES
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "optimizer"),

@@ -139,6 +139,7 @@ def usable(rows):
     return default_collate(rows) if rows else None
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedAvg, Ditto, PerFedAvg, FedBABU, SimFed], ids=lambda method: method.__name__)
 def test_batches_that_are_none_are_left_out(method):
     federations = []
@@ -155,6 +156,7 @@ def test_batches_that_are_none_are_left_out(method):
         assert all(weight.isfinite().all() for weight in one.state_dict().values())
 
 
+@pytest.mark.seconds
 def test_the_inner_step_of_per_fedavg_is_of_the_batches_that_are_left():
     plain, spoilt = (run(PerFedAvg, spoilt).clients[0] for spoilt in (False, True))
     plain.load_state_dict(spoilt.state_dict())

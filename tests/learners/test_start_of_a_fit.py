@@ -74,6 +74,7 @@ def test_clients_that_have_not_trained_are_scored(hook, options):
     assert torch.isfinite(trainer.callback_metrics["val/loss"])
 
 
+@pytest.mark.seconds
 def test_hooks_that_steps_do_not_need_are_called_once():
     """Called twice, this one would freeze the body before ``configure_optimizers`` looks for what trains."""
 

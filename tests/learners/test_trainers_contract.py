@@ -102,6 +102,7 @@ def best(federation):
     return [float(member.trainer.lr_scheduler_configs[0].scheduler.best) for member in federation.clients.values()]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedAvg, Ditto])
 @pytest.mark.parametrize("monitor", ["val_loss", "val_loss_epoch", "train_loss"])
 def test_a_schedule_is_stepped_by_the_clients_own_score_and_a_resumed_run_is_the_same(method, monitor, tmp_path):

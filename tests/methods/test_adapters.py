@@ -50,6 +50,7 @@ def learners(federation):
     }
 
 
+@pytest.mark.seconds
 def test_fedit_is_fedavg_of_adapters():
     a, b = trained(FedIT), trained(FedAvg, shares="adapter")
     assert_equal(weights(a), weights(b))
@@ -328,6 +329,7 @@ def test_factors_are_found_by_their_names():
     assert lora_factors(nn.Linear(2, 2)) == {}
 
 
+@pytest.mark.seconds
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", [FFALoRA, FedIT, FedSALoRA, partial(FlexLoRA, ranks=[4, 2]), FedDPA])
 def test_around_peft_of_transformers(method, monkeypatch):

@@ -103,6 +103,7 @@ def test_the_loss_is_the_global_model_s_on_all_plain_training_images():
     torch.testing.assert_close(member.upload()[LOSS], expected.detach())
 
 
+@pytest.mark.seconds
 def test_it_reaches_the_minimax_point():
     """Two balls of unlike curvature: the worst loss is least where both are equal. The third is never the worst."""
     roots, b = np.sqrt([1.0, 4.0]), np.array([[2.0, -1.0], [-1.0, 3.0]])

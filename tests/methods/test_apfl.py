@@ -173,6 +173,7 @@ def test_networks_with_batch_norm_mix_logits_by_default(backbone, mixing):
     assert method.mixing is None
 
 
+@pytest.mark.seconds
 def test_alpha_stays_between_0_and_1_and_moves_once_a_round():
     options = {"optimizer": lambda p: torch.optim.SGD(p, lr=1.0), "adaptive": True, "backbone": TwoLayers}
     moved = []

@@ -59,6 +59,7 @@ def test_what_comes_back_are_the_others_and_the_own_one_before_the_first_upload(
         assert any(name.startswith("own/") for name in server.reply(k)) == (k == absent)
 
 
+@pytest.mark.seconds
 def test_only_the_own_model_is_standalone_bit_for_bit(monkeypatch):
     start = APPLEServer.start
 

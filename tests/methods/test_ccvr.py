@@ -65,6 +65,7 @@ def test_a_client_sends_the_statistics_under_the_received_body():
     np.testing.assert_allclose(sent[COVARIANCES][c], np.cov(h[y == c].T), atol=1e-4)
 
 
+@pytest.mark.seconds
 def test_the_head_is_calibrated_and_the_body_is_what_the_round_began_with():
     shorter, longer = (run(client(CCVR, epochs=20, lr=0.1), skewed(), rounds=r) for r in (2, 3))
     server, before = longer.coordinator.server, shorter.coordinator.server.model
@@ -86,6 +87,7 @@ def test_the_head_is_calibrated_and_the_body_is_what_the_round_began_with():
     assert loss(server.calibrated) < 0.8 * loss(before)
 
 
+@pytest.mark.seconds
 def test_those_who_are_not_in_the_round_count_with_what_they_sent_last():
     federation = run(client(CCVR), skewed(), rounds=8, participation=1)
     server = federation.coordinator.server

@@ -243,6 +243,7 @@ def test_never_split_it_is_fedavg_bit_for_bit(options):
     assert clustered.traffic.total == averaged.traffic.total
 
 
+@pytest.mark.seconds
 def test_two_kinds_of_clients_are_told_apart_and_served_better():
     clustered = run(softmax_regression(ClusteredFL, **SUITABLE), two_groups(), rounds=6)
     assert clustered.coordinator.server.clusters == [[0, 2, 4], [1, 3, 5]]
@@ -252,6 +253,7 @@ def test_two_kinds_of_clients_are_told_apart_and_served_better():
     assert "backbone.head.weight" in clustered.coordinator.server.reply(0)
 
 
+@pytest.mark.seconds
 def test_two_kinds_are_told_apart_with_some_away():
     federation = run(softmax_regression(ClusteredFL, **SUITABLE), two_groups(10), rounds=12, participation=0.7)
     assert sorted(federation.coordinator.server.clusters) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]

@@ -98,6 +98,7 @@ def test_without_the_pull_it_is_stand_alone_bit_for_bit(client_trainer, batch_si
     assert scores(ditto) == scores(alone)
 
 
+@pytest.mark.seconds
 def test_clipping_does_bite_there():
     plain, clipped = (
         run(client(StandAlone), digits(2), client_trainer=options) for options in (TRAINERS[0], TRAINERS[1])
@@ -105,6 +106,7 @@ def test_clipping_does_bite_there():
     assert not torch.equal(plain.clients[0].backbone.head.weight, clipped.clients[0].backbone.head.weight)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("l1_mode", ["subgradient", "proximal"])
 def test_factorized_models_are_those_of_fedavg_and_stand_alone(l1_mode):
@@ -117,6 +119,7 @@ def test_factorized_models_are_those_of_fedavg_and_stand_alone(l1_mode):
     assert_equal(network(ditto, "personal"), network(alone, "backbone"))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("schedule", ["interleaved", "separate"])
 def test_the_personal_model_never_travels_and_starts_as_the_common_one(schedule):
     member = client(Ditto, schedule=schedule).build(spec(channels=1, image_size=8, local_epochs=2))

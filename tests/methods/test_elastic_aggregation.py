@@ -70,6 +70,7 @@ def test_the_most_sensitive_weights_stay_where_they_are_without_tau():
     assert_equal(dict(server.model), {"w": torch.tensor([1.0, 2.0])})
 
 
+@pytest.mark.seconds
 def test_with_equal_sensitivities_and_tau_1_it_is_fedavg_bit_for_bit(monkeypatch):
     class Equal(ElasticAggregation):
         def upload(self):

@@ -118,6 +118,7 @@ class EvenFedAvg(FedAvg):
         return EvenServer()
 
 
+@pytest.mark.seconds
 def test_all_alike_and_everything_mixed_it_is_factorized_fedavg():
     kind = Factorization(form="FFxIO", l1=1e-3)
     beta = run(client(FactorizedFL, mixes="uvm", tau=-1.0, epsilon=0.0, factorization=kind), rounds=3)
@@ -169,6 +170,7 @@ def mus(member) -> torch.Tensor:
     return torch.cat([layer.mu.detach().flatten() for _, layer in factorized_layers(member)])
 
 
+@pytest.mark.seconds
 def test_the_penalty_shrinks_mu_unless_it_is_inert():
     free, inert = trained(l1=0.0), trained(l1=0.05, l1_mode="inert")
     assert_equal(free.state_dict(), inert.state_dict())
@@ -176,6 +178,7 @@ def test_the_penalty_shrinks_mu_unless_it_is_inert():
         assert mus(trained(l1=0.05, l1_mode=mode)).abs().sum() < 0.5 * mus(free).abs().sum()
 
 
+@pytest.mark.seconds
 def test_only_the_proximal_step_makes_exact_zeros():
     assert (mus(trained(l1=0.05, l1_mode="proximal")) == 0).float().mean() > 0.3
     assert (mus(trained(l1=0.05)) == 0).float().mean() < 0.05
@@ -197,6 +200,7 @@ def test_a_proximal_step_is_soft_thresholding_at_lambda_times_the_learning_rate(
     torch.testing.assert_close(layer.mu.detach(), expected)
 
 
+@pytest.mark.seconds
 def test_small_entries_of_mu_count_as_zero_when_used_or_sent_but_are_trained_on():
     member = trained(l1=0.0, threshold=0.02)
     layer = member.backbone.body[0]
@@ -232,6 +236,7 @@ class Relabelled(FactorizedFL):
                         tensor[new] = before[old]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("mixes", ["u", "uvm"])
 def test_numbering_the_classes_of_one_client_otherwise_changes_nothing_for_anybody(mixes, monkeypatch):
     order = [3, 1, 4, 0, 5, 9, 2, 6, 8, 7]

@@ -51,6 +51,7 @@ def test_it_comes_to_rest_at_the_optimum_where_duals_are_gradients():
         np.testing.assert_allclose(flat(dict(member.dual.items())), -problem.gradient(k, end), atol=1e-3)
 
 
+@pytest.mark.seconds
 def test_with_few_clients_a_round_it_comes_to_rest_there_too():
     """Clients that take part late begin from the initial weights, so theta stays the mean of all u_i."""
     problem, rho = Quadratics.random(), 1.0

@@ -21,6 +21,7 @@ def network(federation):
     return {k: {n: t for n, t in own.items() if n.startswith("backbone")} for k, own in weights(federation).items()}
 
 
+@pytest.mark.seconds
 def test_without_steps_the_head_is_the_averaged_one():
     a = run(client(FedAH, eta=0.0), skewed(), rounds=3, local_epochs=3)
     b = run(client(Alternating, body_epochs=2), skewed(), rounds=3, local_epochs=3)
@@ -28,6 +29,7 @@ def test_without_steps_the_head_is_the_averaged_one():
     assert_equal(a.coordinator.state_dict(), b.coordinator.state_dict())
 
 
+@pytest.mark.seconds
 def test_weights_of_zero_keep_the_own_head():
     class Own(FedAH):
         def configure_state(self):

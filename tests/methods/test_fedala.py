@@ -44,6 +44,7 @@ def test_rounds_equal_the_formula(share):
     assert (ws < 1).any()
 
 
+@pytest.mark.seconds
 def test_the_last_tensors_are_those_that_travel():
     assert list(client_of(layers=2).mixed) == ["backbone.head.weight", "backbone.head.bias"]
     assert list(client_of(labels=True).mixed) == ["backbone.body.1.weight", "backbone.body.1.bias"]

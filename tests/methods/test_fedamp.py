@@ -72,6 +72,7 @@ def test_rounds_equal_the_formula(start):
         np.testing.assert_allclose(flat(federation.coordinator.server.reply(k)), mixtures[k], rtol=1e-9)
 
 
+@pytest.mark.seconds
 def test_heurfedamp_s_rounds_begin_at_the_mixture_if_asked_to():
     own, mixture = (weights(run(client(HeurFedAMP, lam=0.0, start=start)))[0] for start in ("own", "mixture"))
     assert not torch.equal(own["backbone.head.weight"], mixture["backbone.head.weight"])

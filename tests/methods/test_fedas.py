@@ -100,6 +100,7 @@ def test_a_distance_of_a_single_class_is_the_mean_squared_error():
     torch.testing.assert_close(found, nn.functional.mse_loss(h, means[1].expand(5, 3)))
 
 
+@pytest.mark.seconds
 def test_without_alignment_and_with_equal_weights_it_is_fedper(monkeypatch):
     monkeypatch.setattr(FedASServer, "averaging_weights", Server.averaging_weights)
     monkeypatch.setattr(FedASServer, "weighting", "uniform")

@@ -32,6 +32,7 @@ def test_the_head_stays_as_it_was_whatever_the_optimizer():
     assert not torch.equal(weights(short)[0]["backbone.body.0.weight"], first["backbone.body.0.weight"])
 
 
+@pytest.mark.seconds
 def test_with_a_head_that_trains_it_is_fedper():
     class Thawed(FedBABU):
         def configure_learner(self):

@@ -107,6 +107,7 @@ def test_updates_on_digits_equal_the_formulas():
     np.testing.assert_allclose(kept_gradients(federation, 0.1), kept, atol=1e-6)
 
 
+@pytest.mark.seconds
 def test_it_reaches_the_optimum_where_averaging_ends_elsewhere():
     """How far averaging stays from it, and that it does: test_scaffold.py."""
     problem, shares = Quadratics.random(), np.full(4, 0.25)
@@ -117,6 +118,7 @@ def test_it_reaches_the_optimum_where_averaging_ends_elsewhere():
     np.testing.assert_allclose(kept_gradients(federation, 2.0), [problem.gradient(k, end) for k in range(4)], atol=1e-3)
 
 
+@pytest.mark.seconds
 def test_counted_by_samples_it_reaches_the_optimum_of_all_samples():
     problem = Quadratics.random()
     federation = run(quadratic(FedDyn, problem, alpha=2.0, by_samples=True), unequal(), rounds=20, local_epochs=5)
@@ -125,6 +127,7 @@ def test_counted_by_samples_it_reaches_the_optimum_of_all_samples():
     assert np.linalg.norm(end - problem.optimum(np.full(4, 0.25))) > 1e-2
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("below", "apart"), [("send", 1e-6), ("keep", 2 * THRESHOLD)])
 def test_both_sides_keep_the_same_deviation_of_a_sparse_mu(below, apart):
     """What a client keeps at home, now and when it joined, the server does not know; neither is above the threshold."""
@@ -144,6 +147,7 @@ def test_both_sides_keep_the_same_deviation_of_a_sparse_mu(below, apart):
     assert any(small)  # there was something to lose
 
 
+@pytest.mark.seconds
 def test_with_partial_participation_too():
     problem = Quadratics.random()
     federation = run(quadratic(FedDyn, problem, alpha=2.0), equal(4, batches=5), rounds=40, participation=0.5)
@@ -151,6 +155,7 @@ def test_with_partial_participation_too():
     np.testing.assert_allclose(end, problem.optimum(np.full(4, 0.25)), atol=1e-3)
 
 
+@pytest.mark.seconds
 def test_traffic_is_that_of_fedavg():
     a, b, c = (
         run(client(method, **options), rounds=3, participation=0.5)

@@ -285,6 +285,7 @@ def shares_of_choices(made: FedFOMOServer, rounds: range) -> np.ndarray:
     return counts / len(rounds)
 
 
+@pytest.mark.seconds
 def test_equal_ones_and_exploration_are_left_to_chance():
     made = server(6, epsilon=0.0)
     made.aggregate(1, {k: upload(k) for k in range(6)})

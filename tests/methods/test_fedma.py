@@ -321,6 +321,7 @@ class Sizes(L.Callback):
         self.elements.append(federation.traffic.elements)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("permute_labels", [False, True])
 def test_a_sub_round_costs_its_layer_and_no_more(permute_labels):
     sizes = Sizes()
@@ -459,6 +460,7 @@ def test_with_nobody_left_the_sub_round_is_tried_again():
         assert {n: (t.shape, t.dtype) for n, t in client.upload().items()} == server.layout(0)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"participation": 0.5}, {"participation": 1, "evaluate": "after"}])
 def test_it_runs_with_whoever_takes_part(options):
@@ -477,6 +479,7 @@ class Poison(L.Callback):
                     parameter.fill_(torch.nan)
 
 
+@pytest.mark.seconds
 @pytest.mark.filterwarnings("ignore:Round . continues without one upload")
 def test_a_client_that_is_refused_heals_in_the_next_communication_round():
     federation = Federation(fedma(), seed=3, threads=1)
@@ -532,11 +535,13 @@ def test_after_a_communication_round_all_clients_have_the_global_network():
     assert torch.equal(outputs[0], outputs[2])
 
 
+@pytest.mark.seconds
 def test_three_clients_learn_digits_in_two_communication_rounds():
     federation = run(fedma(), digits(3), rounds=2 * DEPTH, local_epochs=3, evaluate="after")
     assert np.mean([row.scores["acc"] for row in federation.rows]) > 0.6
 
 
+@pytest.mark.seconds
 def test_one_client_learns_too():
     federation = run(fedma(), digits(1), rounds=2 * DEPTH, local_epochs=2, evaluate="after")
     assert federation.rows[0].scores["acc"] > 0.8
@@ -595,6 +600,7 @@ def test_a_factorization_is_refused():
         fedma(factorization=Factorization())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("backbone", "size", "depth"), [(CNN, 16, 4), (MLP, 8, 3), (lambda c, k: VGG9(c, k, 2), 8, 9)])
 def test_the_networks_of_the_field_do(backbone, size, depth):
     federation = run(fedma(backbone=backbone), digits(2, image_size=size, batch_size=800), rounds=depth + 2)

@@ -54,6 +54,7 @@ def test_rounds_equal_the_formula(rho, gmf):
     assert len(set(-(-n // 100))) > 1
 
 
+@pytest.mark.seconds
 def test_equally_many_steps_are_fedavg_bit_for_bit():
     options = {"optimizer": sgd(0.1, momentum=0.9), "norm_stats": "averaged", "reset_optimizer": True}
     a, b = (run(client(kind, **options), equal(4), rounds=3, local_epochs=2) for kind in (FedNova, FedAvg))
@@ -61,6 +62,7 @@ def test_equally_many_steps_are_fedavg_bit_for_bit():
     assert a.traffic.elements == b.traffic.elements + 3 * 4  # a_i
 
 
+@pytest.mark.seconds
 def test_the_count_of_steps_is_no_part_of_an_update():
     federation = run(client(FedNova, optimizer=sgd(0.1)), equal(4), rounds=2, local_epochs=2, max_update_norm=5)
     plain = run(client(FedNova, optimizer=sgd(0.1)), equal(4), rounds=2, local_epochs=2)

@@ -186,6 +186,7 @@ def test_factorized_weights_are_refused():
         run(client(FedAvg, server_optimizer=ServerAdam(), factorization=Factorization()), rounds=1)
 
 
+@pytest.mark.seconds
 def test_two_federations_of_one_prototype_share_no_state():
     method = client(FedAdam)
     a, b = run(method), run(method)
@@ -193,6 +194,7 @@ def test_two_federations_of_one_prototype_share_no_state():
     assert not method.server_optimizer.state
 
 
+@pytest.mark.seconds
 def test_on_the_command_line(tmp_path):
     words = {"model": "FedProx", "model.server_optimizer": "ServerYogi", "model.server_optimizer.lr": "0.02",
              "data": "Digits", "data.num_clients": 2, "data.train_fraction": 0.05, "data.test_fraction": 0.9,

@@ -39,6 +39,7 @@ def test_equal_means_weigh_heads_by_their_inverse_variances():
     torch.testing.assert_close(head_weights(v, torch.ones(3, 5, 4)), expected.double().expand(3, 3), atol=1e-6, rtol=0)
 
 
+@pytest.mark.seconds
 def test_heads_of_a_thousand_equal_clients_are_averaged(monkeypatch):
     """Of which no weight is above the smallest that counts."""
     equal = torch.full((1000,), 1e-3, dtype=torch.float64)

@@ -48,6 +48,7 @@ def test_last_layers_of_networks_of_several_kinds():
     assert len(personal(lambda *c: ResNet9(*c, width=2), 4)) == 7
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("permuted", [False, True])
 def test_alone_it_does_not_matter_which_statistics_would_be_sent(permuted):
     """Which is why that table has one run of Stand-Alone for both."""

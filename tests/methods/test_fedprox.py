@@ -62,6 +62,7 @@ def test_gradient_clipping_takes_the_term_in():
     np.testing.assert_allclose(flat(federation.coordinator.server.model), expected, atol=1e-5)
 
 
+@pytest.mark.seconds
 def test_averaging_with_a_strong_term_ends_nearer_to_the_optimum():
     problem, shares = Quadratics.random(2), np.array([0.5, 0.5])
     ends = {}

@@ -86,6 +86,7 @@ def by_the_algorithms(
 OPTIONS = {"lam": 3e-3, "mu": 3e-3, "eta_g": 5.0}
 
 
+@pytest.mark.seconds
 @pytest.mark.few(6)
 @pytest.mark.parametrize(
     "options",
@@ -191,6 +192,7 @@ class OfItsClient(Client):
         super().configure(spec, alone)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_it_recovers_rank_and_support(participation):
@@ -220,6 +222,7 @@ def test_it_recovers_rank_and_support(participation):
 # ---------------------------------------------------------------------------------------------------------- reductions
 
 
+@pytest.mark.seconds
 def test_without_anything_of_its_own_it_is_fedavg_bit_for_bit():
     slr, fedavg = (
         run(method, equal(2, batches=5), rounds=3, local_epochs=2)
@@ -232,6 +235,7 @@ def test_without_anything_of_its_own_it_is_fedavg_bit_for_bit():
     assert all(not p.any() for member in slr.clients.values() for p in member.personal.parameters())
 
 
+@pytest.mark.seconds
 def test_a_personal_component_changes_nothing_about_the_common_model():
     """Full batches, so that what the personal epoch draws does not matter."""
     runs = [
@@ -244,6 +248,7 @@ def test_a_personal_component_changes_nothing_about_the_common_model():
         )
 
 
+@pytest.mark.seconds
 def test_large_penalties_leave_one_component_alone():
     """Tables 7 and 8."""
     nothing_common = run(client(FedSLR, lam=10.0), rounds=2, local_epochs=2)
@@ -262,6 +267,7 @@ class WithoutBiases(Backbone):
         super().__init__(body, nn.Linear(144, classes, bias=False))
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("p_init", ["zero", "copy"])
 def test_with_nothing_common_a_client_learns_only_if_p_starts_as_a_copy(p_init):
@@ -289,6 +295,7 @@ def test_with_nothing_common_a_client_learns_only_if_p_starts_as_a_copy(p_init):
 # ------------------------------------------------------------------------------------------------------------ payloads
 
 
+@pytest.mark.seconds
 def test_the_server_shrinks_every_layer_as_the_paper_s_matrix():
     """(O, I, h, w) with the middle axes exchanged, then O h rows and I w columns; vectors are only averaged."""
     method = client(FedSLR, solver="GPGD", lam=0.03, eta_g=10.0, optimizer=sgd(0.1))
@@ -313,6 +320,7 @@ def sent_both_ways(**options):
     return federation, federation.clients[0].upload(), federation.coordinator.server.reply(0)
 
 
+@pytest.mark.seconds
 def test_replies_are_in_factors_where_these_are_smaller():
     federation, upload, reply = sent_both_ways(lam=0.08)
     full = sum(t.numel() for t in upload.values())
@@ -328,6 +336,7 @@ def test_replies_are_in_factors_where_these_are_smaller():
     assert federation.traffic.elements == 2 * 2 * full + 2 * (full + first.coordinator.server.reply(0).elements)
 
 
+@pytest.mark.seconds
 def test_uploads_are_in_factors_where_clients_shrink(monkeypatch):
     seen = []
     upload = FedSLR.upload
@@ -340,6 +349,7 @@ def test_uploads_are_in_factors_where_clients_shrink(monkeypatch):
         assert payload.elements < sum(t.numel() for t in payload.values())
 
 
+@pytest.mark.seconds
 def test_sparse_common_models_travel_sparse():
     _, _, reply = sent_both_ways(common="sparse", lam=5e-3)
     assert not reply.low_rank
@@ -352,6 +362,7 @@ def test_sparse_common_models_travel_sparse():
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("evaluate", ["before", "after"])
 @pytest.mark.parametrize("backbone", [TinyNet, GroupNet])
 def test_both_models_are_evaluated(evaluate, backbone):
@@ -389,6 +400,7 @@ def test_both_models_are_evaluated(evaluate, backbone):
         assert count == pytest.approx(np.mean([row.sizes["parameters"] for row in rows]))
 
 
+@pytest.mark.seconds
 def test_the_personal_component_learns_what_the_common_model_lacks():
     method = client(FedSLR, backbone=GroupNet, lam=0.02, mu=1e-4, optimizer=sgd(0.5))
     data = digits(4, partition=Dirichlet(alpha=0.2))
@@ -414,6 +426,7 @@ def test_the_initial_component_is_zero_or_as_in_the_released_code():
 # --------------------------------------------------------------------------------------------------------------- state
 
 
+@pytest.mark.seconds
 def test_heads_at_home_have_no_dual_variable_and_are_trained():
     federation = run(client(FedSLR), digits(3, permute_labels=True), rounds=2, local_epochs=2)
     heads = []
@@ -423,6 +436,7 @@ def test_heads_at_home_have_no_dual_variable_and_are_trained():
     assert not torch.equal(heads[0], heads[1])
 
 
+@pytest.mark.seconds
 def test_between_rounds_a_client_is_where_the_round_began_and_keeps_no_copies():
     federation = run(client(FedSLR, lam=0.01), digits(2), rounds=2, local_epochs=2)
     before = run(client(FedSLR, lam=0.01), digits(2), rounds=1, local_epochs=2).coordinator.server.model

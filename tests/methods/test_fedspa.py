@@ -84,6 +84,7 @@ def exchanged(w: np.ndarray, mask: np.ndarray, gradient: np.ndarray, share: floa
     return np.isin(np.arange(w.size), [*kept]).reshape(mask.shape)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_rounds_equal_the_formulas(participation):
     """Two gradient steps of 0.5 a round at each of four clients of different sizes."""
@@ -139,6 +140,7 @@ def test_with_density_1_it_is_fedavg(regrow):
     assert all(mask.all() for mask in masks(sparse, 0).values())
 
 
+@pytest.mark.seconds
 def test_with_density_1_and_batch_norm_it_is_fedavg():
     sparse = run(client(FedSpa, density=1.0, regrow="none", norm_stats="averaged"), equal(), rounds=3)
     averaged = run(client(FedAvg, norm_stats="averaged"), equal(), rounds=3)
@@ -154,6 +156,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("optimizer", "regrow", "options"),
     [
@@ -193,6 +196,7 @@ def test_masked_weights_stay_zero_and_the_density_stays_exact(optimizer, regrow,
     assert not torch.equal(masks(federation, 0)[HEAD], masks(federation, 1)[HEAD])  # each to its own data
 
 
+@pytest.mark.seconds
 def test_the_share_of_exchanged_weights_falls_along_a_cosine_of_the_federation_s_rounds():
     """Random regrowth of many weights: about half of those that are dropped are not drawn again."""
     made = client(Watched, backbone=TwoLayers, density=0.5, rounds=4, regrow="random", prune_rate=0.8)
@@ -232,6 +236,7 @@ def test_gradients_are_those_of_the_dense_network_and_leave_no_trace():
         assert gradient[before[name] == 0].any()
 
 
+@pytest.mark.seconds
 def test_masks_that_never_change_are_sent_on_joining_only():
     federation = run(client(Watched, regrow="none", density=0.3), digits(3), rounds=3)
     first = masks(federation, 0)
@@ -335,6 +340,7 @@ def test_traffic_of_resnet9_is_half():
 # --------------------------------------------------------------------------------------------------------- federations
 
 
+@pytest.mark.seconds
 def test_heads_stay_at_home_and_dense_where_labels_differ():
     federation = run(client(FedSpa, density=0.3), digits(3, permute_labels=True), rounds=3)
     states = weights(federation)

@@ -23,6 +23,7 @@ from tiny import Parts, client, run, weights
 HEAD = "backbone.head.weight"
 
 
+@pytest.mark.seconds
 def test_one_endpoint_is_fedavg():
     a, b = (run(client(method, **options), skewed(), rounds=3) for method, options in
             ((Floco, {"endpoints": 1}), (FedAvg, {})))  # fmt: skip
@@ -39,6 +40,7 @@ def simplex_in_numpy(v, total):
     return np.maximum(v - css[k] / (k + 1), 0)
 
 
+@pytest.mark.seconds
 def test_regions_equal_the_formula():
     updates = np.random.default_rng(0).normal(size=(6, 20)) * np.linspace(0.1, 1, 20)
     away = updates - updates.mean(0)
@@ -109,6 +111,7 @@ def test_before_round_tau_mixtures_are_of_all_the_simplex():
     np.testing.assert_allclose(server.reply(0)[ENDPOINTS], np.average(uploads, axis=0, weights=n), atol=1e-6)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     "check",

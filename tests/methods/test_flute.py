@@ -39,6 +39,7 @@ def test_a_simplex_is_at_distance_zero():
     assert float(away_from_simplex(simplex, torch.ones(4))) == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.seconds
 def test_without_terms_and_with_all_trained_in_every_epoch_it_is_fedper(monkeypatch):
     monkeypatch.setattr(FLUTE, "begin_epoch", lambda self, *_: self.phases.train("head", "body"))
     off = {"lam1": 0.0, "lam2": 0.0, "lam3": 0.0, "server_lr": 0.0, "weighting": "samples"}
@@ -65,6 +66,7 @@ def test_the_loss_equals_the_formula():
     assert member.backbone.head.weight.requires_grad
 
 
+@pytest.mark.seconds
 def test_what_is_sent_and_what_comes_back():
     federation = run(client(FLUTE), skewed(), rounds=2)
     server = federation.coordinator.server

@@ -1,6 +1,7 @@
 """GPFL against its formulas."""
 
 import numpy as np
+import pytest
 import torch
 from heads import learners, skewed
 
@@ -26,6 +27,7 @@ def test_the_conditional_layer_equals_the_formula():
     np.testing.assert_allclose(layer(h, c).detach(), expected, atol=1e-5)
 
 
+@pytest.mark.seconds
 def test_the_objective_equals_the_formula():
     member = run(client(GPFL, lam=0.3), skewed(), rounds=2).clients[0]
     images, labels = next(iter(member.data.train))
@@ -46,6 +48,7 @@ def test_the_objective_equals_the_formula():
     torch.testing.assert_close(member.objective((images, labels), 0), expected)
 
 
+@pytest.mark.seconds
 def test_conditions_are_of_the_client_s_own_embeddings_before_the_received_ones():
     member = run(client(GPFL), skewed(), rounds=2).clients[0]
     e, n = member.extra["embeddings"].weight.detach().clone(), member.class_counts
@@ -80,6 +83,7 @@ class Rectified(Backbone):
         super().__init__(torch.nn.Sequential(tiny.body, torch.nn.ReLU()), tiny.head)
 
 
+@pytest.mark.seconds
 def test_without_scale_shift_and_terms_it_is_fedper_on_positive_features(monkeypatch):
     monkeypatch.setattr(Conditional, "forward", lambda self, features, condition: features.relu() + 0 * condition)
     monkeypatch.setattr(torch.nn.functional, "normalize", lambda x: 0 * x)

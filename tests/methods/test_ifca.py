@@ -1,6 +1,7 @@
 """IFCA: who chooses what, and what becomes of the models."""
 
 import numpy as np
+import pytest
 import torch
 from heads import Uniform
 from quadratic import Quadratics, equal, flat, quadratic
@@ -13,6 +14,7 @@ from lit_pfl.methods.similarity.ifca import CLUSTER, IFCAServer, by_number, draw
 from tiny import assert_equal, client, run, weights
 
 
+@pytest.mark.seconds
 def test_one_model_is_fedavg_with_equal_weights_bit_for_bit():
     a = run(client(IFCA, clusters=1), rounds=3, participation=0.5)
     b = run(client(Uniform), rounds=3, participation=0.5)
@@ -26,6 +28,7 @@ def opposite():
     return Quadratics(np.stack([np.eye(3)] * 4), 20.0 * np.array([[1, 1, 1], [-1, -1, -1]] * 2))
 
 
+@pytest.mark.seconds
 def test_two_groups_find_their_models():
     federation = run(quadratic(IFCA, opposite(), clusters=2), equal(4), rounds=6, local_epochs=10)
     server = federation.coordinator.server
@@ -64,6 +67,7 @@ def test_a_model_that_nobody_chooses_stays():
     assert [float(model["w"]) for model in server.models.values()] == [2.5, 1.0]
 
 
+@pytest.mark.seconds
 def test_all_models_come_down_and_one_goes_up():
     federation = run(client(IFCA, clusters=3), rounds=2)
     upload, reply = federation.clients[0].upload(), federation.coordinator.server.reply(0)

@@ -13,6 +13,7 @@ from lit_pfl_callbacks.tensors import tensors_of
 from tiny import assert_equal, client, run
 
 
+@pytest.mark.seconds
 def test_the_first_round_is_fedavg_s_and_the_second_is_not():
     def shared(method, rounds):
         return run(client(method), skewed(), rounds=rounds).coordinator.server.model["backbone.head.weight"]

@@ -23,6 +23,7 @@ def personal(federation):
     return {k: dict(tensors_of(member.personal)) for k, member in federation.clients.items()}
 
 
+@pytest.mark.seconds
 def test_without_learning_from_each_other_they_are_fedavg_and_stand_alone_bit_for_bit():
     a = run(client(FML, alpha=1.0, beta=1.0), skewed(), rounds=3)
     assert_equal(learners(a), weights(run(client(Uniform), skewed(), rounds=3)))
@@ -87,6 +88,7 @@ def test_factors_are_the_best_approximation():
     assert (s[:k] ** 2).sum() > 0.8 * (s**2).sum() >= (s[: k - 1] ** 2).sum()
 
 
+@pytest.mark.seconds
 def test_with_all_energy_and_no_distillation_the_mentee_is_fedavg_s(monkeypatch):
     monkeypatch.setattr("lit_pfl.methods.knowledge.fedkd.divergence", lambda teacher, student: 0 * student.sum())
     monkeypatch.setattr(torch.nn.functional, "mse_loss", lambda a, b: 0 * (a + b).sum())
@@ -159,6 +161,7 @@ def test_a_factorization_is_refused():
         FedKD(factorization=Factorization())
 
 
+@pytest.mark.seconds
 def test_changes_in_factors_are_in_a_checkpoint(tmp_path):
     """On a network that is large enough for them; those of the generic tests are not."""
 

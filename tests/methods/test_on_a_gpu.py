@@ -62,6 +62,7 @@ def assert_alike(one: Federation, other: Federation, tolerance: float) -> None:
             )  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("device", "name"), PLACES)
 def test_trains_resumes_and_evaluates(tmp_path, device, name):
     whole = fit(device, name, 4, tmp_path / "whole")
@@ -85,12 +86,14 @@ def test_weights_are_the_cpu_s(device, name):
     assert_alike(fit(device, name, 2), fit("cpu", name, 2), 0 if device == "cpu" else 1e-3)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("device", "name"), PLACES)
 def test_the_order_of_clients_does_not_matter(device, name):
     backwards = fit(device, name, 3, kind=BackToFront)
     assert_alike(backwards, fit(device, name, 3), 0 if device == "cpu" else 1e-4)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("device", "name"), PLACES)
 def test_stacked_clients_come_to_what_they_would_one_after_another(device, name):
     try:
@@ -101,12 +104,14 @@ def test_stacked_clients_come_to_what_they_would_one_after_another(device, name)
     assert_alike(stacked, fit(device, name, 2), 1e-4 if device == "cpu" else 1e-3)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("device", "name"), SOME)
 def test_clients_on_disk_come_to_what_those_in_memory_do(device, name):
     on_disk = fit(device, name, 3, engine=Local(awake=1))
     assert_alike(on_disk, fit(device, name, 3, engine=Local()), 0 if device == "cpu" else 1e-4)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("device", "name"), SOME)
 def test_a_run_goes_on_on_another_device(tmp_path, device, name):
     fit(device, name, 2, tmp_path)
@@ -117,6 +122,7 @@ def test_a_run_goes_on_on_another_device(tmp_path, device, name):
     assert_alike(back, moved, 0 if device == "cpu" else 1e-3)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("device", "name"), SOME)
 def test_mixed_precision(tmp_path, device, name):
     for precision in ("bf16-mixed", *(["16-mixed"] if device == "cuda" else [])):
@@ -128,6 +134,7 @@ def test_mixed_precision(tmp_path, device, name):
         assert_alike(resumed, whole, 0 if device == "cpu" else 1e-3)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize(
     "options",

@@ -47,6 +47,7 @@ def direction(w, batch, alpha, order, delta):
     return combine(1, g, -alpha / (2 * delta), combine(1, above, -1, below))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 @pytest.mark.parametrize(("order", "alpha", "delta"), [("first", 0.3, 1.0), ("hessian_free", 0.3, 0.05)])
 def test_two_rounds_equal_the_formulas(order, alpha, delta, weighting):
@@ -153,6 +154,7 @@ def test_hessian_free_sees_one_function_on_both_sides():
     assert sizes[1] < 2 * sizes[0]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("order", "parts"), [("first", 2), ("hessian_free", 3), ("exact", 3)])
 def test_without_an_inner_step_it_is_fedavg_on_the_second_parts_bit_for_bit(order, parts):
     """With alpha = 0 a step is along the gradient at w of D2. D1 then only moves statistics, unless told not to."""
@@ -175,6 +177,7 @@ def test_without_an_inner_step_it_is_fedavg_on_the_second_parts_bit_for_bit(orde
     assert accuracy[0] == accuracy[1]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("order", "parts"), [("first", 2), ("hessian_free", 3), ("exact", 3)])
 def test_a_step_uses_consecutive_batches_of_an_epoch(order, parts):
     federation = run(client(PerFedAvg, order=order), digits(2, batch_size=64), rounds=2, local_epochs=3)
@@ -208,6 +211,7 @@ def personal_score(member):
         return score(learner, member.data.test, "test")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("permuted", [False, True])
 def test_what_is_evaluated_is_one_step_away(permuted):
     """One step along the gradient on all training data; afterwards the model is what it was."""
@@ -231,6 +235,7 @@ def test_what_is_evaluated_is_one_step_away(permuted):
     assert_equal(weights(federation), before)
 
 
+@pytest.mark.seconds
 def test_evaluation_draws_nothing_and_leaves_no_trace():
     """TinyNet has batch norm and dropout."""
     federation = run(client(PerFedAvg, alpha=0.5), digits(2))
@@ -245,6 +250,7 @@ def test_evaluation_draws_nothing_and_leaves_no_trace():
     assert personal_score(member) != scores[0]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("evaluate", ["before", "after"])
 def test_testing_a_checkpoint_gives_the_last_round_s_scores(tmp_path, evaluate):
     """A Trainer tests in inference mode, where nothing has a gradient by itself."""
@@ -284,6 +290,7 @@ def test_inner_batches_do_not_count_in_the_learner_s_metrics(order):
     assert module.learner.seen.compute() == 12 / module.parts
 
 
+@pytest.mark.seconds
 def test_under_a_trainer_of_one_s_own_it_is_scored_before_it_has_trained_too():
     """In a sanity check, before the Trainer has made its training loader; it changes nothing of what follows."""
     project, ended = PROJECTS["Regression"], []

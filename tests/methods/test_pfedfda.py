@@ -1,6 +1,7 @@
 """pFedFDA against its formulas."""
 
 import numpy as np
+import pytest
 import torch
 from heads import features, skewed, whole_data
 from scipy.optimize import minimize
@@ -95,6 +96,7 @@ def test_without_two_samples_of_a_class_the_common_gaussians_stay():
     assert all(torch.equal(a, b) for a, b in zip(mix(betas, (h, h.T @ h), common), common, strict=True))
 
 
+@pytest.mark.seconds
 def test_where_no_client_s_own_counts_all_keep_what_they_received(monkeypatch):
     monkeypatch.setattr(pfedfda, "best_betas", lambda *_: torch.zeros(2, dtype=torch.float64))
     federation = run(client(PFedFDA), skewed(), rounds=2)
@@ -104,6 +106,7 @@ def test_where_no_client_s_own_counts_all_keep_what_they_received(monkeypatch):
         torch.testing.assert_close(member.upload()[MEANS], server.model[MEANS])
 
 
+@pytest.mark.seconds
 def test_what_is_sent_evaluated_and_trained_equals_the_formula():
     federation = run(client(PFedFDA), skewed(), rounds=2)
     member, server = federation.clients[1], federation.coordinator.server

@@ -1,6 +1,7 @@
 """pFedLA against its formulas."""
 
 import numpy as np
+import pytest
 import torch
 
 from lit_pfl.core.payload import Payload
@@ -72,6 +73,7 @@ def test_where_all_weights_are_zero_the_own_layer_stays():
     assert LayerWeights(3, 4, 5, 2)().shape == (2, 5)
 
 
+@pytest.mark.seconds
 def test_with_all_weight_on_the_own_model_it_is_stand_alone(monkeypatch):
     def own(self, client):
         return torch.eye(len(self.places))[self.places[client]].expand(len(self.layers), -1).clone().requires_grad_()

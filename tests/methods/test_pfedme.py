@@ -32,6 +32,7 @@ def by_the_formula(problem, participants, lr, lam, steps, inner_lr, beta, batche
     return w, personal
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("beta", [1.0, 1.5])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_rounds_equal_the_formula(beta, decay):
@@ -54,6 +55,7 @@ def test_many_inner_steps_find_the_envelope():
         np.testing.assert_allclose(flat(learner.state_dict()), 3 * problem.start / 5, atol=1e-9)
 
 
+@pytest.mark.seconds
 def test_without_the_pull_the_common_model_stays_where_it_is():
     federation = run(plain(lam=0.0, inner_lr=0.01), rounds=2)
     with federation.draws.default_generators("weights"):
@@ -72,6 +74,7 @@ def test_running_statistics_are_those_of_the_personal_model():
     assert federation.clients[0].backbone.body[1].num_batches_tracked > 0
 
 
+@pytest.mark.seconds
 def test_it_sends_what_fedavg_sends():
     a, b = run(plain(inner_lr=0.01), rounds=2), run(client(Uniform, optimizer=sgd(0.01)), rounds=2)
     assert_equal(a.traffic.state_dict(), b.traffic.state_dict())
@@ -89,6 +92,7 @@ def test_beta_is_a_server_optimizer():
     assert isinstance(PFedMe(server_optimizer=ServerAdam(lr=0.1)).server_optimizer, ServerAdam)
 
 
+@pytest.mark.seconds
 def test_the_reported_loss_is_the_personal_model_s():
     class Noted(PFedMe):
         def personal_loss(self, *args):

@@ -70,6 +70,7 @@ class DensePlainAveraging(PlainAveraging):
     options: ClassVar[dict[str, Any]] = {"structure": "dense"}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("options", "same"), [({"groups": 1}, FedAvg), ({"structure": "dense"}, DensePlainAveraging)])
 def test_without_groups_it_is_fedavg_bit_for_bit(options, same):
     ours = run(method(weighting="samples", **options), few_classes(), participation=3)
@@ -80,6 +81,7 @@ def test_without_groups_it_is_fedavg_bit_for_bit(options, same):
     assert ours.rows == theirs.rows
 
 
+@pytest.mark.seconds
 def test_where_everybody_has_every_class_it_is_fedavg_of_the_same_network():
     ours = run(method(weighting="samples"), digits(3))
     theirs = run(client(PlainAveraging, backbone=Net, norm_stats="averaged"), digits(3))
@@ -89,6 +91,7 @@ def test_where_everybody_has_every_class_it_is_fedavg_of_the_same_network():
 # What a client has
 
 
+@pytest.mark.seconds
 def test_clients_have_the_groups_of_their_classes(federation):
     for k, classes in classes_of(federation).items():
         network = federation.clients[k].backbone
@@ -104,6 +107,7 @@ def test_clients_have_the_groups_of_their_classes(federation):
         assert logits.isfinite().sum(0).tolist() == [3 * (c in classes) for c in range(10)]
 
 
+@pytest.mark.seconds
 def test_a_trimmed_client_is_the_whole_network_as_far_as_it_goes(federation):
     whole = method().build(spec(channels=1, image_size=8))
     whole.load_global(federation.coordinator.server.global_model())
@@ -115,6 +119,7 @@ def test_a_trimmed_client_is_the_whole_network_as_far_as_it_goes(federation):
         torch.testing.assert_close(*logits)
 
 
+@pytest.mark.seconds
 def test_only_what_a_client_has_travels(federation):
     whole = {name: p.numel() for name, p in psi(Net(), 10, 1).state_dict().items()}
     grouped = {"body.3.", "body.4.", "body.8.", "head."}
@@ -125,6 +130,7 @@ def test_only_what_a_client_has_travels(federation):
     assert federation.traffic.elements == expected * 5 * 2 * 2
 
 
+@pytest.mark.seconds
 def test_untrimmed_clients_have_and_send_everything():
     federation = run(method(trim=False), few_classes())
     expected = sum(tensor.numel() for tensor in psi(Net(), 10, 1).state_dict().values())
@@ -132,6 +138,7 @@ def test_untrimmed_clients_have_and_send_everything():
     assert federation.clients[0].backbone(torch.randn(1, 1, 8, 8)).isfinite().all()
 
 
+@pytest.mark.seconds
 def test_classes_count_under_the_clients_own_labels():
     federation = run(method(), few_classes(permute_labels=True), rounds=1)
     for module in federation.clients.values():
@@ -221,6 +228,7 @@ def test_a_group_is_averaged_over_its_owners_and_keeps_its_value_without_any(tri
         np.testing.assert_array_equal(server.model["grouped"][2:4].numpy(), initial["grouped"][2:4])
 
 
+@pytest.mark.seconds
 def test_the_papers_plain_mean_is_the_default():
     """Eq. 7 and 8 have no numbers of samples; of a network that is not divided either."""
     for options, kind in (({}, PsiNetServer), ({"structure": "dense"}, Server)):
@@ -256,6 +264,7 @@ def test_a_group_that_nobody_has_is_not_in_the_model_of_all():
 # Runs
 
 
+@pytest.mark.seconds
 def test_clients_differently_trimmed_resume_bit_for_bit(tmp_path):
     def fit(folder: Path, rounds: int, resume: bool = False) -> Federation:
         federation = Federation(method(), seed=3, threads=1, local_epochs=2, participation=2)
@@ -274,11 +283,13 @@ def test_clients_differently_trimmed_resume_bit_for_bit(tmp_path):
     assert resumed.traffic.state_dict() == whole.traffic.state_dict()
 
 
+@pytest.mark.seconds
 def test_the_order_of_clients_differently_trimmed_does_not_matter():
     forwards, backwards = (run(method(), few_classes(kind=kind), participation=3) for kind in (digits, Backwards))
     assert_equal(weights(backwards), weights(forwards))
 
 
+@pytest.mark.seconds
 def test_an_upload_of_more_than_a_clients_own_groups_is_refused():
     federation = run(method(), few_classes(), rounds=1)
     whole = federation.coordinator.server.model
@@ -286,6 +297,7 @@ def test_an_upload_of_more_than_a_clients_own_groups_is_refused():
         federation.coordinator.collect({**{k: c.upload() for k, c in federation.clients.items()}, 1: whole})
 
 
+@pytest.mark.seconds
 def test_running_statistics_of_shared_layers_are_averaged(federation):
     replies = [federation.coordinator.server.reply(k) for k in federation.clients]
     name = "backbone.body.1.running_mean"
@@ -295,6 +307,7 @@ def test_running_statistics_of_shared_layers_are_averaged(federation):
     assert not torch.equal(own[0], own[1])
 
 
+@pytest.mark.seconds
 def test_clients_learn_their_classes():
     federation = run(method(scheduler=None), few_classes(batch_size=16), rounds=4)
     assert np.mean([row.scores["acc"] for row in federation.rows]) > 0.65  # of two classes
@@ -304,6 +317,7 @@ def test_clients_learn_their_classes():
 # Options
 
 
+@pytest.mark.seconds
 def test_classes_are_mapped_as_given():
     mapping = [1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
     federation = run(method(groups=2, mapping=mapping), few_classes(10, partition=ClassShards(1)), rounds=1)
@@ -329,6 +343,7 @@ def test_it_has_no_factors():
         client(PsiNet, factorization=object())
 
 
+@pytest.mark.seconds
 def test_one_class_in_a_batch_of_one():
     data = few_classes(10, partition=ClassShards(1), batch_size=1, train_fraction=0.05)
     assert run(method(backbone=TinyNet), data, rounds=1).rows

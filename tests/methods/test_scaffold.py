@@ -97,6 +97,7 @@ def test_updates_equal_the_formulas(options, participation):
     np.testing.assert_allclose(controls(federation), ci, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.seconds
 def test_updates_on_digits_equal_the_formulas():
     federation = run(softmax_regression(Scaffold), unequal(), rounds=4, local_epochs=3, participation=0.75)
     problem = SoftmaxRegression(federation)
@@ -105,6 +106,7 @@ def test_updates_on_digits_equal_the_formulas():
     np.testing.assert_allclose(controls(federation), ci, atol=1e-5)
 
 
+@pytest.mark.seconds
 def test_the_first_round_is_fedavg_of_equal_weights_bit_for_bit():
     plain = {"optimizer": sgd(0.1, weight_decay=1e-3)}
     a = run(client(Scaffold, **plain), equal(), rounds=1, local_epochs=3)
@@ -114,6 +116,7 @@ def test_the_first_round_is_fedavg_of_equal_weights_bit_for_bit():
     assert not torch.equal(*(f.coordinator.server.model["backbone.head.bias"] for f in (c, d)))
 
 
+@pytest.mark.seconds
 def test_it_reaches_the_optimum_where_averaging_ends_elsewhere():
     problem, shares = Quadratics.random(), np.full(4, 0.25)
 
@@ -131,6 +134,7 @@ def test_it_reaches_the_optimum_where_averaging_ends_elsewhere():
     np.testing.assert_allclose(ends[Scaffold], optimum, atol=1e-6)
 
 
+@pytest.mark.seconds
 def test_counted_by_samples_it_reaches_the_optimum_of_all_samples():
     problem = Quadratics.random()
     federation = run(quadratic(Scaffold, problem, by_samples=True), unequal(), rounds=20, local_epochs=5)
@@ -140,6 +144,7 @@ def test_counted_by_samples_it_reaches_the_optimum_of_all_samples():
     assert np.linalg.norm(end - problem.optimum(np.full(4, 0.25))) > 1e-2
 
 
+@pytest.mark.seconds
 def test_with_partial_participation_too():
     problem = Quadratics.random()
     federation = run(quadratic(Scaffold, problem), equal(4, batches=5), rounds=40, participation=0.5)
@@ -159,6 +164,7 @@ def test_a_round_without_a_step_changes_nothing():
     assert not controls(federation).any()
 
 
+@pytest.mark.seconds
 def test_traffic_is_twice_that_of_fedavg():
     options = {"optimizer": sgd(0.1)}
     a, b = (run(client(method, **options), rounds=3, participation=0.5) for method in (Scaffold, FedAvg))
@@ -216,6 +222,7 @@ def test_a_rate_that_a_callback_adds_is_refused_when_it_is_there():
         run(client(Scaffold, optimizer=sgd(0.1)), rounds=2, client_trainer={"callbacks": Adds()})
 
 
+@pytest.mark.seconds
 def test_the_reported_loss_is_that_of_the_model():
     federation = run(client(Scaffold, optimizer=sgd(0.1)), rounds=3)
     member = federation.clients[1]
@@ -230,12 +237,14 @@ def test_the_reported_loss_is_that_of_the_model():
     )
 
 
+@pytest.mark.seconds
 def test_control_variates_agree_in_mixed_precision():
     options = {"participation": 0.5, "rounds": 3, "client_trainer": {"precision": "bf16-mixed"}}
     federation = run(client(Scaffold, optimizer=sgd(0.1)), **options)
     np.testing.assert_allclose(controls(federation).mean(0), flat(federation.coordinator.server.control), atol=1e-6)
 
 
+@pytest.mark.seconds
 def test_a_robust_mean_of_some_clients_changes_controls_by_their_share_of_all():
     class Mean(RobustMean):
         """The plain one."""

@@ -109,6 +109,7 @@ def test_the_criteria_input_travels_once_and_embeddings_every_round():
     assert ledger[0] < ledger[1] + 3 * 4 * 16 + 3 * 200
 
 
+@pytest.mark.seconds
 def test_factorized_weights_and_the_l1_term_are_there():
     federation = run(client(SimFed), rounds=1)
     names = set(federation.clients[0].shared_parameters())

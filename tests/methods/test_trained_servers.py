@@ -54,6 +54,7 @@ class Remembering(PFedHN):
         return server
 
 
+@pytest.mark.seconds
 def test_with_an_embedding_of_all_weights_every_client_stands_alone():
     a = run(client(Remembering, optimizer=momentum_sgd), skewed(), rounds=3)
     b = run(client(StandAlone, optimizer=momentum_sgd, reset_optimizer=True), skewed(), rounds=3)
@@ -147,6 +148,7 @@ def test_diversity_equals_the_formula():
     assert float(diversity(torch.tensor(g), torch.tensor(e))) == pytest.approx(np.exp(-np.mean(pairs)))
 
 
+@pytest.mark.seconds
 def test_the_client_s_objective_equals_the_formula():
     federation = run(client(FedGen, gen_batch_size=8), skewed(), rounds=2)
     member = federation.clients[0]
@@ -174,6 +176,7 @@ def test_the_client_s_objective_equals_the_formula():
         assert torch.equal(reply[GENERATOR + name], tensor)
 
 
+@pytest.mark.seconds
 def test_a_short_last_batch_has_the_weight_of_the_others():
     federation = run(client(FedGen, gen_batch_size=8, beta=0.0), skewed(batch_size=16), rounds=2)
     member = federation.clients[0]

@@ -191,6 +191,7 @@ def test_small_networks():
     assert count(mlp) == 199_210
 
 
+@pytest.mark.seconds
 def test_the_default_network_is_as_wide_as_suits_the_data():
     """A first try should be quick; what the papers use is in their configurations."""
     federation = run(FedAvg(), digits(2, image_size=16, batch_size=16), rounds=1)

@@ -48,6 +48,7 @@ def test_grey_images_get_a_first_convolution_of_their_own(name):
         model(torch.randn(2, 3, 64, 64))
 
 
+@pytest.mark.seconds
 def test_options_of_the_network():
     model = TorchvisionModel(name="vit_b_16", options={"image_size": 32})
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 10)

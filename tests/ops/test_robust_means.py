@@ -61,6 +61,7 @@ def test_inner_products_of_nothing_and_of_parts():
     assert inner_product(ones, 2 * ones) == 2 * (SERIAL + 5)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("weights", [[1 / 7] * 7, [0.3, 0.1, 0.1, 0.1, 0.2, 0.1, 0.1]])
 def test_the_geometric_median_is_where_scipy_finds_it(weights):

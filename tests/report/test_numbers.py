@@ -426,6 +426,7 @@ def test_a_file_without_its_columns_is_named(tmp_path):
         last_scores(read(tmp_path), ACC)
 
 
+@pytest.mark.seconds
 def test_of_clients_that_were_not_measured_nothing_is_drawn(tmp_path):
     vl_convert = pytest.importorskip("vl_convert")
     folder = make_run(tmp_path / "run", "SimFed", 1)

@@ -70,6 +70,7 @@ def test_every_chart_has_title_axes_and_legend_and_nothing_leaves_the_page(compa
         assert len(ids) == len(set(ids))
 
 
+@pytest.mark.seconds
 def test_every_chart_is_described_to_who_does_not_see_it(comparison):
     said = unescape(comparison.read_text().partition('<script id="charts"')[0])
     described = {name: spec["description"] for name, spec in specs(comparison).items()}
@@ -81,6 +82,7 @@ def test_every_chart_is_described_to_who_does_not_see_it(comparison):
             assert (svg.get_attribute("role"), svg.get_attribute("aria-label")) == ("img", says)
 
 
+@pytest.mark.seconds
 def test_titles_are_whole_on_a_narrow_screen(comparison):
     beyond = """chart => Math.max(...[...chart.querySelectorAll('.role-title-text text')].map(
         text => text.getBoundingClientRect().right)) - chart.querySelector('svg').getBoundingClientRect().right"""
@@ -89,6 +91,7 @@ def test_titles_are_whole_on_a_narrow_screen(comparison):
         assert not {name: by for name, by in cut.items() if by > 0}
 
 
+@pytest.mark.seconds
 def test_the_slider_shows_another_round(comparison):
     with opened(comparison) as page:
         before = page.inner_html("#chart-similarity svg")
@@ -140,6 +143,7 @@ def test_no_two_of_many_methods_look_the_same():
     assert len({look[1] for look in looks[:5]}) == len({look[2] for look in looks[:5]}) == 5
 
 
+@pytest.mark.seconds
 def test_only_what_a_run_has_is_shown(tmp_path):
     write(
         tmp_path / "metrics.csv", "round train/loss val/acc comm/total_bytes", [[1, 2.0, 0.1, 50], [2, 1.0, 0.2, 100]]
@@ -147,6 +151,7 @@ def test_only_what_a_run_has_is_shown(tmp_path):
     assert set(specs(report_of(tmp_path))) == {"over_rounds", "over_bytes", "loss"}
 
 
+@pytest.mark.seconds
 def test_a_run_of_one_round_and_one_client(tmp_path):
     make_run(tmp_path, "StandAlone", 1, clients=1, rounds=1)
     with opened(report_of(tmp_path)) as page:

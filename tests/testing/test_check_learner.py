@@ -79,6 +79,7 @@ def test_what_is_in_the_way_is_a_line(module, reason):
         assert "\n" not in line
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "samples"), [(LightningLSTM, texts), (LightningTransformer, texts), (BoringModel, vectors)]

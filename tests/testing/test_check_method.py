@@ -103,12 +103,14 @@ class AddsOutsideOfExtra(FedAvg):
         return super().objective(batch, batch_idx) * self.scale
 
 
+@pytest.mark.seconds
 @pytest.mark.few(1)
 @pytest.mark.parametrize("right", [Slower, Frozen])
 def test_a_method_that_is_right_passes(right):
     check_method(right)
 
 
+@pytest.mark.seconds
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("wrong", "rule"),
@@ -133,6 +135,7 @@ def test_an_impure_upload_is_what_is_said(impure):
         uploads_and_replies_change_nothing(MethodTester(impure))
 
 
+@pytest.mark.seconds
 def test_what_is_forgotten_is_named():
     with pytest.raises(AssertionError, match=r"^weights/\d/learner\.\S+ differs") as caught:
         check_method(Forgets)
