@@ -1,10 +1,12 @@
 """Samples and batches that are made the same every time, whatever is drawn at random to make them."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import count
+from operator import is_not
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -14,6 +16,9 @@ from lit_pfl.randomness import fixed_draws, random_state, set_state
 from lit_pfl_callbacks.generators import OwnGenerators
 from lit_pfl_callbacks.loader_state import has_state, load_loader_state, loader_state
 from lit_pfl_callbacks.random_state import draws_put_back
+
+#: lists up to this length are looked through and put back; in longer ones are all samples of a dataset
+MANY = 10_000
 
 
 def without_persistent_workers(loader: Any) -> Any:
@@ -26,6 +31,58 @@ def without_persistent_workers(loader: Any) -> Any:
     other = copy.copy(loader)
     vars(other).update(persistent_workers=False, _iterator=None)  # which the loader lets nobody set
     return other
+
+
+@contextmanager
+def position_kept(dataset: Any) -> Iterator[None]:
+    """Let a dataset be where it was afterwards, if its samples move it on, as torchio's queue of patches.
+
+    It has moved if a number in it is another one, or a list has lost something. What it has only loaded by then, or
+    stored to have it sooner, it keeps. A dataset with a list of more than ``MANY`` that has changed stays as it is.
+    """
+    before = [(vars(part), {**vars(part)}) for part in _datasets(dataset, {})]
+    lists = [x for _, then in before for x in then.values() if isinstance(x, list | deque)]
+    lengths = [len(x) for x in lists]
+    contents = [(x, [*x]) for x in lists if len(x) <= MANY]
+    try:
+        yield
+    finally:
+        long = any(MANY < n != len(x) for x, n in zip(lists, lengths, strict=True))
+        if not long and (_any_number_changed(before) or any(_has_lost(now, then) for now, then in contents)):
+            for own, attributes in before:
+                own.clear()
+                own.update(attributes)
+            for now, then in contents:
+                now.clear()
+                now.extend(then)
+
+
+def _datasets(dataset: Any, known: dict[int, Any]) -> list[Any]:
+    """Return a dataset and those that it is made of."""
+    if id(dataset) not in known and hasattr(dataset, "__dict__"):
+        known[id(dataset)] = dataset
+        for value in vars(dataset).values():
+            for part in value if isinstance(value, list | tuple) and len(value) <= MANY else [value]:
+                if isinstance(part, Dataset):
+                    _datasets(part, known)
+    return [*known.values()]
+
+
+def _any_number_changed(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
+    numbers = ((own, name, x) for own, then in before for name, x in then.items() if type(x) in (int, float))
+    return any(own.get(name) != number for own, name, number in numbers)
+
+
+def _has_lost(now: Any, then: Any) -> bool:
+    return len(now) < len(then) or any(map(is_not, now, then))
+
+
+class Look(DataLoader):
+    """A DataLoader to look at samples with, which leaves their dataset where it was."""
+
+    def __iter__(self) -> Any:
+        with position_kept(self.dataset):
+            yield from super().__iter__()
 
 
 class FixedDraws(Dataset):
@@ -84,7 +141,7 @@ class FixedIteration:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._state_kept():
+        with self._state_kept(), position_kept(getattr(self.loader, "dataset", None)):
             yield from self._batches()
 
     @contextmanager

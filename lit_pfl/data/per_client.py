@@ -80,6 +80,7 @@ class PerClient(FederatedDataModule):
     def prepare_data(self) -> None:
         """Prepare every module's data."""
         for module in self.modules:
+            module.trainer = self.trainer  # some look how many devices it has
             module.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:

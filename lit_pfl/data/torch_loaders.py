@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from lit_pfl.data.batches import size_of, tensors_in
-from lit_pfl.data.fixed import FixedCall, FixedDraws, FixedIteration
+from lit_pfl.data.fixed import FixedCall, FixedDraws, FixedIteration, Look
 from lit_pfl.data.resident import leaves_one_out
 from lit_pfl.errors import ConfigError
 from lit_pfl.randomness import fixed_draws
@@ -110,7 +110,7 @@ class _ReadyBatches(_Batches):
 
     def in_order(self, batch_size: int | None = None) -> Any:
         batches = FixedDraws(_chosen(self.loader.dataset, self.loader.sampler))
-        return DataLoader(batches, batch_size=None, collate_fn=_fixed(self.loader), generator=torch.Generator())
+        return Look(batches, batch_size=None, collate_fn=_fixed(self.loader), generator=torch.Generator())
 
     def _makes(self) -> str:
         return "makes whole batches (batch_size=None)"
@@ -211,7 +211,7 @@ class _Samples:
         # A DataLoader draws a seed for its workers even if it has none, so it gets a generator of its own.
         settings = {"collate_fn": _fixed(self.loader), "generator": torch.Generator()}
         fixed: Any = FixedDraws(samples)
-        return _made(self.loader, fixed, SequentialSampler(fixed), batch_size, False, settings)
+        return _made(self.loader, fixed, SequentialSampler(fixed), batch_size, False, settings, Look)
 
     def part_of(self, positions: Tensor) -> DataLoader:
         sampler, batch_size = self.sampler, self.batch_size
@@ -355,12 +355,18 @@ def _remade(old: DataLoader, dataset: Dataset, order: Any, batch_size: int) -> D
 
 
 def _made(
-    like: DataLoader, dataset: Dataset, order: Sampler, batch_size: int, drop_last: bool, settings: dict[str, Any]
+    like: DataLoader,
+    dataset: Dataset,
+    order: Sampler,
+    batch_size: int,
+    drop_last: bool,
+    settings: dict[str, Any],
+    kind: type[DataLoader] = DataLoader,
 ) -> DataLoader:
     """Return a DataLoader whose batches are made by whoever makes another one's: the DataLoader or the dataset."""
     if like.batch_sampler is not None:
-        return DataLoader(dataset, batch_size, sampler=order, drop_last=drop_last, **settings)
-    return DataLoader(dataset, None, sampler=BatchSampler(order, batch_size, drop_last), **settings)
+        return kind(dataset, batch_size, sampler=order, drop_last=drop_last, **settings)
+    return kind(dataset, None, sampler=BatchSampler(order, batch_size, drop_last), **settings)
 
 
 def _settings(loader: DataLoader) -> dict[str, Any]:

@@ -48,17 +48,17 @@ def choose_threads(
         except ConfigError:
             raise
         except Exception:
-            if learner._trainer is None or _works(learner, batch):
+            if learner._trainer is None or (error := _error_of(learner, batch)) is None:
                 return most
-            raise
+            raise error from None
         operations = counter.get_total_flops() / size_of(batch) * (batch_size or size_of(batch)) * stacked
         return max(1, min(most, round(operations / 2e7)))
 
     return on_first(learner, batches, threads)
 
 
-def _works(learner: L.LightningModule, example: Any) -> bool:
-    """Say whether the step works without the counter, which fails where a step takes gradients, or in training mode.
+def _error_of(learner: L.LightningModule, example: Any) -> Exception | None:
+    """Return the step's own error, without the counter, which fails where a step takes gradients, in training mode.
 
     Detectors, such as torchvision's, have losses in training mode only. A learner that steps its optimizers itself
     finds gradients, of zeros, which it may read between its steps.
@@ -76,10 +76,10 @@ def _works(learner: L.LightningModule, example: Any) -> bool:
                         call_hook(learner, hook, *given)  # which may set what the step reads
                 training_loss(learner.train(), transferred(learner, example), 0)
             except SkipBatch:
-                return True
-            except Exception:
-                return False
-    return True
+                return None
+            except Exception as error:
+                return error
+    return None
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lit_pfl.data.batches import described
+from lit_pfl.errors import ConfigError
 from lit_pfl.learners.forward import with_methods
 
 #: "val_loss" of one module and "loss" of another are the same score; of a module that logs both they are two
@@ -64,7 +66,7 @@ class Recorder:
     def compute(self) -> dict[str, float]:
         """Return one number for each name that was logged."""
         scores = {name: self._reduced(name) for name in self._values}
-        return scores | {name: float(metric.compute()) for name, metric in self._metrics.items()}
+        return scores | {name: _number(name, metric.compute()) for name, metric in self._metrics.items()}
 
     def as_scores(self, logged: Mapping[str, float]) -> dict[str, float]:
         """Return what :meth:`compute` has returned, under the names of scores."""
@@ -106,6 +108,16 @@ class Recorder:
             for name, metric in self._metrics.items()
             if metric.higher_is_better is not None
         }
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"self.log({name!r}): its metric computes {described(value)}, and a score is one number; log each of them "
+            "with self.log_dict."
+        ) from None
 
 
 class LossTally:

@@ -1,11 +1,12 @@
 """Putting other layers instead of a network's own."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -19,6 +20,9 @@ CHANNELWISE = (
     nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveMaxPool2d,
     nn.AdaptiveAvgPool2d,
 )  # fmt: skip
+
+#: attributes of every module that are looked through as its tensors and parts
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 def replace_layers(
@@ -43,9 +47,10 @@ def replace_layers(
         The same network; or the new layer, if ``module`` is such a layer itself. A layer in two places stays one.
 
     Raises:
-        ConfigError: for a convolution that pads with anything but zeros, a lazy layer without its shape, and a layer
-            that is more than its weight, which would be lost without a word.
+        ConfigError: for a convolution that pads with anything but zeros, a lazy layer without its shape, a layer that
+            is more than its weight, which would be lost without a word, and copies of weights outside of modules.
     """
+    _refuse_kept_copies(module)
     made: dict[nn.Module, nn.Module] = {}
     places = places_of_weights(module)
     copies = copies_in(module)
@@ -75,6 +80,35 @@ def replace_layers(
         if layer in made:
             module.set_submodule(path, made[layer])
     return module
+
+
+def _refuse_kept_copies(module: nn.Module) -> None:
+    """See that no plain object in a network has copies of its weights, as diffusers' ``EMAModel`` has."""
+    shapes = {_shapes(part.parameters()) for part in module.modules()}
+    own = {id(parameter) for parameter in module.parameters()}
+    for path, part in module.named_modules():
+        for name, thing in vars(part).items():
+            for tensors in () if name in _OF_MODULES else _lists_of_tensors(thing):
+                if len(tensors) > 1 and _shapes(tensors) in shapes and not any(id(x) in own for x in tensors):
+                    raise ConfigError(
+                        f"{f'{path}.{name}'.lstrip('.')!r}, of type {type(thing).__name__}, has copies of weights that "
+                        "would not fit those that replace them; keep copies in a module, such as "
+                        "torch.optim.swa_utils.AveragedModel, or choose a method that leaves weights as they are."
+                    )
+
+
+def _lists_of_tensors(thing: object) -> Iterator[list[Tensor]]:
+    """Yield what a list, a dict, or a plain object has in attributes, where that is tensors alone."""
+    known = isinstance(thing, list | tuple | dict)
+    for values in [thing] if known else getattr(thing, "__dict__", {}).values():
+        if isinstance(values, list | tuple | dict):
+            tensors = [*(values.values() if isinstance(values, dict) else values)]
+            if all(isinstance(tensor, Tensor) for tensor in tensors):
+                yield tensors
+
+
+def _shapes(tensors: Iterable[Tensor]) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape for tensor in tensors)
 
 
 def _left_alone(copies: list[Copy], loads: bool) -> set[nn.Module]:

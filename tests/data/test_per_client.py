@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lit_pfl.data import FederatedDataModule, PerClient, in_order, labels_of
 from lit_pfl.errors import ConfigError
+from tiny import trainer
 
 
 class Site(L.LightningDataModule):
@@ -24,6 +25,7 @@ class Site(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         self.calls.append("prepare_data")
+        self.prepared_by = self.trainer
 
     def setup(self, stage: str) -> None:
         self.calls.append(f"setup {stage}")
@@ -93,6 +95,14 @@ def test_modules_are_prepared_and_set_up_and_asked_for_their_loaders_once():
     assert data.client(1) is first
     for module in data.modules:
         assert module.calls == ["prepare_data", "setup fit", "setup test", "train"]
+
+
+def test_modules_know_their_trainer_when_they_prepare_their_data():
+    """As torch_geometric's, which ask it how many devices there are."""
+    data = PerClient([Site(), Site()])
+    data.trainer = trainer()
+    data.prepare_data()
+    assert {module.prepared_by for module in data.modules} == {data.trainer}
 
 
 def test_modules_come_in_a_sequence_of_another_kind():

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAUROC
 
 from foreign import PROJECTS, Regression, Screening, diabetes
 from lit_pfl import Federation
 from lit_pfl.data import PerClient
+from lit_pfl.errors import ConfigError
 from lit_pfl.learners import unchanged
 from lit_pfl.learners.scoring import score
 from lit_pfl.links import LocalHub
@@ -212,6 +213,23 @@ def test_a_site_s_own_trainer_leaves_no_losses():
     hub.add(0, lambda: fitting.fit(module, DataLoader(diabetes()[0], 64)))
     hub.run(module.configure_server())
     assert module.release_round_state() == (0.0, 0)
+
+
+@pytest.mark.parametrize("value", [{"a": torch.ones(2)}, torch.ones(3)], ids=["dict", "vector"])
+def test_a_metric_that_is_not_one_number_is_named(value):
+    class Several(MeanMetric):
+        def compute(self):
+            return value
+
+    class Logs(Regression):
+        def validation_step(self, batch, batch_idx):
+            self.val_mse.update(1.0)
+            self.log("val_mse", self.val_mse)
+
+    learner = Logs()
+    learner.val_mse = Several()
+    with pytest.raises(ConfigError, match=r"^self.log\('val_mse'\): its metric computes .*float32"):
+        score(learner, DataLoader(diabetes()[0], 8), "val")
 
 
 class Averages(Regression):

@@ -165,6 +165,17 @@ def test_one_that_can_do_with_neither_is_refused():
         fit(Never(), method=KNNPer)
 
 
+def test_the_error_is_the_step_s_and_not_that_of_counting_its_operations():
+    class Never(Plain):
+        def training_step(self, batch, batch_idx):
+            with torch.inference_mode():  # with parameters in it, PyTorch's counter has an error of its own
+                self.head(self.head.weight)
+            raise ValueError("no")
+
+    with pytest.raises(ConfigError, match=r"Never has no training loss for a batch .*ValueError: no"):
+        fit(Never())
+
+
 def test_where_a_whole_batch_fails_in_another_way_that_is_told():
     class Broken(Even):
         def training_step(self, batch, batch_idx):

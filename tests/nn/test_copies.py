@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lit_pfl.errors import ConfigError
 from lit_pfl.nn import FactorizedConv2d, HadamardConv2d, factorize, factorized_layers, hadamard, l1_norm_of_masks
 from lit_pfl.nn.copies import copies_in
 
@@ -141,6 +142,29 @@ def test_what_is_trained_is_no_copy_of_what_is_built_alike():
     assert copies_in(module) == []
     module.net = deepcopy(module.average.module)
     assert [(copy.path, copy.original) for copy in copies_in(module)] == [("average.module", "net")]
+
+
+class Ema:
+    """As diffusers', torch_ema's, and those that many write for themselves."""
+
+    def __init__(self, parameters, kind):
+        self.decay, self.collected = 0.5, []
+        self.shadow = kind(parameter.detach().clone() for parameter in parameters)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda tensors: dict(enumerate(tensors))])
+@replacements
+def test_copies_in_a_plain_object_are_refused(replace, kind):
+    module = nn.Module()
+    module.net, module.head = network(), nn.Linear(5, 3)
+    module.net.averages = Ema(module.net.parameters(), kind)
+    with pytest.raises(ConfigError, match=r"^'net.averages', of type Ema, has copies of weights"):
+        replace(module)
+    module.net.averages = module.net.averages.shadow
+    with pytest.raises(ConfigError, match=r"^'net.averages', of type (list|tuple|dict), has copies"):
+        replace(module)
+    module.net.averages = [*module.parameters()]  # the weights themselves, as an LSTM has its own
+    replace(module)
 
 
 def test_frozen_layers_of_a_network_of_equal_layers_are_no_copies():

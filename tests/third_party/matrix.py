@@ -240,8 +240,9 @@ weights_only=False)`, as without lit-pfl.
 
 `SimFed`, `FactorizedFL` and `PFedPara` factorize a copy of a trained part like its original, so its moving average
 still works. Such a copy is a momentum encoder or another frozen one (MoCoTask, BYOL), an `AveragedModel` or timm's
-`ModelEmaV3`. If the copy starts with other values,
-as in MoCoTask, `PFedPara` leaves both dense, and refuses a module in which nothing else is left to replace.
+`ModelEmaV3`. Copies outside modules, such as diffusers' `EMAModel`, are refused. If the copy starts
+with other values, as in MoCoTask, `PFedPara` leaves both dense, and refuses a module in which nothing else is left to
+replace.
 
 Also tried, by hand, in 2026: chemprop 2.3 (`MPNN`) and scvi-tools 1.4 (`TrainingPlan`) train and are scored under
 FedAvg, Ditto and FactorizedFL, with their own loaders. anomalib 2.7's `Stfpm`, `ReverseDistillation` and `Fastflow`

@@ -1,0 +1,133 @@
+"""Datasets that every sample moves on: a look at one, before the training begins, leaves it where it was."""
+
+from collections import deque
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+
+from lit_pfl import Federation
+from lit_pfl.data import PerClient, example_of, fixed, identity_of, in_order
+from lit_pfl.methods import FedAvg
+from tiny import assert_equal, trainer
+
+
+class Queue(Dataset):
+    """Gives patches of a few images at a time and then fills up again, as torchio's does."""
+
+    def __init__(self, kind=list):
+        self.patches, self.filled = kind(), 0
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        if not self.patches:
+            self.patches.extend(torch.randperm(8).tolist())
+            self.filled += 1
+        draw = torch.Generator().manual_seed(self.patches.pop())
+        return torch.randn(4, generator=draw), torch.randint(3, (), generator=draw)
+
+
+class Stream(IterableDataset):
+    """Begins every epoch elsewhere."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return 16
+
+    def __iter__(self):
+        self.epoch += 1
+        draw = torch.Generator().manual_seed(self.epoch)
+        return ((torch.randn(4, generator=draw), torch.randint(3, (), generator=draw)) for _ in range(16))
+
+
+KINDS = {
+    "a queue": Queue,
+    "a deque": lambda: Queue(deque),
+    "part of one": lambda: Subset(Queue(), range(16)),
+    "several": lambda: ConcatDataset([Subset(Queue(), range(8)), Subset(Queue(), range(8))]),
+    "a stream": Stream,
+}
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 3)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, make):
+        super().__init__()
+        self.dataset = make()
+
+    def train_dataloader(self):
+        return DataLoader(self.dataset, 4)
+
+
+def fit(make, rounds, folder, path=None):
+    federation, fitting = Federation(FedAvg(learner=Module()), seed=0, threads=1), trainer(rounds)
+    fitting.fit(federation, datamodule=PerClient([Data(make)]), ckpt_path=path)
+    fitting.save_checkpoint(folder / "last.ckpt")
+    return federation.clients[0].learner.state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_trained_on_is_what_a_stock_trainer_trains_on(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "randperm", lambda n: torch.arange(n))  # draws are not what this is about
+    stock = Module()
+    trainer(3).fit(stock, datamodule=Data(KINDS[kind]))
+    assert_equal(fit(KINDS[kind], 3, tmp_path), stock.state_dict())
+
+
+def test_a_queue_that_is_empty_after_every_epoch_resumes_to_the_same(tmp_path):
+    straight = fit(Queue, 3, tmp_path)
+    fit(Queue, 1, tmp_path)
+    assert_equal(fit(Queue, 3, tmp_path, tmp_path / "last.ckpt"), straight)
+
+
+class Lazy(Dataset):
+    """Reads its samples once somebody asks, and counts how often that was."""
+
+    loaded = 0
+
+    def __init__(self):
+        self.samples, self.file, self.is_open = [], None, False
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if not self.is_open:
+            Lazy.loaded += 1
+            self.file, self.is_open = torch.randn(4, 3), True
+            self.samples.extend(range(4))
+        return self.file[self.samples[index]]
+
+
+def test_what_is_loaded_stays_loaded():
+    loader = DataLoader(Lazy(), 2)
+    for look in (example_of, identity_of, lambda loader: list(in_order(loader))):
+        look(loader)
+    assert Lazy.loaded == 1
+
+
+def test_a_dataset_too_long_to_be_put_back_is_left_alone(monkeypatch):
+    monkeypatch.setattr(fixed, "MANY", 3)
+    queue = Queue()
+    queue.patches.extend(range(8))
+    queue.filled = 5
+    example_of(DataLoader(queue, 4))
+    assert len(queue.patches) == 7
