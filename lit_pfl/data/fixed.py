@@ -33,28 +33,38 @@ def without_persistent_workers(loader: Any) -> Any:
     return other
 
 
-@contextmanager
-def position_kept(dataset: Any) -> Iterator[None]:
-    """Let a dataset be where it was afterwards, if its samples move it on, as torchio's queue of patches.
+class PositionKept:
+    """Lets a dataset be where it was afterwards, if its samples move it on, as torchio's queue of patches.
 
-    It has moved if a number in it is another one, or a list has lost something. What it has only loaded by then, or
-    stored to have it sooner, it keeps. A dataset with a list of more than ``MANY`` that has changed stays as it is.
+    What it has only loaded by then, or stored to have it sooner, it keeps. A dataset with a list of more than ``MANY``
+    that has changed stays as it is.
     """
-    before = [(vars(part), {**vars(part)}) for part in _datasets(dataset, {})]
-    lists = [x for _, then in before for x in then.values() if isinstance(x, list | deque)]
-    lengths = [len(x) for x in lists]
-    contents = [(x, [*x]) for x in lists if len(x) <= MANY]
-    try:
-        yield
-    finally:
-        long = any(MANY < n != len(x) for x, n in zip(lists, lengths, strict=True))
-        if not long and (_any_number_changed(before) or any(_has_lost(now, then) for now, then in contents)):
-            for own, attributes in before:
-                own.clear()
-                own.update(attributes)
-            for now, then in contents:
-                now.clear()
-                now.extend(then)
+
+    def __init__(self, dataset: Any) -> None:
+        self._attributes = [(vars(part), {**vars(part)}) for part in _datasets(dataset, {})]
+        lists = [x for _, then in self._attributes for x in then.values() if isinstance(x, list | deque)]
+        self._lengths = [(x, len(x)) for x in lists]
+        self._contents = [(x, [*x]) for x in lists if len(x) <= MANY]
+
+    def __enter__(self) -> "PositionKept":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self.has_moved() or any(MANY < then != len(now) for now, then in self._lengths):
+            return
+        for own, attributes in self._attributes:
+            own.clear()
+            own.update(attributes)
+        for own, content in self._contents:
+            own.clear()
+            own.extend(content)
+
+    def has_moved(self) -> bool:
+        """Say whether a number in it is another one by now, or a list has lost something."""
+        numbers = ((own, name, x) for own, then in self._attributes for name, x in then.items())
+        changed = (type(x) in (int, float) and own.get(name) != x for own, name, x in numbers)
+        lost = (len(now) < len(then) or any(map(is_not, now, then)) for now, then in self._contents)
+        return any(changed) or any(lost)
 
 
 def _datasets(dataset: Any, known: dict[int, Any]) -> list[Any]:
@@ -68,20 +78,11 @@ def _datasets(dataset: Any, known: dict[int, Any]) -> list[Any]:
     return [*known.values()]
 
 
-def _any_number_changed(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
-    numbers = ((own, name, x) for own, then in before for name, x in then.items() if type(x) in (int, float))
-    return any(own.get(name) != number for own, name, number in numbers)
-
-
-def _has_lost(now: Any, then: Any) -> bool:
-    return len(now) < len(then) or any(map(is_not, now, then))
-
-
 class Look(DataLoader):
     """A DataLoader to look at samples with, which leaves their dataset where it was."""
 
     def __iter__(self) -> Any:
-        with position_kept(self.dataset):
+        with PositionKept(self.dataset):
             yield from super().__iter__()
 
 
@@ -141,7 +142,7 @@ class FixedIteration:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._state_kept(), position_kept(getattr(self.loader, "dataset", None)):
+        with self._state_kept():
             yield from self._batches()
 
     @contextmanager

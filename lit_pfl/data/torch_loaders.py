@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from lit_pfl.data.batches import size_of, tensors_in
-from lit_pfl.data.fixed import FixedCall, FixedDraws, FixedIteration, Look
+from lit_pfl.data.fixed import FixedCall, FixedDraws, FixedIteration, Look, PositionKept
 from lit_pfl.data.resident import leaves_one_out
 from lit_pfl.errors import ConfigError
 from lit_pfl.randomness import fixed_draws
@@ -207,11 +207,11 @@ class _Samples:
         own = getattr(_batches_of(self.loader), "batch_size", None)
         return self._ordered(self.samples, batch_size or (own if isinstance(own, int) else 1))
 
-    def _ordered(self, samples: Dataset, batch_size: int) -> DataLoader:
+    def _ordered(self, samples: Dataset, batch_size: int, kind: type[DataLoader] = Look) -> DataLoader:
         # A DataLoader draws a seed for its workers even if it has none, so it gets a generator of its own.
         settings = {"collate_fn": _fixed(self.loader), "generator": torch.Generator()}
         fixed: Any = FixedDraws(samples)
-        return _made(self.loader, fixed, SequentialSampler(fixed), batch_size, False, settings, Look)
+        return _made(self.loader, fixed, SequentialSampler(fixed), batch_size, False, settings, kind)
 
     def part_of(self, positions: Tensor) -> DataLoader:
         sampler, batch_size = self.sampler, self.batch_size
@@ -239,10 +239,15 @@ class _Samples:
     def identity(self) -> bytes:
         n = self.num_samples
         some = Subset(self.samples, sorted({0, n // 2, n - 1}) if n else [])
-        known: list[bytes | memoryview] = [str(n).encode()]
-        for batch in self._ordered(some, 1):
-            known += map(bytes_of, tensors_in(batch))
-        return b"|".join(known)
+
+        def read() -> list[bytes | memoryview]:
+            return [bytes_of(part) for batch in self._ordered(some, 1, DataLoader) for part in tensors_in(batch)]
+
+        with PositionKept(some) as position:
+            known = read()
+            if position.has_moved() and known != read():
+                known = []  # they depend on how far it is
+        return b"|".join([str(n).encode(), *known])
 
     def samples_of(self) -> Tensor:
         samples: Any = self.samples

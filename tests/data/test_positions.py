@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient, example_of, fixed, identity_of, in_order
@@ -31,27 +31,11 @@ class Queue(Dataset):
         return torch.randn(4, generator=draw), torch.randint(3, (), generator=draw)
 
 
-class Stream(IterableDataset):
-    """Begins every epoch elsewhere."""
-
-    def __init__(self):
-        self.epoch = 0
-
-    def __len__(self):
-        return 16
-
-    def __iter__(self):
-        self.epoch += 1
-        draw = torch.Generator().manual_seed(self.epoch)
-        return ((torch.randn(4, generator=draw), torch.randint(3, (), generator=draw)) for _ in range(16))
-
-
 KINDS = {
     "a queue": Queue,
     "a deque": lambda: Queue(deque),
     "part of one": lambda: Subset(Queue(), range(16)),
     "several": lambda: ConcatDataset([Subset(Queue(), range(8)), Subset(Queue(), range(8))]),
-    "a stream": Stream,
 }
 
 
@@ -98,6 +82,19 @@ def test_a_queue_that_is_empty_after_every_epoch_resumes_to_the_same(tmp_path):
     assert_equal(fit(Queue, 3, tmp_path, tmp_path / "last.ckpt"), straight)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_that_have_moved_on_are_still_the_same_data(kind, tmp_path):
+    data = PerClient([Data(KINDS[kind])])
+    first = trainer(1)
+    first.fit(Federation(FedAvg(learner=Module()), seed=0, threads=1), datamodule=data)
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    again = trainer(2)
+    again.fit(
+        Federation(FedAvg(learner=Module()), seed=0, threads=1), datamodule=data, ckpt_path=tmp_path / "last.ckpt"
+    )
+    assert again.current_epoch == 2
+
+
 class Lazy(Dataset):
     """Reads its samples once somebody asks, and counts how often that was."""
 
@@ -131,3 +128,19 @@ def test_a_dataset_too_long_to_be_put_back_is_left_alone(monkeypatch):
     queue.filled = 5
     example_of(DataLoader(queue, 4))
     assert len(queue.patches) == 7
+
+
+def test_a_dataset_that_counts_its_reads_is_known_by_its_samples():
+    class Counts(Dataset):
+        def __init__(self, first):
+            self.first, self.reads = first, 0
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return torch.tensor([self.first + index])
+
+    one, same, other = (DataLoader(Counts(first), 2) for first in (0, 0, 1))
+    assert identity_of(one) == identity_of(same) != identity_of(other)
