@@ -132,7 +132,7 @@ class Board:
 class NoBoard(Board):
     """The run folder's own logger."""
 
-    def beside(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: D102
+    def beside(self, step: int, metrics: Mapping[str, float]) -> None:
         pass
 
 
@@ -143,15 +143,15 @@ class WandbBoard(Board):
         super().__init__(logger)
         self._log = RoundLog()
 
-    def scalars(self, round: int, metrics: Mapping[str, Any]) -> None:  # noqa: D102
+    def scalars(self, round: int, metrics: Mapping[str, Any]) -> None:
         self._log.write([self.logger], round, metrics)
 
-    def image(self, round: int, name: str, picture: Tensor) -> None:  # noqa: D102
+    def image(self, round: int, name: str, picture: Tensor) -> None:
         import wandb
 
         self.scalars(round, {name: wandb.Image(picture.numpy())})
 
-    def histogram(self, round: int, name: str, values: Sequence[float]) -> None:  # noqa: D102
+    def histogram(self, round: int, name: str, values: Sequence[float]) -> None:
         import wandb
 
         self.scalars(round, {name: wandb.Histogram(list(values))})
@@ -163,21 +163,21 @@ class WandbBoard(Board):
         cells = [[None if cell == "" else cell for cell in row.values()] for row in rows]
         return wandb.Table(columns=list(rows[0]), data=cells)
 
-    def table(self, round: int, name: str, rows: Rows) -> None:  # noqa: D102
+    def table(self, round: int, name: str, rows: Rows) -> None:
         self.scalars(round, {name: self._table(rows)})
 
-    def curve(self, name: str, points: Rows) -> None:  # noqa: D102
+    def curve(self, name: str, points: Rows) -> None:
         import wandb
 
         x, y = points[0]
         self.logger.experiment.log({name: wandb.plot.line(self._table(points), x, y, title=name)})
 
-    def map(self, round: int, name: str, points: Rows) -> None:  # noqa: D102
+    def map(self, round: int, name: str, points: Rows) -> None:
         import wandb
 
         self.scalars(round, {name: wandb.plot.scatter(self._table(points), "x", "y", title=f"{name}, round {round}")})
 
-    def files(self, name: str, paths: Sequence[Path], about: Mapping[str, Any]) -> None:  # noqa: D102
+    def files(self, name: str, paths: Sequence[Path], about: Mapping[str, Any]) -> None:
         import wandb
 
         artifact = wandb.Artifact(f"{name}-{self.logger.experiment.id}", type="model", metadata=dict(about))
@@ -189,22 +189,22 @@ class WandbBoard(Board):
 class TensorBoard(Board):
     """TensorBoard: tables are text, and curves have steps of their own."""
 
-    def image(self, round: int, name: str, picture: Tensor) -> None:  # noqa: D102
+    def image(self, round: int, name: str, picture: Tensor) -> None:
         self.logger.experiment.add_image(name, picture.numpy(), round, dataformats="HWC")
 
-    def histogram(self, round: int, name: str, values: Sequence[float]) -> None:  # noqa: D102
+    def histogram(self, round: int, name: str, values: Sequence[float]) -> None:
         self.logger.experiment.add_histogram(name, torch.tensor(values), round)
 
-    def table(self, round: int, name: str, rows: Rows) -> None:  # noqa: D102
+    def table(self, round: int, name: str, rows: Rows) -> None:
         lines = [rows[0], dict.fromkeys(rows[0], "---"), *rows]
         lines[0] = dict(zip(rows[0], rows[0], strict=True))
         text = "\n".join("| " + " | ".join(str(cell) for cell in line.values()) + " |" for line in lines)
         self.logger.experiment.add_text(name, text, round)
 
-    def point(self, name: str, step: int, value: float) -> None:  # noqa: D102
+    def point(self, name: str, step: int, value: float) -> None:
         self.logger.experiment.add_scalar(name, value, step)
 
-    def map(self, round: int, name: str, points: Rows) -> None:  # noqa: D102
+    def map(self, round: int, name: str, points: Rows) -> None:
         places = torch.tensor([[point["x"], point["y"]] for point in points])
         clients = [str(point["client"]) for point in points]
         self.logger.experiment.add_embedding(places, clients, global_step=round, tag=name)
@@ -213,25 +213,25 @@ class TensorBoard(Board):
 class MLflow(Board):
     """MLflow: what is not a number is an artifact."""
 
-    def image(self, round: int, name: str, picture: Tensor) -> None:  # noqa: D102
+    def image(self, round: int, name: str, picture: Tensor) -> None:
         self.logger.experiment.log_image(self.logger.run_id, picture.numpy(), key=name, step=round)
 
-    def histogram(self, round: int, name: str, values: Sequence[float]) -> None:  # noqa: D102
+    def histogram(self, round: int, name: str, values: Sequence[float]) -> None:
         self._table(f"{name}/round_{round}", [{"value": value} for value in values])
 
-    def table(self, round: int, name: str, rows: Rows) -> None:  # noqa: D102
+    def table(self, round: int, name: str, rows: Rows) -> None:
         self._table(f"{name}/round_{round}", rows)
 
-    def curve(self, name: str, points: Rows) -> None:  # noqa: D102
+    def curve(self, name: str, points: Rows) -> None:
         self._table(name, points)
 
-    def map(self, round: int, name: str, points: Rows) -> None:  # noqa: D102
+    def map(self, round: int, name: str, points: Rows) -> None:
         self._table(f"{name}/round_{round}", points)
 
     def _table(self, name: str, rows: Rows) -> None:
         self.logger.experiment.log_dict(self.logger.run_id, {"rows": [dict(row) for row in rows]}, f"{name}.json")
 
-    def files(self, name: str, paths: Sequence[Path], about: Mapping[str, Any]) -> None:  # noqa: D102
+    def files(self, name: str, paths: Sequence[Path], about: Mapping[str, Any]) -> None:
         for path in paths:
             self.logger.experiment.log_artifact(self.logger.run_id, str(path), name)
         self.logger.experiment.log_dict(self.logger.run_id, dict(about), f"{name}/about.json")

@@ -142,7 +142,7 @@ class HasClients(Protocol, metaclass=_OfKinds):
     """
 
     @property
-    def client_ids(self) -> Sequence[int]: ...  # noqa: D102
+    def client_ids(self) -> Sequence[int]: ...
 
     def ask(
         self, question: Callable[[Any], Any], clients: Iterable[int] | None = None, as_scored: bool = False
@@ -155,10 +155,10 @@ class HasScores(Protocol, metaclass=_OfKinds):
     """``rows``: the scores of the latest evaluation; ``higher_is_better``: by metric, which end is the good one."""
 
     @property
-    def rows(self) -> Sequence[Row]: ...  # noqa: D102
+    def rows(self) -> Sequence[Row]: ...
 
     @property
-    def higher_is_better(self) -> Mapping[str, bool]: ...  # noqa: D102
+    def higher_is_better(self) -> Mapping[str, bool]: ...
 
 
 @runtime_checkable
@@ -166,7 +166,7 @@ class HasOtherStates(Protocol, metaclass=_OfKinds):
     """``other_rows``: the scores of the latest test in further states than that of ``rows``."""
 
     @property
-    def other_rows(self) -> Sequence[Row]: ...  # noqa: D102
+    def other_rows(self) -> Sequence[Row]: ...
 
 
 @runtime_checkable
@@ -174,7 +174,7 @@ class HasTraffic(Protocol, metaclass=_OfKinds):
     """``traffic``: what has been sent, and who is notified of it."""
 
     @property
-    def traffic(self) -> Traffic: ...  # noqa: D102
+    def traffic(self) -> Traffic: ...
 
 
 @runtime_checkable
@@ -182,7 +182,7 @@ class HasSeconds(Protocol, metaclass=_OfKinds):
     """``seconds``: what has been spent so far, by phase: ``aggregate``, ``link``."""
 
     @property
-    def seconds(self) -> Mapping[str, float]: ...  # noqa: D102
+    def seconds(self) -> Mapping[str, float]: ...
 
 
 class Refusal(NamedTuple):
@@ -206,7 +206,7 @@ class HasRefusals(Protocol, metaclass=_OfKinds):
     """``refused``: the uploads of the latest round that were refused."""
 
     @property
-    def refused(self) -> Sequence[Refusal]: ...  # noqa: D102
+    def refused(self) -> Sequence[Refusal]: ...
 
 
 @runtime_checkable
@@ -216,28 +216,28 @@ class HasMixing(Protocol, metaclass=_OfKinds):
     None before the first round, and where clients are not distinguished.
     """
 
-    def mixing(self) -> tuple[Sequence[int], Tensor] | None: ...  # noqa: D102
+    def mixing(self) -> tuple[Sequence[int], Tensor] | None: ...
 
 
 @runtime_checkable
 class HasRoles(Protocol, metaclass=_OfKinds):
     """``roles()``: which group every tensor that is sent belongs to, by name."""
 
-    def roles(self) -> Mapping[str, str]: ...  # noqa: D102
+    def roles(self) -> Mapping[str, str]: ...
 
 
 @runtime_checkable
 class HasWeightParts(Protocol, metaclass=_OfKinds):
     """``weight_parts()``: what the weights are made of, by the layer's name."""
 
-    def weight_parts(self) -> Mapping[str, WeightParts]: ...  # noqa: D102
+    def weight_parts(self) -> Mapping[str, WeightParts]: ...
 
 
 @runtime_checkable
 class HasTestSamples(Protocol, metaclass=_OfKinds):
     """``test_samples(client)``: the (n,) places of a client's test samples in the data set, and (n,) labels or None."""
 
-    def test_samples(self, client: int) -> tuple[Tensor, Tensor | None]: ...  # noqa: D102
+    def test_samples(self, client: int) -> tuple[Tensor, Tensor | None]: ...
 
 
 @runtime_checkable
@@ -245,10 +245,10 @@ class Encoded(Protocol):
     """Named tensors that know how they will be sent: ``sizes``, by name, and ``nbytes`` in all."""
 
     @property
-    def sizes(self) -> Mapping[str, int]: ...  # noqa: D102
+    def sizes(self) -> Mapping[str, int]: ...
 
     @property
-    def nbytes(self) -> int: ...  # noqa: D102
+    def nbytes(self) -> int: ...
 
 
 def transfer(round: int, client: int | None, direction: Direction, tensors: Mapping[str, Tensor]) -> Transfer:

@@ -108,10 +108,10 @@ class FedBuff(Asynchronous):
         check_options_of(self, "federation.asynchronous")
 
     @property
-    def in_full(self) -> bool:  # noqa: D102
+    def in_full(self) -> bool:
         return self.exponent == 0
 
-    def counted(self, upload: Payload, began: Payload, model: Mapping[str, Tensor], staleness: int) -> Payload:  # noqa: D102
+    def counted(self, upload: Payload, began: Payload, model: Mapping[str, Tensor], staleness: int) -> Payload:
         if staleness == 0:
             return upload
         return _moved(upload, began, model, (1 + staleness) ** -self.exponent)
@@ -147,7 +147,7 @@ class FedAsync(Asynchronous):
         self.mixing, self.function, self.a, self.b = mixing, function, a, b
         check_options_of(self, "federation.asynchronous")
 
-    def counted(self, upload: Payload, began: Payload, model: Mapping[str, Tensor], staleness: int) -> Payload:  # noqa: D102
+    def counted(self, upload: Payload, began: Payload, model: Mapping[str, Tensor], staleness: int) -> Payload:
         share = self.mixing * STALENESS[self.function](staleness, self.a, self.b)
         return upload if share == 1 else _moved(upload, model, model, share)
 

@@ -54,7 +54,7 @@ class Classifying(Client):
     #: whether the method gives heads (B, d) features itself, beside the learner's own steps
     calls_heads: ClassVar[bool] = False
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         name = type(self).__name__
         needs_head(self.learner, self.head_names, name)

@@ -27,7 +27,7 @@ class MixingServer(Server):
     weights: Tensor
     _mixtures: tuple[dict[int, Payload], Mixtures] | None = None  # and of what they are
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.latest, self.weights = {}, torch.empty(0)
 
@@ -43,7 +43,7 @@ class MixingServer(Server):
         """
         raise NotImplementedError
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         self._mixtures = None  # which would keep the former uploads in memory
         # Copies, because an upload of this process is the client's own memory and changes when it trains on.
         copies = {client: upload.clone() for client, upload in uploads.items()}
@@ -57,7 +57,7 @@ class MixingServer(Server):
                 f"clients it must be {(size, size)}, with rows that sum to 1."
             )
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         if client not in self.latest:
             return self.model
         row = self.weights[list(self.latest).index(client)].tolist()
@@ -69,5 +69,5 @@ class MixingServer(Server):
         mixtures = self._mixtures[1]
         return Payload(mixtures.mean(row, filter(self.is_averaged, every)), mixtures.payloads[0].sparse)
 
-    def mixing(self) -> tuple[list[int], Tensor] | None:  # noqa: D102
+    def mixing(self) -> tuple[list[int], Tensor] | None:
         return (list(self.latest), self.weights) if self.latest else None

@@ -129,14 +129,14 @@ class Share(Participation):
         check_share("federation.participation.share", share)
         self.share = share
 
-    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
+    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:
         return draws.choose(clients, self.share, "participation", round - 1)
 
-    def check(self, clients: Sequence[int]) -> None:  # noqa: D102
+    def check(self, clients: Sequence[int]) -> None:
         super().check(clients)
         check_share("federation.participation.share", self.share, len(clients))
 
-    def sampling(self, clients: int) -> Sampling:  # noqa: D102
+    def sampling(self, clients: int) -> Sampling:
         without = sampling_of(self.share, clients)
         return Sampling("replaced") if without.kind == "fixed" and (self.joins or self.leaves) else without
 
@@ -161,12 +161,12 @@ class Bernoulli(Participation):
             raise ConfigError(f"federation.participation.probability={probability}: give one above 0 and up to 1.")
         self.probability = probability
 
-    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
+    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:
         luck = self._luck(round - 1, samples, draws)
         drawn = [client for client in clients if luck[client] < self.probability]
         return drawn or [min(clients, key=lambda client: luck[client])]
 
-    def nobody_drawn(self, completed: int, samples: Mapping[int, int], draws: Draws) -> bool:  # noqa: D102
+    def nobody_drawn(self, completed: int, samples: Mapping[int, int], draws: Draws) -> bool:
         luck = self._luck(completed, samples, draws)
         return all(luck[client] >= self.probability for client in self.choose(completed, samples, draws))
 
@@ -175,7 +175,7 @@ class Bernoulli(Participation):
         # drawn for every client of the federation, so that one's luck does not depend on who else is there
         return dict(zip(sorted(samples), draws.generator("participation", completed).random(len(samples)), strict=True))
 
-    def sampling(self, clients: int) -> Sampling:  # noqa: D102
+    def sampling(self, clients: int) -> Sampling:
         return Sampling("poisson", self.probability) if self.probability < 1 else Sampling()
 
 
@@ -198,17 +198,17 @@ class BySize(Participation):
         super().__init__(**kwargs)
         self.number = number
 
-    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
+    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:
         if self.number >= len(clients):
             return list(clients)
         sizes = np.array([samples[client] for client in clients], dtype=np.float64)
         rng = draws.generator("participation", round - 1)
         return [int(c) for c in rng.choice(clients, self.number, replace=False, p=sizes / sizes.sum())]
 
-    def counts_sizes(self, clients: int) -> bool:  # noqa: D102
+    def counts_sizes(self, clients: int) -> bool:
         return self.number < clients
 
-    def sampling(self, clients: int) -> Sampling:  # noqa: D102
+    def sampling(self, clients: int) -> Sampling:
         return Sampling("replaced") if self.number < clients else Sampling()
 
 
@@ -246,7 +246,7 @@ class Trace(Participation):
             raise ConfigError(f"{option}: it has no row; give the columns round and client.")
         return rounds
 
-    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:  # noqa: D102
+    def draw(self, round: int, clients: Sequence[int], samples: Mapping[int, int], draws: Draws) -> list[int]:
         last = max(self._rounds)
         if round > last and not self.repeat:
             raise ConfigError(
@@ -256,12 +256,12 @@ class Trace(Participation):
         there = set(clients)
         return [client for client in self._rounds.get((round - 1) % last + 1, []) if client in there]
 
-    def check(self, clients: Sequence[int]) -> None:  # noqa: D102
+    def check(self, clients: Sequence[int]) -> None:
         super().check(clients)
         if unknown := {client for chosen in self._rounds.values() for client in chosen} - set(clients):
             raise ConfigError(f"federation.participation.file={self.file}: there is no client {min(unknown)}.")
 
-    def sampling(self, clients: int) -> Sampling:  # noqa: D102
+    def sampling(self, clients: int) -> Sampling:
         return Sampling()
 
 

@@ -78,7 +78,7 @@ class CoordinateMedian(RobustMean):
         Yin et al. 2018, Algorithm 1, Option I.
     """
 
-    def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:  # noqa: D102
+    def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:
         used, total = _used(uploads, weights)
         return Payload(
             {name: _rounded(self.location(_stack(name, used)) * total, _like(name, used)) for name in names},
@@ -109,7 +109,7 @@ class TrimmedMean(CoordinateMedian):
             raise ConfigError(f"model.mean.share={share}: give a share from 0 and below 0.5.")
         self.share = share
 
-    def location(self, values: Tensor) -> Tensor:  # noqa: D102
+    def location(self, values: Tensor) -> Tensor:
         if 0 < self.share * len(values) < 1 - 1e-9:
             rank_zero_warn(
                 f"model.mean.share={self.share}: of {len(values)} uploads none is left out, so this is the plain mean; "
@@ -121,7 +121,7 @@ class TrimmedMean(CoordinateMedian):
 class Reweighted(RobustMean):
     """A weighted mean whose weights follow from the uploads."""
 
-    def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:  # noqa: D102
+    def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:
         used, total = _used(uploads, weights)
         given = torch.tensor([weight for weight in weights if weight != 0], dtype=torch.float64) / total
         parts = [
@@ -163,7 +163,7 @@ class GeometricMedian(Reweighted):
         self.iterations, self.smoothing = iterations, smoothing
         check_options_of(self, "model.mean")
 
-    def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:  # noqa: D102
+    def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:
         return geometric_median_weights(parts, weights, self.iterations, self.smoothing)
 
 
@@ -184,7 +184,7 @@ class MultiKrum(Reweighted):
         self.byzantine, self.chosen = byzantine, chosen
         check_options_of(self, "model.mean")
 
-    def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:  # noqa: D102
+    def weigh(self, parts: Sequence[Sequence[Tensor]], weights: Tensor) -> Tensor:
         count = len(weights)
         if count < 2 * self.byzantine + 3:
             raise UploadError(
@@ -218,7 +218,7 @@ class Rescaled(RobustMean):
 
     from_center = True
 
-    def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:  # noqa: D102
+    def __call__(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> Payload:
         scaled = self.scale(uploads, weights, names, center)
         whole, tensors = sum(weights), {}
         for name in names:
@@ -255,7 +255,7 @@ class NormClipping(Rescaled):
         self.norm = norm
         check_options_of(self, "model.mean")
 
-    def scale(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> list[float]:  # noqa: D102
+    def scale(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> list[float]:
         norms = (update_norm(upload, center, names) for upload in uploads.values())
         return [weight * clipping_factor(norm, self.norm) for weight, norm in zip(weights, norms, strict=True)]
 
@@ -278,11 +278,11 @@ class FLTrust(Rescaled):
     def __init__(self, trusted: NonNegativeInt = 0) -> None:
         self.trusted = trusted
 
-    def check(self, clients: Collection[int]) -> None:  # noqa: D102
+    def check(self, clients: Collection[int]) -> None:
         if self.trusted not in clients:
             raise ConfigError(f"model.mean.trusted={self.trusted}: no client has this id; ids end at {max(clients)}.")
 
-    def scale(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> list[float]:  # noqa: D102
+    def scale(self, uploads: Uploads, weights: Sequence[float], names: Sequence[str], center: Tensors) -> list[float]:
         if self.trusted not in uploads:
             rank_zero_warn(
                 f"model.mean.trusted={self.trusted}: there is no upload of this client, so the model stays as it is."

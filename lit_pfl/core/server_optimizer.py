@@ -82,7 +82,7 @@ class ServerMomentum(ServerOptimizer):
         super().__init__()
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
 
-    def step(self, before: Weights, mean: Weights, uploads: Sequence[Payload], shares: Sequence[float]) -> Weights:  # noqa: D102
+    def step(self, before: Weights, mean: Weights, uploads: Sequence[Payload], shares: Sequence[float]) -> Weights:
         moved = {}
         for name, end in mean.items():
             start, wide_end = _wide(before[name]), _wide(end)
@@ -134,7 +134,7 @@ class ServerAdagrad(_Adaptive):
     def __init__(self, lr: PositiveFloat = 0.1, beta1: ClosedUnitInterval = 0.0, tau: PositiveFloat = 1e-3) -> None:
         super().__init__(lr, beta1, tau)
 
-    def second_moment(self, former: Tensor, square: Tensor) -> Tensor:  # noqa: D102
+    def second_moment(self, former: Tensor, square: Tensor) -> Tensor:
         return former + square
 
 
@@ -161,7 +161,7 @@ class ServerAdam(_Adaptive):
         super().__init__(lr, beta1, tau)
         self.beta2 = beta2
 
-    def second_moment(self, former: Tensor, square: Tensor) -> Tensor:  # noqa: D102
+    def second_moment(self, former: Tensor, square: Tensor) -> Tensor:
         return self.beta2 * former + (1 - self.beta2) * square
 
 
@@ -178,7 +178,7 @@ class ServerYogi(ServerAdam):
         Reddi et al. 2021, Algorithm 2.
     """
 
-    def second_moment(self, former: Tensor, square: Tensor) -> Tensor:  # noqa: D102
+    def second_moment(self, former: Tensor, square: Tensor) -> Tensor:
         return former - (1 - self.beta2) * square * (former - square).sign()
 
 
@@ -201,7 +201,7 @@ class ServerExtrapolation(ServerOptimizer):
         super().__init__()
         self.eps, self.shows_mean = eps, shows_mean
 
-    def step(self, before: Weights, mean: Weights, uploads: Sequence[Payload], shares: Sequence[float]) -> Weights:  # noqa: D102
+    def step(self, before: Weights, mean: Weights, uploads: Sequence[Payload], shares: Sequence[float]) -> Weights:
         rate = self.rate(before, mean, uploads, shares)
         self.state["before"] = dict(before) if self.shows_mean and self.state else {}  # the first one is not shown
         return {name: torch.lerp(_wide(before[name]), _wide(end), rate).to(end.dtype) for name, end in mean.items()}
@@ -213,7 +213,7 @@ class ServerExtrapolation(ServerOptimizer):
         together = 2 * (squared_distance(before, mean) + self.eps)
         return max(1.0, spread / together) if together else 1.0
 
-    def evaluated(self, model: Payload) -> Payload:  # noqa: D102
+    def evaluated(self, model: Payload) -> Payload:
         former = {name: w.to(model[name].device) for name, w in self.state.get("before", {}).items() if name in model}
         means = {name: torch.lerp(_wide(w), _wide(model[name]), 0.5).to(w.dtype) for name, w in former.items()}
         return model.with_(means)

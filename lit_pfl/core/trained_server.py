@@ -38,7 +38,7 @@ class TrainedServer(Server):
     def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the module and its optimizer, on the CPU; :meth:`start` calls this, with seeded random numbers."""
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         with self.training(0):
             self.module, self.optimizer = self.make(clients)
@@ -51,11 +51,11 @@ class TrainedServer(Server):
             torch.manual_seed(entropy >> 1)
             yield
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    def state_dict(self) -> dict[str, Any]:
         own = {"module": dict(self.module.state_dict()), "optimizer": self.optimizer.state_dict()}
         return {**super().state_dict(), **saved(own, type(self).__name__)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.module.load_state_dict(move_data_to_device(state["module"], CPU))
         self.optimizer.load_state_dict(move_data_to_device(state["optimizer"], CPU))

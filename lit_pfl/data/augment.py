@@ -60,7 +60,7 @@ class CropFlip(Augment):
         self.crop_probability = crop_probability
         self.flip: nn.Module | None = None
 
-    def forward(self, images: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, images: Tensor) -> Tensor:
         if self.flip is None:
             from kornia.augmentation import RandomCrop, RandomHorizontalFlip  # takes a second to import
 
@@ -89,7 +89,7 @@ class ResizedCropJitter(Augment):
         super().__init__()
         self.steps: nn.Sequential | None = None
 
-    def forward(self, images: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, images: Tensor) -> Tensor:
         if self.steps is None:
             from kornia.augmentation import ColorJitter, RandomGrayscale, RandomHorizontalFlip, RandomResizedCrop
 

@@ -19,18 +19,18 @@ class Samples(Protocol):
     """What a split needs to know of samples: see :class:`~lit_pfl.data.ImageSet`, one of two kinds that there are."""
 
     @property
-    def labels(self) -> torch.Tensor: ...  # noqa: D102
+    def labels(self) -> torch.Tensor: ...
 
     @property
-    def num_classes(self) -> int | None: ...  # noqa: D102
+    def num_classes(self) -> int | None: ...
 
     @property
-    def groups(self) -> torch.Tensor | None: ...  # noqa: D102
+    def groups(self) -> torch.Tensor | None: ...
 
     @property
-    def class_names(self) -> tuple[str, ...] | None: ...  # noqa: D102
+    def class_names(self) -> tuple[str, ...] | None: ...
 
-    def to(self, device: torch.device) -> Self: ...  # noqa: D102
+    def to(self, device: torch.device) -> Self: ...
 
 
 class PartitionedDataModule(FederatedDataModule):
@@ -290,7 +290,7 @@ class PartitionedDataModule(FederatedDataModule):
     def _classes_of(self, client: int) -> list[int]:
         return self.domains[client * len(self.domains) // self.num_clients]
 
-    def label_names(self, client_id: int) -> list[str] | None:  # noqa: D102
+    def label_names(self, client_id: int) -> list[str] | None:
         if self.client(client_id).num_classes is None:
             return None
         classes, data = self._classes_of(client_id), self.data
@@ -307,7 +307,7 @@ class PartitionedDataModule(FederatedDataModule):
         label_map[classes] = torch.tensor(own)
         return label_map.to(self.device)
 
-    def class_counts(self, part: Literal["train", "val", "test"]) -> np.ndarray | None:  # noqa: D102
+    def class_counts(self, part: Literal["train", "val", "test"]) -> np.ndarray | None:
         if self.data is None or self.data.num_classes is None:
             return None
         labels = self.data.labels.cpu().numpy()
@@ -324,5 +324,5 @@ class PartitionedDataModule(FederatedDataModule):
         return [client for client, indices in enumerate(self.indices["train"]) if len(indices)]
 
     @property
-    def held_out(self) -> list[int]:  # noqa: D102
+    def held_out(self) -> list[int]:
         return held_out(self.new_clients, self._with_data, self.seed)

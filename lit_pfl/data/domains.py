@@ -77,7 +77,7 @@ class Domains(Partition):
         self.groups = groups
         self.within = within or Uniform()
 
-    def domains(self, num_classes: int) -> list[list[int]]:  # noqa: D102
+    def domains(self, num_classes: int) -> list[list[int]]:
         groups = GROUPS.get(self.groups) if isinstance(self.groups, str) else self.groups
         if not groups or not all(groups):
             raise ConfigError(
@@ -98,5 +98,5 @@ class Domains(Partition):
             raise ConfigError("data.partition.within: a domain has no domains; give a partition of another kind.")
         return [sorted(group) for group in groups]
 
-    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
+    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
         return self.within.split(labels, num_clients, rng)

@@ -102,7 +102,7 @@ class FromDataset(PartitionedDataModule):
         self.names: list[Any] = []
         self._label_key: str | None = None
 
-    def load(self) -> SampleSet:  # noqa: D102
+    def load(self) -> SampleSet:
         n = len(self.dataset)
         if not n:
             raise ConfigError(f"data.dataset: this {type(self.dataset).__name__} is empty.")
@@ -244,7 +244,7 @@ class FromDataset(PartitionedDataModule):
         except (RuntimeError, TypeError, KeyError, ValueError):  # of different shapes
             return None
 
-    def batches(self, client_id: int, part: str, label_map: Tensor | None) -> TensorLoader | DataLoader:  # noqa: D102
+    def batches(self, client_id: int, part: str, label_map: Tensor | None) -> TensorLoader | DataLoader:
         assert self.data is not None, "setup() comes first"
         own, train = self.indices[part][client_id], part == "train"
         batch_size = self.batch_size if train else self.eval_batch_size
@@ -259,7 +259,7 @@ class FromDataset(PartitionedDataModule):
         alone = leaves_one_out(len(own), batch_size)
         return DataLoader(samples, batch_size, shuffle=len(own) > 0, collate_fn=self.collate_fn, drop_last=alone)
 
-    def example(self) -> Any:  # noqa: D102
+    def example(self) -> Any:
         return self._example
 
 

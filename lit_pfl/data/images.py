@@ -84,10 +84,10 @@ class BatchLoader(ResidentLoader):
         labels = self.data.labels[self.dataset]
         return labels if self.label_map is None else self.label_map[labels]
 
-    def in_order(self, batch_size: int | None = None) -> Self:  # noqa: D102
+    def in_order(self, batch_size: int | None = None) -> Self:
         return super().in_order(batch_size)._with(augment=None)
 
-    def identity(self) -> bytes:  # noqa: D102
+    def identity(self) -> bytes:
         kind = repr((self.data.channels, self.data.images.shape[1:])).encode()
         return kind + super().identity() + self.labels.cpu().numpy().tobytes()
 
@@ -121,15 +121,15 @@ class ImageDataModule(PartitionedDataModule):
     def load(self) -> ImageSet:
         """Read all images, the official training data first."""
 
-    def batches(self, client_id: int, part: str, label_map: Tensor | None) -> BatchLoader:  # noqa: D102
+    def batches(self, client_id: int, part: str, label_map: Tensor | None) -> BatchLoader:
         indices = torch.from_numpy(self.indices[part][client_id]).to(self.device)
         if part == "train":
             return BatchLoader(self.data, indices, self.batch_size, label_map, shuffle=True, augment=self.augment)
         return BatchLoader(self.data, indices, self.eval_batch_size, label_map)
 
-    def everything(self, part: Literal["val", "test"]) -> BatchLoader:  # noqa: D102
+    def everything(self, part: Literal["val", "test"]) -> BatchLoader:
         return BatchLoader(self.data, torch.from_numpy(self.whole[part]).to(self.device), self.eval_batch_size)
 
-    def example(self) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def example(self) -> tuple[Tensor, Tensor]:
         data = self.data
         return torch.zeros(1, data.channels, *data.images.shape[2:]), torch.zeros(1, dtype=torch.int64)

@@ -90,7 +90,7 @@ class Uniform(Partition):
 
     needs_labels = False
 
-    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
+    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
         return np.array_split(np.arange(len(labels)), num_clients)
 
 
@@ -107,7 +107,7 @@ class IID(Partition):
 
     needs_labels = False
 
-    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
+    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
         by_class = [np.flatnonzero(labels == c) for c in np.unique(labels)]
         sizes = [round(len(members) / num_clients) for members in by_class]
         shares = [
@@ -145,7 +145,7 @@ class Dirichlet(Partition):
         self.alpha = _concentration(alpha)
         self.min_samples = min_samples
 
-    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
+    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
         shares: list[list[Indices]] = [[] for _ in range(num_clients)]
         for c in np.unique(labels):
             members = rng.permutation(np.flatnonzero(labels == c))
@@ -212,7 +212,7 @@ class ClientDirichlet(Partition):
         self.alpha = _concentration(alpha)
         self.exhausted = exhausted
 
-    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
+    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
         members = [np.flatnonzero(labels == c).tolist() for c in np.unique(labels)]
         left = [list(m) for m in members]
         some_left = np.ones(len(left))
@@ -257,7 +257,7 @@ class ClassShards(Partition):
     def __init__(self, classes_per_client: PositiveInt = 2, deal: Literal["in_turn", "mixed"] = "in_turn") -> None:
         self.classes_per_client, self.deal = classes_per_client, deal
 
-    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:  # noqa: D102
+    def split(self, labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
         classes, sizes = np.unique(labels, return_counts=True)
         shards = self._shards_of_a_class(num_clients, len(classes))
         if shards > sizes.min():

@@ -99,7 +99,7 @@ class PerClient(FederatedDataModule):
         return [client for client in range(len(self.modules)) if client not in self.held]
 
     @property
-    def held_out(self) -> list[int]:  # noqa: D102
+    def held_out(self) -> list[int]:
         return self.held
 
     def client(self, client_id: int) -> ClientData:

@@ -59,22 +59,28 @@ class ResidentLoader(ABC):
     # What methods ask, through lit_pfl.data.loaders, which says what these mean.
 
     @property
-    def num_samples(self) -> int:  # noqa: D102
+    def num_samples(self) -> int:
+        """Number of its samples."""
         return len(self.dataset)
 
-    def in_order(self, batch_size: int | None = None) -> Self:  # noqa: D102
+    def in_order(self, batch_size: int | None = None) -> Self:
+        """Return a loader of the same samples, in their order."""
         return self._with(shuffle=False, drop_last=False, batch_size=batch_size or self.batch_size)
 
-    def part_of(self, positions: Tensor) -> Self:  # noqa: D102
+    def part_of(self, positions: Tensor) -> Self:
+        """Return a loader of the samples at (m,) places among its own."""
         return self._with(dataset=self.dataset[positions.to(self.dataset.device)])
 
-    def in_batches_of(self, batch_size: int) -> Self:  # noqa: D102
+    def in_batches_of(self, batch_size: int) -> Self:
+        """Return a loader of the same samples in batches of another size."""
         return self._with(batch_size=batch_size)
 
-    def identity(self) -> bytes:  # noqa: D102
+    def identity(self) -> bytes:
+        """Return bytes by which its samples are known again."""
         return len(self.dataset).to_bytes(8, "big") + self.dataset.cpu().numpy().tobytes()
 
-    def samples_of(self) -> Tensor:  # noqa: D102
+    def samples_of(self) -> Tensor:
+        """Return the (n,) places of its samples in the data set."""
         return self.dataset
 
     def _with(self, **changes: Any) -> Self:

@@ -29,7 +29,7 @@ class Digits(ImageDataModule):
         super().__init__(batch_size=batch_size, **kwargs)
         self.image_size = image_size
 
-    def load(self) -> ImageSet:  # noqa: D102
+    def load(self) -> ImageSet:
         digits = _digits()
         images = torch.from_numpy(digits.images / 16 * 255).float().unsqueeze(1)
         with within_memory(f"data.image_size={self.image_size}"):
@@ -197,7 +197,7 @@ class SVHN(_TorchvisionData):
     def _without_checksums(self, kind: Any) -> dict[str, Any]:
         return {"split_list": {part: [url, name, None] for part, (url, name, _) in kind.split_list.items()}}
 
-    def load(self) -> ImageSet:  # noqa: D102
+    def load(self) -> ImageSet:
         parts = self._read()
         images = torch.from_numpy(np.concatenate([part.data for part in parts]))
         labels = torch.from_numpy(np.concatenate([part.labels for part in parts])).long()
@@ -280,7 +280,7 @@ class TinyImageNet(_TorchvisionData):
         lines = [line.split() for line in (folder / "val/val_annotations.txt").read_text(encoding="utf-8").splitlines()]
         return [train, [(folder / "val/images" / file, names.index(name)) for file, name, *_ in lines]]
 
-    def load(self) -> ImageSet:  # noqa: D102
+    def load(self) -> ImageSet:
         from torchvision.io import ImageReadMode, decode_image, read_file
 
         train, test = self._read()

@@ -62,7 +62,7 @@ class Table(PartitionedDataModule):
         self.group_by = group_by
         self.statistics = statistics
 
-    def load(self) -> SampleSet:  # noqa: D102
+    def load(self) -> SampleSet:
         import sklearn.datasets
 
         load = getattr(sklearn.datasets, f"load_{self.name}")
@@ -89,7 +89,7 @@ class Table(PartitionedDataModule):
             )
         return torch.from_numpy(groups)
 
-    def batches(self, client_id: int, part: str, label_map: Tensor | None) -> TensorLoader:  # noqa: D102
+    def batches(self, client_id: int, part: str, label_map: Tensor | None) -> TensorLoader:
         assert self.data is not None, "setup() comes first"
         features, targets = self.data.content
         train, own = self.indices["train"], self.indices[part][client_id]
@@ -104,7 +104,7 @@ class Table(PartitionedDataModule):
             return TensorLoader((x, y), rows, self.batch_size, label_map, shuffle=True)
         return TensorLoader((x, y), rows, self.eval_batch_size, label_map)
 
-    def example(self) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def example(self) -> tuple[Tensor, Tensor]:
         assert self.data is not None, "setup() comes first"
         label = torch.zeros(1, dtype=torch.float32 if self.data.num_classes is None else torch.int64)
         return torch.zeros(1, self.num_features), label

@@ -147,7 +147,7 @@ class Local(Engine):
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def train(  # noqa: D102
+    def train(
         self, replies: Mapping[int, Payload], completed: int, batches: Mapping[int, int] = NO_LIMITS
     ) -> dict[int, Trained]:
         with random_state_kept():
@@ -225,18 +225,18 @@ class Local(Engine):
         """Return who trains a client's batches instead of its Trainer, if somebody does."""
         return None
 
-    def stop(self) -> None:  # noqa: D102
+    def stop(self) -> None:
         self._restored |= {client: self._state(client) for client in self.clients if client in self.hub}
         self.hub.stop()
         self._place()  # a Trainer that ends takes its module to the CPU
 
-    def abort(self) -> None:  # noqa: D102
+    def abort(self) -> None:
         self._aborted |= any(client in self.hub for client in self.clients)
         self.hub.abort()
 
     # --------------------------------------------------------------------------------------------------------- asking
 
-    def ask(self, question: Callable[[Client], T], replies: Mapping[int, Payload | None]) -> dict[int, T]:  # noqa: D102
+    def ask(self, question: Callable[[Client], T], replies: Mapping[int, Payload | None]) -> dict[int, T]:
         return {client: self._ask(question, client, reply) for client, reply in replies.items()}
 
     def _ask(self, question: Callable[[Client], T], client: int, reply: Payload | None) -> T:
@@ -268,7 +268,7 @@ class Local(Engine):
 
     # ----------------------------------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    def state_dict(self) -> dict[str, Any]:
         left = {"left": dict.fromkeys(sorted(self.left))} if self.left else {}
         if self.asleep is None or self.files is None:
             return {**self.states(self.clients), **left}
@@ -294,7 +294,7 @@ class Local(Engine):
             return state | self.unfreezing.changes(client, module)
         return self._restored.get(client, {"state_dict": module.state_dict()})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._aborted = False
         self.hub.seed = self.work.seed = state.get("seed", self.work.seed)
         # of what these clients did before nothing is left, nor of those that have not trained yet in that state

@@ -94,12 +94,12 @@ class Ray(Engine):
         self._ended = False
 
     @property
-    def cores(self) -> int:  # noqa: D102
+    def cores(self) -> int:
         return max(1, int(self.resources["num_cpus"]))
 
     # ------------------------------------------------------------------------------------------------------ setting up
 
-    def setup(self, work: Work) -> None:  # noqa: D102
+    def setup(self, work: Work) -> None:
         self._check_not_ended()
         if (device := work.trainer.strategy.root_device.type) != "cpu":
             raise ConfigError(
@@ -159,13 +159,13 @@ class Ray(Engine):
 
     # -------------------------------------------------------------------------------------------------------- the verbs
 
-    def joined(self) -> dict[int, ClientInfo]:  # noqa: D102
+    def joined(self) -> dict[int, ClientInfo]:
         found = self._everybody(lambda worker: worker.actor.joined.remote(self._placement.of(worker)))
         infos = {client: info for own in found.values() for client, info in own.items()}
         initial = alike({client: infos[client].initial for client in self._placement.homes})
         return {client: ClientInfo(infos[client].num_samples, initial[client]) for client in initial}
 
-    def train(  # noqa: D102
+    def train(
         self, replies: Mapping[int, Payload], completed: int, batches: Mapping[int, int] = NO_LIMITS
     ) -> dict[int, Trained]:
         if self._crew.at_work and (self.address is not None or self.recover):
@@ -206,7 +206,7 @@ class Ray(Engine):
         self.left |= answer.left
         return True
 
-    def ask(self, question: Callable[[Client], T], replies: Mapping[int, Payload | None]) -> dict[int, T]:  # noqa: D102
+    def ask(self, question: Callable[[Client], T], replies: Mapping[int, Payload | None]) -> dict[int, T]:
         asked, sent, modes = self.ray.put(packed(question)), Replies(self.ray, replies), Modes.now("cpu")
         answers: dict[int, T] = {}
         self._losses.clear()
@@ -221,7 +221,7 @@ class Ray(Engine):
             answers |= {client: answer for own in found.values() for client, answer in own.items()}
         return {client: answers[client] for client in replies}
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    def state_dict(self) -> dict[str, Any]:
         if self._keeper is not None:
             self._keeper.left = self.left
             return self._keeper.state_dict()
@@ -231,7 +231,7 @@ class Ray(Engine):
         ordered = {key: {k: part[k] for k in self._placement.homes if k in part} for key, part in parts.items()}
         return {**ordered, **left}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.work.seed = state.get("seed", self.work.seed)
         self.left = set(state.get("left", ()))
         if self._keeper is not None:
@@ -252,10 +252,10 @@ class Ray(Engine):
         self._settle()
         self._crew.all(load)
 
-    def stop(self) -> None:  # noqa: D102
+    def stop(self) -> None:
         self._crew.all(lambda worker: worker.actor.stop.remote())
 
-    def abort(self) -> None:  # noqa: D102
+    def abort(self) -> None:
         self._ended = hasattr(self, "_placement")
         if hasattr(self, "_crew"):
             self._crew.end()

@@ -48,14 +48,14 @@ class Stacked(Local):
         self.size = int(size if awake is None else min(size, awake))
         self._checked: set[int] = set()
 
-    def make(self, clients: Iterable[int]) -> None:  # noqa: D102
+    def make(self, clients: Iterable[int]) -> None:
         clients = list(clients)
         super().make(clients)
         for client in clients:
             if isinstance(learner := self.clients[client].learner, ImageClassifier):
                 learner.channels_last = False  # a lay-out of four dimensions; stacked images have five
 
-    def stacked(self, clients: int) -> int:  # noqa: D102
+    def stacked(self, clients: int) -> int:
         return min(self.size, clients)
 
     def train(

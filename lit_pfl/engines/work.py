@@ -21,9 +21,9 @@ class HasData(Protocol):
     """Data of clients, such as a :class:`~lit_pfl.data.FederatedDataModule`."""
 
     @property
-    def clients(self) -> list[int]: ...  # noqa: D102
+    def clients(self) -> list[int]: ...
 
-    def client(self, client_id: int) -> ClientData: ...  # noqa: D102
+    def client(self, client_id: int) -> ClientData: ...
 
 
 @dataclass

@@ -97,7 +97,7 @@ class LabelFlip(Attack):
         Fang et al. 2020, Section 5.1; Tolpegin et al. 2020.
     """
 
-    def begin(self, federation: Federation) -> None:  # noqa: D102
+    def begin(self, federation: Federation) -> None:
         stacked = federation.engine.stacked(len(federation.client_ids)) > 1
         if stacked or not federation.clients.keys() >= set(federation.client_ids):  # some live elsewhere, or sleep
             raise ConfigError(
@@ -113,7 +113,7 @@ class LabelFlip(Attack):
                 )
             module.__dict__["training_step"] = _with_flipped_labels(module, client)
 
-    def end(self, federation: Federation) -> None:  # noqa: D102
+    def end(self, federation: Federation) -> None:
         for client in self.attackers:
             if client in federation.clients:
                 federation.clients[client].__dict__.pop("training_step", None)
@@ -145,12 +145,12 @@ class Forgery(Attack):
     An update is what an upload differs from what its client trained from, over all floating-point tensors.
     """
 
-    def begin(self, federation: Federation) -> None:  # noqa: D102
+    def begin(self, federation: Federation) -> None:
         self._coordinator = federation.coordinator
         if self._forge not in federation.coordinator.changes:
             federation.coordinator.changes.append(self._forge)
 
-    def end(self, federation: Federation) -> None:  # noqa: D102
+    def end(self, federation: Federation) -> None:
         if self._forge in federation.coordinator.changes:
             federation.coordinator.changes.remove(self._forge)
 
@@ -199,7 +199,7 @@ class SignFlip(Forgery):
         super().__init__(clients, share, seed)
         self.scale = scale
 
-    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:  # noqa: D102
+    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:
         return {client: {name: -self.scale * t for name, t in updates[client].items()} for client in attackers}
 
 
@@ -225,7 +225,7 @@ class ScaledUpdate(SignFlip):
     ) -> None:
         super().__init__(scale, clients, share, seed)
 
-    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:  # noqa: D102
+    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:
         return {client: {name: self.scale * t for name, t in updates[client].items()} for client in attackers}
 
 
@@ -258,7 +258,7 @@ class ALIE(Forgery):
         super().__init__(clients, share, seed)
         self.deviations, self.knows = deviations, knows
 
-    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:  # noqa: D102
+    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:
         known = [u for client, u in updates.items() if (client in attackers) == (self.knows == "own")]
         z = self.deviations
         z = alie_deviation(len(updates), len(attackers)) if z is None else z
@@ -292,7 +292,7 @@ class InnerProduct(Forgery):
         super().__init__(clients, share, seed)
         self.epsilon = epsilon
 
-    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:  # noqa: D102
+    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:
         honest = [update for client, update in updates.items() if client not in attackers]
         sent = {
             name: -self.epsilon * torch.stack([update[name] for update in honest if name in update]).mean(0)

@@ -137,7 +137,7 @@ class ServerStep(torch.optim.Optimizer):
         # what Lightning's LearningRateMonitor looks for
         super().__init__([torch.nn.Parameter(torch.zeros(0))], {"lr": 1.0, "weight_decay": 0.0})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: D102
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         closure()
 
 

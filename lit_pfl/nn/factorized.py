@@ -151,7 +151,7 @@ class FactorizedLinear(_Factorized, ComposedLinear):  # type: ignore[misc, overr
     def _matrix(self, weight: Tensor) -> Tensor:
         return weight.T
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, rank={self.u.shape[1]}, mask={self.mu is not None}"
 
 
@@ -234,7 +234,7 @@ class FactorizedConv2d(_Factorized, ComposedConv2d):
             weight = weight.permute((1, 2, 0, 3) if self.form == "IFxOF" else (2, 3, 1, 0))
         return weight.reshape(len(self.u), len(self.v))
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         out, inputs, height, width = self.weight_shape
         shape = f"{inputs * self.groups}, {out}, kernel_size=({height}, {width}), form={self.form}"
         return f"{shape}, rank={self.u.shape[1]}, mask={self.mu is not None}"

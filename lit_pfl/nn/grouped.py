@@ -129,7 +129,7 @@ class GroupedLinear(Grouped):
         y = torch.einsum("bgi,goi->bgo", x.view(x.shape[0], groups, -1), weight).flatten(1)
         return y if self.bias is None else y + self.bias
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, num_groups={self.num_groups}, kept={len(self.kept)}"
 
 
@@ -194,7 +194,7 @@ class GroupedNorm(Grouped, nn.GroupNorm):
         super().__init__(num_groups, num_channels, affine=affine)
         self._divide(num_groups, evenly(num_channels, num_groups))
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         return nn.functional.group_norm(x, len(self.kept), self.weight, self.bias, self.eps)
 
 

@@ -177,7 +177,7 @@ class HadamardLinear(_Hadamard, ComposedLinear):  # type: ignore[misc, override]
         super().__init__(lambda: _Matrix(out_features, in_features, rank), out_features, bias, rank, personal)
         self.in_features, self.out_features = in_features, out_features
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, rank={self.rank}, personal={self.personal}"
 
 
@@ -230,7 +230,7 @@ class HadamardConv2d(_Hadamard, ComposedConv2d):
         self.weight_shape = shape
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         out, inputs, height, width = self.weight_shape
         shape = f"{inputs * self.groups}, {out}, kernel_size=({height}, {width})"
         return f"{shape}, rank={self.rank}, personal={self.personal}"

@@ -90,7 +90,7 @@ class LoRANet(Backbone):
 class BackToFront(Federation):
     """A federation whose clients train in the opposite order."""
 
-    def participants(self, completed: int) -> list[int]:  # noqa: D102
+    def participants(self, completed: int) -> list[int]:
         return super().participants(completed)[::-1]
 
 

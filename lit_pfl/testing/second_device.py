@@ -26,14 +26,14 @@ class There(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, here: Tensor) -> "There":  # noqa: D102
+    def __new__(cls, here: Tensor) -> "There":
         options: Any = {"dtype": here.dtype, "strides": here.stride(), "storage_offset": here.storage_offset()}
         return Tensor._make_wrapper_subclass(cls, here.shape, device=OTHER, **options)
 
     def __init__(self, here: Tensor) -> None:
         self.here = here
 
-    def tolist(self) -> Any:  # noqa: D102
+    def tolist(self) -> Any:
         return self.here.tolist()
 
     @classmethod

@@ -59,7 +59,7 @@ class FedDPA(FedIT, TwoModels):
         super().__init__(**kwargs)
         self.alpha, self.instances = alpha, instances
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         roles = self.roles()
         self._layers = [

@@ -28,7 +28,7 @@ class FedIT(Client):
 
     shares = frozenset({"adapter"})
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         if not adapter_prefixes(self.learner):
             raise ConfigError(

@@ -20,9 +20,9 @@ class FedSALoRA(FedIT):
         Guo et al. 2025, Figure 1.
     """
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         self.common = frozenset(needs_lora(self.learner, type(self).__name__))
 
-    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+    def is_shared(self, name: str, role: Role) -> bool:
         return name in self.common and super().is_shared(name, role)

@@ -20,7 +20,7 @@ class FFALoRA(FedIT):
         Sun et al. 2024. There is no code by the authors; that of FedSA-LoRA has it as ``federate.freeze_A``.
     """
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         for name in needs_lora(self.learner, type(self).__name__):
             self.learner.get_parameter(name).requires_grad_(False)

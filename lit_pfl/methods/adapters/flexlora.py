@@ -45,7 +45,7 @@ class FlexLoRA(FedIT):
             raise ConfigError("model.ranks=[]: give at least one rank, or leave it out.")
         self.ranks = ranks
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         self.factors = needs_lora(self.learner, type(self).__name__)
         for a, b in self.factors.items():
@@ -70,7 +70,7 @@ class FlexLoRA(FedIT):
             cut = weight.detach().narrow(dim, 0, rank).clone()
             setattr(owner, leaf, nn.Parameter(cut, requires_grad=weight.requires_grad))
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         shared = self.shared_parameters()
         for pair in self.factors.items():
             if len(own := [name for name in pair if name not in shared]) == 1:
@@ -80,7 +80,7 @@ class FlexLoRA(FedIT):
                 )
         self.factors = {a: b for a, b in self.factors.items() if a in shared}
 
-    def configure_server(self) -> "FlexLoRAServer":  # noqa: D102
+    def configure_server(self) -> "FlexLoRAServer":
         return FlexLoRAServer(self.factors)
 
     def upload(self) -> Payload:
@@ -88,10 +88,10 @@ class FlexLoRA(FedIT):
         payload = super().upload()
         return payload.with_({b: payload[b] * s for b, s in self._scalings().items() if s != 1})
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         super().download(self._fitting(reply))
 
-    def load_global(self, model: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def load_global(self, model: Mapping[str, Tensor]) -> None:
         super().load_global(self._fitting(model))
 
     def _fitting(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class FlexLoRAServer(Server):
     def __init__(self, factors: Mapping[str, str]) -> None:
         self.factors = dict(factors)
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.ranks: dict[int, dict[str, int]] = {}
         for client, info in sorted(clients.items()):
@@ -133,10 +133,10 @@ class FlexLoRAServer(Server):
             largest |= {a: first[a].clone(), b: first[b].clone()}
         self.model = self.model.with_(largest)
 
-    def add(self, client: int, info: ClientInfo) -> None:  # noqa: D102
+    def add(self, client: int, info: ClientInfo) -> None:
         self.ranks = {**self.ranks, client: {a: len(info.initial[a]) for a in self.factors}}
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         sent, weights = list(uploads.values()), self.averaging_weights(round, uploads)
         factored = {*self.factors, *self.factors.values()}
         mean = weighted_mean(sent, weights, [name for name in self.model if name not in factored])
@@ -147,7 +147,7 @@ class FlexLoRAServer(Server):
             found[a], found[b] = mean_product(pairs, [*weights, 0.0], len(self.model[a]))
         self.model = Payload({name: {**mean, **found}[name] for name in self.model})
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         own = {a: self.model[a][: self.ranks[client][a]] for a in self.factors}
         own |= {b: self.model[b][:, : self.ranks[client][a]] for a, b in self.factors.items()}
         return Payload({name: own.get(name, tensor) for name, tensor in self.model.items()})

@@ -104,7 +104,7 @@ class FactorizedFL(Client):
             )
         return f"{names[-1]}.v"
 
-    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+    def is_shared(self, name: str, role: Role) -> bool:
         leaf = name.rpartition(".")[2]
         stays = role == "head" and leaf in ("v", "mu") and leaf not in self.shares
         return super().is_shared(name, role) and not stays
@@ -113,7 +113,7 @@ class FactorizedFL(Client):
         """Return what is mixed, and the v that clients are compared by."""
         return super().upload().with_({self.criterion: self.learner.get_parameter(self.criterion).detach()})
 
-    def configure_server(self) -> "FactorizedFLServer":  # noqa: D102
+    def configure_server(self) -> "FactorizedFLServer":
         mixed = "v" in self.shares
         return FactorizedFLServer(self.rule, self.criterion, mixed, seed=int(torch.randint(2**31, ())))
 
@@ -158,9 +158,9 @@ class FactorizedFLServer(MixingServer):
     def __init__(self, rule: MatchingRule, criterion: str, mixes_criterion: bool, seed: NonNegativeInt = 0) -> None:
         self.rule, self.criterion, self.mixes_criterion, self.seed = rule, criterion, mixes_criterion, seed
 
-    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:  # noqa: D102
+    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:
         vectors = torch.stack([upload[self.criterion].flatten() for upload in latest.values()])
         return self.rule.weights(cosine_similarity_matrix(vectors), np.random.default_rng([self.seed, round]))
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return self.mixes_criterion or name != self.criterion

@@ -115,7 +115,7 @@ class FedSLR(TwoModels):
         self._shrunk = Payload({})  # w as the latest local step has shrunk it
         self._own_parameters = 0  # of p, while the mixed model is in its place
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         super().configure_state()
         check_epochs(self.spec.local_epochs, self.personal_epochs, "model.personal_epochs", "global model")
         roles = self.roles()
@@ -126,14 +126,14 @@ class FedSLR(TwoModels):
         self.dual = Memory(self.shared_weights() if self.solver.corrected else {}).zero_()
         self.register_buffer("common_parameters", torch.tensor(sum(p.numel() for p in self.learner.parameters())))
 
-    def configure_server(self) -> "FedSLRServer":  # noqa: D102
+    def configure_server(self) -> "FedSLRServer":
         threshold = 0.0 if self.solver.local else self.lam * self.eta_g
         eta_g = self.eta_g if self.solver.corrected else 0.0
         return FedSLRServer(
             frozenset(self.shared_weights()), threshold, eta_g, self.common, self.server_memory == "each"
         )
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         configured = super().configure_optimizers()
         single_optimizer(configured).register_step_post_hook(lambda optimizer, *_: self._shrink(optimizer))
         return configured
@@ -173,16 +173,16 @@ class FedSLR(TwoModels):
 
     # -------------------------------------------------------------------------------------------------------- training
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         self._trains_personal = False
 
-    def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:
         check_epochs(local_epochs, self.personal_epochs, "model.personal_epochs", "global model")
         if epoch == local_epochs - self.personal_epochs:
             self._finish_common()
             self._trains_personal = True
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         if not self.personal_epochs:
             self._finish_common()
 
@@ -226,7 +226,7 @@ class FedSLR(TwoModels):
         self._trained, shrunk, self._shrunk = {}, self._shrunk, Payload({})
         return Payload({name: t for name, t in sent.items() if name not in low_rank}, shrunk.sparse, low_rank)
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         counts = reply.counts if isinstance(reply, Payload) else {}
         own = {name: weight.numel() for name, weight in self.learner.named_parameters()}
         self.common_parameters.fill_(sum(counts.get(name, size) for name, size in own.items()))
@@ -243,7 +243,7 @@ class FedSLR(TwoModels):
         with holding(self.personal, mixed):
             yield self.personal
 
-    def as_evaluated(self, model: str) -> AbstractContextManager[L.LightningModule]:  # noqa: D102
+    def as_evaluated(self, model: str) -> AbstractContextManager[L.LightningModule]:
         return self.personalized() if model == MIXED else nullcontext(self.learner)
 
     def weight_parts(self) -> dict[str, WeightParts]:
@@ -289,13 +289,13 @@ class FedSLRServer(UniformServer):
         self.weights, self.threshold, self.eta_g, self.structure, self.each = weights, threshold, eta_g, structure, each
         self.averages = self.means_only = not each  # else gammas are made of single uploads
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         names = [name for name in self.model if name in self.weights and self.eta_g]
         self.dual = {name: torch.zeros_like(self.model[name]) for name in names}
         self.duals = {}
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         before = self.model
         super().aggregate(round, uploads)
         tensors = dict(self.model)

@@ -77,7 +77,7 @@ class FedSpa(Client):
         self.density, self.prune_rate, self.rounds = density, prune_rate, rounds
         self.regrow, self.common_masks = regrow, common_masks
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         everything = self.shared_weights()
         weights = {name: weight for name, weight in everything.items() if weight.dim() > 1 and weight.requires_grad}
         densities = self._densities({name: weight.shape for name, weight in everything.items()}, weights.keys())
@@ -105,7 +105,7 @@ class FedSpa(Client):
         weight.grad.mul_(self.masks[name])
 
     @torch.no_grad()
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         for name, mask in self.masks.items():
             weight = self.learner.get_parameter(name)
             weight.masked_fill_(~mask, 0)
@@ -127,7 +127,7 @@ class FedSpa(Client):
         if self.regrow != "none":
             self._exchange_weights()
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         self.round_number.copy_(reply[ROUND])
         super().download({name: tensor for name, tensor in reply.items() if name != ROUND})
 
@@ -163,7 +163,7 @@ class FedSpa(Client):
                 break
         return [gradient.to_dense() for gradient in gradients]  # as those of an embedding may not be
 
-    def configure_server(self) -> "FedSpaServer":  # noqa: D102
+    def configure_server(self) -> "FedSpaServer":
         return FedSpaServer(tuple(self.masks), self.regrow != "none")
 
 
@@ -186,21 +186,21 @@ class FedSpaServer(UniformServer):
     def __init__(self, masked: Sequence[str], masks_change: bool) -> None:
         self.masked, self.masks_change = masked, masks_change
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.masks = {client: info.initial[MASKS].clone() for client, info in sorted(clients.items())}
         self.round = 0
 
-    def add(self, client: int, info: ClientInfo) -> None:  # noqa: D102
+    def add(self, client: int, info: ClientInfo) -> None:
         self.masks = {**self.masks, client: info.initial[MASKS]}
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != MASKS
 
-    def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]] | None:  # noqa: D102
+    def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]] | None:
         return None if self.masks_change else {name: (w.shape, w.dtype) for name, w in self.model.items()}
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         dense = self.model
         super().aggregate(round, uploads)  # the mean of the updates
         self.model = Payload(

@@ -51,7 +51,7 @@ class PFedPara(Client):
         super().__init__(**kwargs)
         self.ratio, self.rank_rule, self.personal = ratio, rank_rule, personal
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         head = self.head_names
         hadamard(self.learner, self.ratio, self.rank_rule, self.personal, keep=lambda path: f"{path}.weight" in head)
@@ -67,5 +67,5 @@ class PFedPara(Client):
             if self.personal
         )
 
-    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+    def is_shared(self, name: str, role: Role) -> bool:
         return name not in self.private and super().is_shared(name, role)

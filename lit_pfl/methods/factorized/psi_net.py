@@ -81,7 +81,7 @@ class PsiNet(Client):
         self.groups, self.depth, self.mapping, self.trim = groups, depth, mapping, trim
         self.boundary, self.norm, self.structure, self.weighting = boundary, norm, structure, weighting
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         network = getattr(self.learner, "backbone", None)
         if not isinstance(network, Backbone) or not isinstance(network.head, nn.Linear):
             raise ConfigError(
@@ -114,12 +114,12 @@ class PsiNet(Client):
             trim(self.learner, own)
         return Payload({**super().initial(), OWN: torch.tensor(own)})
 
-    def load_global(self, model: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def load_global(self, model: Mapping[str, Tensor]) -> None:
         if OWN in model:
             trim(self.learner, model[OWN].tolist())
         super().load_global(model)
 
-    def configure_server(self) -> "PsiNetServer | Server":  # noqa: D102
+    def configure_server(self) -> "PsiNetServer | Server":
         if not self.row_groups:
             return Server()
         return PsiNetServer(self.row_groups, self.trim, self.weighting)
@@ -157,24 +157,24 @@ class PsiNetServer(Server):
                 if self.trim:
                     self.model[name][self.rows(client, name)] = info.initial[name]
 
-    def add(self, client: int, info: ClientInfo) -> None:  # noqa: D102
+    def add(self, client: int, info: ClientInfo) -> None:
         self.own = {**self.own, client: info.initial[OWN].tolist()}
 
     def rows(self, client: int, name: str) -> Tensor:
         """Return which rows of a tensor are a client's own."""
         return _rows(self.row_groups[name], self.own[client])
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != OWN
 
-    def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]]:  # noqa: D102
+    def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         layout = {name: (tensor.shape, tensor.dtype) for name, tensor in self.model.items()}
         for name in self.row_groups.keys() & layout.keys() if self.trim else ():
             shape, dtype = layout[name]
             layout[name] = torch.Size([len(self.rows(client, name)), *shape[1:]]), dtype
         return layout
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         common = [name for name in self.model if name not in self.row_groups]
         total = sum(self.counts[client] for client in uploads)
         shares = [self.counts[client] / total for client in uploads]

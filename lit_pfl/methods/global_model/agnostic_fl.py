@@ -45,10 +45,10 @@ class AgnosticFL(Client):
         self.step, self.decay = step, decay
         self._loss = float("nan")
 
-    def configure_server(self) -> "AgnosticFLServer":  # noqa: D102
+    def configure_server(self) -> "AgnosticFLServer":
         return AgnosticFLServer(self.step, self.decay)
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         needs_loss(self.learner, self.training_data(), "AgnosticFL")
         # neither shuffled nor augmented: it draws no random numbers
         _, self._loss = mean_loss(self.learner, in_order(self.training_data()))
@@ -77,19 +77,19 @@ class AgnosticFLServer(Server):
     def __init__(self, step: float = 0.1, decay: float = 1.0) -> None:
         self.step, self.decay = step, decay
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         total = sum(self.num_samples.values())
         self.lambdas = {client: n / total for client, n in self.num_samples.items()}
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != LOSS
 
-    def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
+    def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:
         held = sum(self.lambdas[client] for client in uploads)
         return [self.lambdas[client] / held for client in uploads]
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         held = sum(self.lambdas[client] for client in uploads)
         if not held:  # nobody who took part counts
             return

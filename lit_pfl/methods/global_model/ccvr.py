@@ -73,13 +73,13 @@ class CCVR(Classifying):
         super().__init__(**kwargs)
         self.samples_per_class, self.epochs, self.lr, self.batch_size = samples_per_class, epochs, lr, batch_size
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         classes, d = self.num_logits, self.num_features
         shapes = {MEANS: (classes, d), COVARIANCES: (classes, d, d)}
         counts = torch.zeros(classes, dtype=torch.int64)
         self.own = Memory({COUNTS: counts, **{name: torch.zeros(shape) for name, shape in shapes.items()}})
 
-    def configure_server(self) -> "CCVRServer":  # noqa: D102
+    def configure_server(self) -> "CCVRServer":
         return CCVRServer(self, seed=int(torch.randint(2**31, ())))
 
     def begin_round(self) -> None:
@@ -120,18 +120,18 @@ class CCVRServer(TrainedServer):
             torch.empty(self.samples, method.num_logits, method.num_features)
         self.lr, self.batch_size = method.lr, method.batch_size
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.calibrated, self.statistics = Payload({}), {}
 
-    def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: D102
+    def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:
         module = copy.deepcopy(self.head).cpu().train()
         return module, torch.optim.SGD(module.parameters(), lr=self.lr)
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name not in STATISTICS
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         before = self.model
         super().aggregate(round, uploads)
         for client, upload in uploads.items():
@@ -155,10 +155,10 @@ class CCVRServer(TrainedServer):
         heads = {name: trained[leaf].clone().to(before[name]) for name, leaf in self.leaves.items() if name in before}
         self.calibrated = Payload({name: heads.get(name, tensor) for name, tensor in before.items()}, before.sparse)
 
-    def evaluation_reply(self, client: int) -> Payload:  # noqa: D102
+    def evaluation_reply(self, client: int) -> Payload:
         return self.global_model()
 
-    def global_model(self) -> Payload:  # noqa: D102
+    def global_model(self) -> Payload:
         return self.calibrated if len(self.calibrated) else self.model
 
 

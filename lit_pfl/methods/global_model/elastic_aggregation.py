@@ -66,10 +66,10 @@ class ElasticAggregation(Classifying):
         super().__init__(**kwargs)
         self.tau, self.mu, self.share = tau, mu, share
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         self.sensitivity = Memory(self.shared_weights()).zero_()
 
-    def configure_server(self) -> "ElasticServer":  # noqa: D102
+    def configure_server(self) -> "ElasticServer":
         return ElasticServer(frozenset(self.shared_weights()), self.tau)
 
     def initial(self) -> Payload:
@@ -123,10 +123,10 @@ class ElasticServer(Server):
     def __init__(self, weights: frozenset[str], tau: float) -> None:
         self.weights, self.tau = weights, tau
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return not name.startswith(SENSITIVITY)
 
-    def averaged(self, uploads: Mapping[int, Payload], weights: list[float]) -> Payload:  # noqa: D102
+    def averaged(self, uploads: Mapping[int, Payload], weights: list[float]) -> Payload:
         names = self._averaged(uploads)
         moved = [name for name in names if name in self.weights]
         mean = self.average(uploads, weights, [*names, *(SENSITIVITY + name for name in moved)])

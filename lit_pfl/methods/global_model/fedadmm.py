@@ -59,7 +59,7 @@ class FedADMM(Client):
         self._theta: dict[str, Tensor] = {}
         self._sent: dict[str, Tensor] = {}  # in place of the weights, until the upload is handed over
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         if self.factorization is not None:
             raise ConfigError("model.factorization: FedADMM adds up how weights change, and takes dense ones only.")
         self.dual = Memory(self.shared_weights()).zero_()
@@ -68,7 +68,7 @@ class FedADMM(Client):
         self.register_buffer("begun", torch.tensor(not self.alone))
 
     @torch.no_grad()
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         weights = self.shared_weights()
         self._theta = {name: weight.detach().clone() for name, weight in weights.items()}
         self._sent = {}
@@ -107,6 +107,6 @@ class FedADMM(Client):
         """Return theta plus the change of ``w_i + y_i / rho``; on joining, the weights."""
         return super().upload().with_(self._sent)
 
-    def release_round_state(self) -> tuple[float, int]:  # noqa: D102
+    def release_round_state(self) -> tuple[float, int]:
         self._sent = {}
         return super().release_round_state()

@@ -68,14 +68,14 @@ class FedDyn(Client):
         self.alpha, self.by_samples, self.scored_model = alpha, by_samples, scored_model
         self._own_alpha = alpha
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         self.deviation = Memory(self.shared_weights()).zero_()
 
-    def configure_server(self) -> "FedDynServer":  # noqa: D102
+    def configure_server(self) -> "FedDynServer":
         alpha = self.alpha if self.by_samples else None
         return FedDynServer(frozenset(self.shared_weights()), alpha, self.scored_model == "mean")
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         self._own_alpha = float(reply.get(ALPHA, self.alpha))
         super().download({name: tensor for name, tensor in reply.items() if name != ALPHA})
 
@@ -121,11 +121,11 @@ class FedDynServer(UniformServer):
     def __init__(self, weights: frozenset[str], alpha: float | None = None, shows_mean: bool = False) -> None:
         self.weights, self.alpha, self.shows_mean = weights, alpha, shows_mean
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.deviation = {name: torch.zeros_like(self.model[name]) for name in self.model if name in self.weights}
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         before, everybody = self.model, len(self.num_samples)
         super().aggregate(round, uploads)
         moved: dict[str, Tensor] = {}
@@ -136,17 +136,17 @@ class FedDynServer(UniformServer):
             moved[name] = mean + self.deviation[name]
         self.model = self.model.with_(moved)
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         if self.alpha is None:
             return self.model
         mean = sum(self.num_samples.values()) / len(self.num_samples)
         alpha = torch.tensor(self.alpha * mean / self.num_samples[client])
         return self.model.with_({ALPHA: alpha})
 
-    def evaluation_reply(self, client: int) -> Payload:  # noqa: D102
+    def evaluation_reply(self, client: int) -> Payload:
         return self.global_model() if self.shows_mean else super().evaluation_reply(client)
 
-    def global_model(self) -> Payload:  # noqa: D102
+    def global_model(self) -> Payload:
         if not self.shows_mean:
             return self.model
         return self.model.with_({name: self.model[name] - deviation for name, deviation in self.deviation.items()})

@@ -39,7 +39,7 @@ class FedLC(Classifying):
         super().__init__(**kwargs)
         self.tau = tau
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         if not self.tau:
             return super().objective(batch, batch_idx)
         margin = calibration(self.class_counts, self.tau).to(self.device)

@@ -82,7 +82,7 @@ class FedMA(Client):
             raise ConfigError("model.local: FedMA matches the units of whole layers; leave it out.")
         self.matching = matching
 
-    def configure(self, spec: ClientSpec, alone: bool = False) -> None:  # noqa: D102
+    def configure(self, spec: ClientSpec, alone: bool = False) -> None:
         given = self.learner is not None
         common = int(torch.randint(2**31, ()))  # the same for all clients
         with torch_state_kept():
@@ -93,10 +93,10 @@ class FedMA(Client):
                         layer.reset_parameters()
             super().configure(spec, alone)
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         self.layers = chain(self.learner)
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.assignments = Memory({name: torch.arange(len(layer.weight)) for name, layer in self.layers[:-1]})
 
@@ -105,7 +105,7 @@ class FedMA(Client):
         """Whether the last layer is averaged."""
         return self.is_shared(f"{self.layers[-1][0]}.weight", "head")
 
-    def configure_server(self) -> "FedMAServer":  # noqa: D102
+    def configure_server(self) -> "FedMAServer":
         layouts = {
             name: {leaf: (tensor.shape, tensor.dtype) for leaf, tensor in layer.named_parameters()}
             for name, layer in self.layers
@@ -121,7 +121,7 @@ class FedMA(Client):
                 labels_in(self.data.example)
         return super().initial()
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         done = int(self.step) % len(self.layers)
         if done == 0:
             self.cut()
@@ -183,7 +183,7 @@ class FedMA(Client):
         for _, own in self.assignments.items():
             torch.arange(len(own), out=own)
 
-    def load_global(self, model: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def load_global(self, model: Mapping[str, Tensor]) -> None:
         for name, layer in self.layers:
             self._put(layer, model[f"{name}.weight"], model.get(f"{name}.bias"))
 
@@ -264,7 +264,7 @@ class FedMAServer(Server):
         self.layers, self.names, self.shares_last = layers, list(layers), shares_last
         self.matching, self.seed = matching, seed
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.step = 0  # layers done, over all communication rounds
         self.model = Payload({})  # those of this communication round
@@ -272,10 +272,10 @@ class FedMAServer(Server):
         self.assignments: dict[str, dict[int, Tensor]] = {}  # by layer and client
         self.seen = dict.fromkeys(clients, 0)  # the step at which a client's upload was used last
 
-    def add(self, client: int, info: ClientInfo) -> None:  # noqa: D102
+    def add(self, client: int, info: ClientInfo) -> None:
         self.seen = {**self.seen, client: 0}
 
-    def layout(self, client: int) -> Layout:  # noqa: D102
+    def layout(self, client: int) -> Layout:
         index = self.step % len(self.names)
         name, last = self.names[index], index == len(self.names) - 1
         expected = {"step": (torch.Size([]), torch.int64)}
@@ -290,7 +290,7 @@ class FedMAServer(Server):
             expected["class_counts"] = self.layers[name]["weight"][0][:1], torch.int32
         return expected
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         index = self.step % len(self.names)
         name, last = self.names[index], index == len(self.names) - 1
         if index == 0:
@@ -308,7 +308,7 @@ class FedMAServer(Server):
         if last:
             self.finished = self.model
 
-    def global_model(self) -> Payload:  # noqa: D102
+    def global_model(self) -> Payload:
         return self.finished
 
     def _match(self, name: str, units: Mapping[int, Tensor]) -> Tensor:

@@ -46,10 +46,10 @@ class FedNova(Client):
         super().__init__(reset_optimizer=reset_optimizer, **kwargs)
         self._went = self._pace = 0.0  # a_i and c, in this round
 
-    def configure_server(self) -> "FedNovaServer":  # noqa: D102
+    def configure_server(self) -> "FedNovaServer":
         return FedNovaServer(frozenset(self.shared_weights()))
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         configured = super().configure_optimizers()
         optimizer = single_optimizer(configured)
         groups = optimizer.param_groups
@@ -74,7 +74,7 @@ class FedNova(Client):
             self._pace = groups[0]["momentum"] * self._pace + 1
             self._went += self._pace
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         self._went = self._pace = 0.0
 
     def upload(self) -> Payload:
@@ -94,14 +94,14 @@ class FedNovaServer(Server):
     def __init__(self, weights: frozenset[str]) -> None:
         self.weights = weights
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != STEPS
 
     def center(self, client: int, upload: Payload) -> Payload:
         """Return the model, and the upload's own count of steps, which is no change of anything."""
         return self.model.with_({STEPS: upload[STEPS]})
 
-    def averaged(self, uploads: Mapping[int, Payload], weights: list[float]) -> Payload:  # noqa: D102
+    def averaged(self, uploads: Mapping[int, Payload], weights: list[float]) -> Payload:
         mean = super().averaged(uploads, weights)
         factors = per_step(weights, [float(upload[STEPS]) for upload in uploads.values()])
         if factors == weights:

@@ -40,11 +40,11 @@ class FedNTD(Classifying):
         super().__init__(**kwargs)
         self.beta, self.tau = beta, tau
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         if self.beta:
             self.received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         if not self.beta:
             return super().objective(batch, batch_idx)
         teacher = self.call_frozen(self.received, batch, batch_idx).logits

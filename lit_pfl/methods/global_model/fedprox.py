@@ -33,7 +33,7 @@ class FedProx(Client):
         super().__init__(**kwargs)
         self.mu = mu
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().objective(batch, batch_idx)
         if self.mu:
             loss = loss + self.mu / 2 * squared_distance(self.shared_weights(), self.received)

@@ -41,7 +41,7 @@ class FedRS(Classifying):
         super().__init__(**kwargs)
         self.alpha, self.scale = alpha, scale
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         counts = self.class_counts.to(self.device)
         have = (counts > 0).float() if self.scale == "present" else counts / counts.max()
         less = (1 - self.alpha) * (have - 1)  # s - 1, exactly 0 for classes that count in full

@@ -47,16 +47,16 @@ class MOON(Classifying):
         super().__init__(**kwargs)
         self.mu, self.tau = mu, tau
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         if self.mu:
             self.previous = Memory(self.network_tensors())
             self.register_buffer("has_previous", torch.tensor(False))
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         if self.mu and self.has_previous:
             self.received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         if not self.received:
             return super().objective(batch, batch_idx)
         others = (self.received, dict(self.previous.items()))
@@ -65,7 +65,7 @@ class MOON(Classifying):
             loss = super().objective(batch, batch_idx)
         return loss + self.mu * contrast(seen.features, near, away, self.tau)
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         if self.mu:
             self.previous.copy_(self.network_tensors())
             self.has_previous.fill_(True)

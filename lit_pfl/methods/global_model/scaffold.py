@@ -62,13 +62,13 @@ class Scaffold(Client):
         self._change: dict[str, Tensor] = {}  # of c_i, until it is uploaded and the next round begins
         self._sum_of_lr = 0.0
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         self.control = Memory(self.shared_weights()).zero_()
 
-    def configure_server(self) -> "ScaffoldServer":  # noqa: D102
+    def configure_server(self) -> "ScaffoldServer":
         return ScaffoldServer(self.server_lr, self.by_samples)
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         configured = super().configure_optimizers()
         optimizer = single_optimizer(configured)
         plain = type(optimizer) is torch.optim.SGD and all(
@@ -85,11 +85,11 @@ class Scaffold(Client):
         if any(weight.grad is not None for weight in group["params"]):  # else the learner has skipped the batch
             self._sum_of_lr += float(group["lr"])
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         self._of_all = {name: reply[CONTROL + name] for name in self.control}
         super().download({name: tensor for name, tensor in reply.items() if not name.startswith(CONTROL)})
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         self._correction = {name: self._of_all[name].to(own.device) - own for name, own in self.control.items()}
         self._sum_of_lr, self._change = 0.0, {}
 
@@ -102,7 +102,7 @@ class Scaffold(Client):
         ]
         return super().objective(batch, batch_idx) + torch.stack(zeros).sum()
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         self._change = self._renew_control()
         self._of_all, self._correction = {}, {}  # a sleeping client keeps neither
 
@@ -111,7 +111,7 @@ class Scaffold(Client):
         change = self._change or {name: torch.zeros_like(own) for name, own in self.control.items()}
         return super().upload().with_({CONTROL + name: tensor for name, tensor in change.items()})
 
-    def release_round_state(self) -> tuple[float, int]:  # noqa: D102
+    def release_round_state(self) -> tuple[float, int]:
         self._change = {}
         return super().release_round_state()
 
@@ -156,15 +156,15 @@ class ScaffoldServer(UniformServer):
     def __init__(self, server_lr: float = 1.0, by_samples: bool = False) -> None:
         self.server_lr, self.by_samples = server_lr, by_samples
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         first = clients[min(clients)].initial
         self.control = {name: torch.zeros_like(self.model[name]) for name in self.model if CONTROL + name in first}
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return not name.startswith(CONTROL)
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         before = self.model
         names, weights = self._averaged(uploads), self.averaging_weights(round, uploads)
         controls = [CONTROL + name for name in self.control]
@@ -194,6 +194,6 @@ class ScaffoldServer(UniformServer):
             return 1.0
         return self.num_samples[client] * len(self.num_samples) / sum(self.num_samples.values())
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         size = self._size(client)
         return self.model.with_({CONTROL + name: c if size == 1 else c / size for name, c in self.control.items()})

@@ -48,10 +48,10 @@ class FD(ClassMeans):
         super().__init__(**kwargs)
         self.lam, self.averages, self.means_of = lam, averages, averages
 
-    def configure_server(self) -> FedProtoServer:  # noqa: D102
+    def configure_server(self) -> FedProtoServer:
         return FedProtoServer()
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         with self.at_head() as seen:
             loss = super().objective(batch, batch_idx)
         if not self.lam or not self.common[COUNTS].any():

@@ -91,20 +91,20 @@ class FedGen(Classifying):
         self.noise_dim, self.hidden_dim, self.gen_batch_size = noise_dim, hidden_dim, gen_batch_size
         self.generator_steps, self.generator_lr, self.eta = generator_steps, generator_lr, eta
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         sizes = self.noise_dim, self.num_logits, self.hidden_dim, self.num_features
         self.generator = Generator(*sizes).requires_grad_(False)
         self.register_buffer("occurring", torch.ones(self.num_logits, dtype=torch.int64))
         self.register_buffer("completed", torch.zeros((), dtype=torch.int64))
 
-    def configure_server(self) -> "FedGenServer":  # noqa: D102
+    def configure_server(self) -> "FedGenServer":
         return FedGenServer(self, seed=int(torch.randint(2**31, ())))
 
     def upload(self) -> Payload:
         """Return the weights and the class counts."""
         return super().upload().with_({COUNTS: self.class_counts.to(self.device)})
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         own = {name.removeprefix(GENERATOR): x for name, x in reply.items() if name.startswith(GENERATOR)}
         load_tensors(self.generator, own)
         self.occurring.copy_(reply[COUNTS])
@@ -112,7 +112,7 @@ class FedGen(Classifying):
         known = (COUNTS, ROUNDS)
         super().download({k: x for k, x in reply.items() if k not in known and not k.startswith(GENERATOR)})
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         with self.at_head() as seen:
             loss = super().objective(batch, batch_idx)
         if not int(self.completed):
@@ -191,19 +191,19 @@ class FedGenServer(TrainedServer):
         self.lr, self.decay, self.eta = method.generator_lr, method.decay, method.eta
         self.steps, self.batch_size = method.generator_steps, method.gen_batch_size
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.completed = 0
         self.occurring = torch.stack([info.initial[COUNTS] for info in clients.values()]).sum(0)
 
-    def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: D102
+    def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:
         module: nn.Module = Generator(*self.sizes)
         return module, torch.optim.Adam(module.parameters(), lr=self.lr, weight_decay=1e-2)
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != COUNTS
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         super().aggregate(round, uploads)
         self.completed = round
         leaves = self.leaves.items()
@@ -227,7 +227,7 @@ class FedGenServer(TrainedServer):
         features = features.to(next(self.head.parameters()))
         return (call_with(head, self.head, features) for head in heads)
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         generator = {GENERATOR + name: x for name, x in self.module.state_dict().items()}
         told = {COUNTS: self.occurring, ROUNDS: torch.tensor(self.completed)}
         return self.model.with_({**told, **generator})

@@ -70,18 +70,18 @@ class FedKD(Mutual):
         share = min(1.0, completed / max(1, self.rounds - 1))
         return self.energy_start + (self.energy_end - self.energy_start) * share
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         super().configure_state()
         self.matched = nn.Linear(self.num_features, self.num_features, bias=False).to(self.head_dtype)
         self.before_round = Memory(self.shared_parameters())
         self.register_buffer("completed", torch.zeros((), dtype=torch.int64))
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         configured = super().configure_optimizers()
         add_parameters(single_optimizer(configured), self.matched.parameters())
         return configured
 
-    def configure_server(self) -> "FedKDServer":  # noqa: D102
+    def configure_server(self) -> "FedKDServer":
         return FedKDServer(self)
 
     def initial(self) -> Payload:
@@ -96,7 +96,7 @@ class FedKD(Mutual):
         return in_factors(change, self.energy(int(self.completed)))
 
     @torch.no_grad()
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         if CHANGE not in reply:
             new = {name: reply[name] for name, _ in self.before_round.items()}
         elif int(reply[ROUNDS]) == int(self.completed):  # which is in it: of the round since then no upload was used
@@ -158,11 +158,11 @@ class FedKDServer(UniformServer):
     def __init__(self, method: FedKD) -> None:
         self.energy = method.energy
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.change, self.participants, self.completed = Payload({}), [], 0
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         mean = self.average(uploads, self.averaging_weights(round, uploads), list(self.model))
         self.change = in_factors(mean, self.energy(round - 1))
         self.model = {name: x + self.change[name] for name, x in self.model.items()}
@@ -172,7 +172,7 @@ class FedKDServer(UniformServer):
         """Return nothing: uploads are changes."""
         return Payload({})
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         if client not in self.participants:  # who has the model that the change was added to
             return self.evaluation_reply(client)
         told = {CHANGE: torch.ones((), dtype=torch.uint8), ROUNDS: torch.tensor(self.completed)}

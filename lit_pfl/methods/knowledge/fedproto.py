@@ -33,7 +33,7 @@ class ClassMeans(Classifying):
     own: Memory
     common: Memory
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         width = self.num_features if self.means_of == "features" else self.num_logits
         none = {
             PROTOTYPES: torch.zeros(self.num_logits, width),
@@ -45,10 +45,10 @@ class ClassMeans(Classifying):
         """Return the means, and how many samples of every class they are of."""
         return Payload(dict(self.own.items()))
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         self.common.copy_(reply)
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         means, counts = self.class_means(self.means_of)
         self.own.copy_({PROTOTYPES: means, COUNTS: counts})
 
@@ -97,10 +97,10 @@ class FedProto(ClassMeans):
         super().__init__(**kwargs)
         self.lam, self.scored_by, self.weighting = lam, scored, weighting
 
-    def configure_server(self) -> "FedProtoServer":  # noqa: D102
+    def configure_server(self) -> "FedProtoServer":
         return FedProtoServer(self.weighting)
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         with self.at_head() as seen:
             loss = super().objective(batch, batch_idx)
         if not self.lam or not self.common[COUNTS].any():
@@ -162,7 +162,7 @@ class FedProtoServer(Server):
     def __init__(self, weighting: Weighting = "uniform") -> None:
         self.weighting = weighting
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         for client, info in clients.items():
             if info.initial[PROTOTYPES].shape != self.model[PROTOTYPES].shape:
@@ -171,7 +171,7 @@ class FedProtoServer(Server):
                     f"those of others {tuple(self.model[PROTOTYPES].shape)}; features must be of one size."
                 )
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         counts = torch.stack([upload[COUNTS] for upload in uploads.values()])
         prototypes = torch.stack([upload[PROTOTYPES] for upload in uploads.values()])
         weights = counts.double() if self.weighting == "samples" else (counts > 0).double()

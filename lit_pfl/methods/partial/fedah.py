@@ -57,14 +57,14 @@ class FedAH(Client):
         self.eta, self.weight_epochs, self.head_epochs = eta, weight_epochs, head_epochs
         self.min_local_epochs = head_epochs + 1
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         check_epochs(self.spec.local_epochs, self.head_epochs, "model.head_epochs")
         needs_head(self.learner, self.head_names, "FedAH")
         self.phases = Phases(self.learner, self.head_names, "FedAH")
         heads = {name: weight for name, weight in self.shared_weights().items() if name in self.head_names}
         self.share = Memory({name: torch.ones_like(weight) for name, weight in heads.items()})
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         super().download({name: tensor for name, tensor in reply.items() if name not in self.share.names})
         with torch.inference_mode(False), torch.enable_grad():
             own = {name: self.learner.get_parameter(name).detach().clone() for name in self.share}
@@ -84,9 +84,9 @@ class FedAH(Client):
                 step = self.eta * gradients[name] * (common[name] - own[name])
                 share.copy_((share - step).clamp(0, 1))
 
-    def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:
         check_epochs(local_epochs, self.head_epochs, "model.head_epochs")
         self.phases.train("head" if epoch < self.head_epochs else "body")
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         self.phases.train("head", "body")

@@ -82,11 +82,11 @@ class FedAS(Classifying):
         super().__init__(**kwargs)
         self.align_lr, self.align_epochs, self.align_batch_size = align_lr, align_epochs, align_batch_size
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         self.register_buffer(FISHER, torch.zeros(()))
         self.register_buffer("trained", torch.tensor(False))
 
-    def configure_server(self) -> "FedASServer":  # noqa: D102
+    def configure_server(self) -> "FedASServer":
         return FedASServer()
 
     def upload(self) -> Payload:
@@ -121,7 +121,7 @@ class FedAS(Classifying):
             for weight, gradient in zip(body.values(), gradients, strict=True):
                 weight.sub_(self.align_lr * gradient)
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         self.fisher.fill_(self._squared_gradients())
         self.trained.fill_(True)
 
@@ -154,10 +154,10 @@ class FedASServer(Server):
 
     means_only = False
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != FISHER
 
-    def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:  # noqa: D102
+    def averaging_weights(self, round: int, uploads: Mapping[int, Payload]) -> list[float]:
         fisher = torch.tensor([float(upload[FISHER]) for upload in uploads.values()], dtype=torch.float64).clamp_min(0)
         if not fisher.any():
             return [1 / len(uploads)] * len(uploads)

@@ -59,7 +59,7 @@ class FedBABU(Client):
         self.finetune_lr, self.finetune_momentum = finetune_lr, finetune_momentum
         self.weighting = weighting
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         head = self.head_names
         needs_head(self.learner, head, "FedBABU")

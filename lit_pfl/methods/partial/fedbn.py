@@ -41,7 +41,7 @@ class FedBN(Client):
         super().__init__(**kwargs)
         self.of, self.weighting = of, weighting
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         modules = self.learner.named_modules(remove_duplicate=False)
         batch_norms = {name for name, module in modules if isinstance(module, _BATCH_NORMS)}
@@ -60,5 +60,5 @@ class FedBN(Client):
                 else f"model.learner: {type(self.learner).__name__} has no norm layer; use model=FedAvg."
             )
 
-    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+    def is_shared(self, name: str, role: Role) -> bool:
         return name not in self.own_norms and super().is_shared(name, role)

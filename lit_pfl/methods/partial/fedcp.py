@@ -60,10 +60,10 @@ class FedCP(Classifying):
         super().__init__(**kwargs)
         self.lam, self.noisy = lam, noisy
 
-    def configure_server(self) -> "FedCPServer":  # noqa: D102
+    def configure_server(self) -> "FedCPServer":
         return FedCPServer()
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         d = self.num_features
         policy = nn.Sequential(nn.Linear(d, 2 * d), nn.LayerNorm(2 * d), nn.ReLU())
         self.extra = nn.ModuleDict({"policy": policy}).to(self.head_dtype)
@@ -97,11 +97,11 @@ class FedCP(Classifying):
         super().download({name: tensor for name, tensor in reply.items() if name not in self._leaves})
         self.own.copy_({"context": self._context()})
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         if self.lam:
             self.received = {name: tensor.clone() for name, tensor in self.network_tensors().items()}
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         before = None
         if self.lam:
             before = self.call_frozen(self.received, batch, batch_idx, in_evaluation=False).features

@@ -58,28 +58,28 @@ class FedDBE(Classifying):
         super().__init__(**kwargs)
         self.kappa, self.mu = kappa, mu
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         zeros = torch.zeros(self.num_features)
         self.extra = nn.ModuleDict({"bias": Shift(self.num_features)})
         self.own = Memory({MEAN: zeros})
         self.common = Memory({MEAN: zeros, "known": torch.tensor(False)})
 
-    def configure_server(self) -> "FedDBEServer":  # noqa: D102
+    def configure_server(self) -> "FedDBEServer":
         return FedDBEServer()
 
     def upload(self) -> Payload:
         """Return the weights and the running mean of the features."""
         return super().upload().with_({MEAN: self.own[MEAN]})
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         if MEAN in reply:
             self.common.copy_({MEAN: reply[MEAN], "known": torch.tensor(True)})
         super().download({name: tensor for name, tensor in reply.items() if name != MEAN})
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         self.own.zero_()
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         known = bool(self.common["known"])
         with self.at_head(features=self.extra["bias"] if known else None) as seen:
             loss = super().objective(batch, batch_idx)
@@ -124,17 +124,17 @@ class FedDBEServer(Server):
 
     feature_mean: Tensor | None = None
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != MEAN
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         if self.feature_mean is None:
             weights = self.averaging_weights(round, uploads)
             self.feature_mean = self.average(uploads, weights, [MEAN])[MEAN]
         else:
             super().aggregate(round, uploads)
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         if self.feature_mean is None:
             return self.model
         return self.model.with_({MEAN: self.feature_mean})

@@ -56,11 +56,11 @@ class FedGH(Classifying):
         super().__init__(**kwargs)
         self.server_lr, self.server_batch_size = server_lr, server_batch_size
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         none = torch.zeros(self.num_logits, self.num_features)
         self.own = Memory({PROTOTYPES: none, COUNTS: torch.zeros(self.num_logits, dtype=torch.int64)})
 
-    def configure_server(self) -> "FedGHServer":  # noqa: D102
+    def configure_server(self) -> "FedGHServer":
         seed = int(torch.randint(2**31, ()))
         return FedGHServer(self.head_module, self.server_lr, self.server_batch_size, seed)
 
@@ -68,10 +68,10 @@ class FedGH(Classifying):
         """Return the class means, and how many samples they are of."""
         return Payload(dict(self.own.items()))
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         load_tensors(self.head_module, {name.removeprefix(HEAD): tensor for name, tensor in reply.items()})
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         prototypes, counts = self.class_means()
         self.own.copy_({PROTOTYPES: prototypes, COUNTS: counts})
 
@@ -94,14 +94,14 @@ class FedGHServer(TrainedServer):
         super().__init__(seed)
         self.head, self.lr, self.batch_size = head, lr, batch_size
 
-    def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: D102
+    def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:
         module = copy.deepcopy(self.head).cpu()
         return module, torch.optim.SGD(module.parameters(), lr=self.lr)
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return False
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         means = torch.stack([upload[PROTOTYPES] for upload in uploads.values()]).cpu()
         kept = torch.stack([upload[COUNTS] for upload in uploads.values()]).cpu() > 0
         samples, labels = means[kept].to(next(self.module.parameters())), kept.nonzero()[:, 1]
@@ -111,5 +111,5 @@ class FedGHServer(TrainedServer):
                 nn.functional.cross_entropy(self.module(samples[part]), labels[part]).backward()
                 self.optimizer.step()
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         return Payload({HEAD + name: tensor for name, tensor in self.module.state_dict().items()})

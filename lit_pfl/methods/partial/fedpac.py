@@ -67,7 +67,7 @@ class FedPAC(Classifying):
         self._targets: Tensor | None = None
         self._trains_head = False
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         check_epochs(self.spec.local_epochs, 1, "FedPAC's one epoch of the head")
         self.phases = Phases(self.learner, self.head_names, "FedPAC")
         table = torch.zeros(self.num_logits, self.num_features)
@@ -75,30 +75,30 @@ class FedPAC(Classifying):
         self.own = Memory({**prototypes, VARIANCE: torch.zeros(()), MEANS: table})
         self.common = Memory(prototypes)
 
-    def configure_server(self) -> "FedPACServer":  # noqa: D102
+    def configure_server(self) -> "FedPACServer":
         return FedPACServer(frozenset(self.shared_parameters()) & self.head_names)
 
     def upload(self) -> Payload:
         """Return the weights, the prototypes and the statistics under the body that the round began with."""
         return super().upload().with_(dict(self.own.items()))
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         self.common.copy_(reply)
         super().download({name: tensor for name, tensor in reply.items() if name not in STATISTICS})
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         means, squares, counts = self.class_moments()
         variance, weighted = statistics(means, squares, counts)
         self.own.copy_({**dict(self.own.items()), VARIANCE: variance, MEANS: weighted})
         known = self.common[COUNTS] > 0
         self._targets = torch.where(known[:, None], self.common[PROTOTYPES], means.float()) if known.any() else None
 
-    def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:
         check_epochs(local_epochs, 1, "FedPAC's one epoch of the head")
         self._trains_head = epoch == 0
         self.phases.train("head" if self._trains_head else "body")
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         with self.at_head() as seen:
             loss = super().objective(batch, batch_idx)
         if self._trains_head:
@@ -107,7 +107,7 @@ class FedPAC(Classifying):
             return loss
         return loss + self.lam * nn.functional.mse_loss(seen.features, self._targets[self.targets(batch)])
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         self.phases.train("head", "body")
         prototypes, counts = self.class_means()
         self.own.copy_({**dict(self.own.items()), PROTOTYPES: prototypes, COUNTS: counts})
@@ -166,17 +166,17 @@ class FedPACServer(Server):
     def __init__(self, head: frozenset[str]) -> None:
         self.head = head
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         first = clients[min(clients)].initial
         self.heads = {}
         self.first_head = Payload({name: first[name].clone() for name in first if name in self.head})
         self.model = Payload({**self.model, **{name: first[name].clone() for name in (PROTOTYPES, COUNTS)}})
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name not in self.head and name not in STATISTICS
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         sent = list(uploads.values())
         names = [name for name in self.model if self.is_averaged(name)]
         body = weighted_mean(sent, self.averaging_weights(round, uploads), names)
@@ -191,5 +191,5 @@ class FedPACServer(Server):
         variances, means = (torch.stack([upload[name] for upload in uploads]).cpu() for name in (VARIANCE, MEANS))
         return head_weights(variances.clamp_min(0), means).tolist()
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         return Payload({**self.model, **self.heads.get(client, self.first_head)})

@@ -35,7 +35,7 @@ class FedPer(Client):
         super().__init__(**kwargs)
         self.personal_layers = personal_layers
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         needs_head(self.learner, self.head_names, "FedPer")
         if isinstance(self.personal_layers, int):
@@ -60,5 +60,5 @@ class FedPer(Client):
         body = self.encoder_module
         return next((f"{path}." for path, module in self.learner.named_modules() if module is body), "")
 
-    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+    def is_shared(self, name: str, role: Role) -> bool:
         return name not in self.private and super().is_shared(name, role)

@@ -44,13 +44,13 @@ class FedRep(Client):
         self.mode, self.body_epochs = mode, body_epochs
         self.min_local_epochs = body_epochs + 1 if mode == "alternating" else 1
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         needs_head(self.learner, self.head_names, "FedRep")
         if self.mode == "alternating":
             check_epochs(self.spec.local_epochs, self.body_epochs, "model.body_epochs", "head")
             self.phases = Phases(self.learner, self.head_names, "FedRep")
 
-    def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:
         if self.mode == "alternating":
             check_epochs(local_epochs, self.body_epochs, "model.body_epochs", "head")
             self.phases.train("body" if epoch >= local_epochs - self.body_epochs else "head")

@@ -53,7 +53,7 @@ class FedRoD(Classifying):
         super().__init__(**kwargs)
         self.gamma, self.start = gamma, start
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         own = copy.deepcopy(self.head_module)
         if self.start == "zero":
             silence([own, *linear_layers(own)][-1])

@@ -72,7 +72,7 @@ class Floco(Classifying):
             raise ConfigError(f"model.rho={rho}: Floco's regions need a radius below 1.")
         self.endpoints, self.tau, self.rho = endpoints, tau, rho
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         if type(self.head_module) is not nn.Linear:
             raise ConfigError(
@@ -82,24 +82,24 @@ class Floco(Classifying):
         weight = self.head_module.weight
         [self.weight_name] = [name for name, x in self.learner.named_parameters() if x is weight]
 
-    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+    def is_shared(self, name: str, role: Role) -> bool:
         return name != self.weight_name and super().is_shared(name, role)
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         if self.share_head is False:
             raise ConfigError("model.share_head=false: Floco averages the endpoints of heads; leave it out.")
         head: Any = self.head_module
         self.extra = nn.ModuleDict({SIMPLEX: Endpoints(head.weight, self.endpoints)})
         self.register_buffer(CENTER, torch.zeros(self.endpoints))
 
-    def configure_server(self) -> "FlocoServer":  # noqa: D102
+    def configure_server(self) -> "FlocoServer":
         return FlocoServer(self.tau)
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         self.center.copy_(reply[CENTER])
         super().download({name: tensor for name, tensor in reply.items() if name != CENTER})
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         with self.at_head(logits=self._head(self._drawn())):
             return super().objective(batch, batch_idx)
 
@@ -147,11 +147,11 @@ class FlocoServer(Server):
     def __init__(self, tau: int) -> None:
         self.tau = tau
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.updates, self.centers = {}, {}
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         before = self.model[ENDPOINTS]
         super().aggregate(round, uploads)
         if self.centers:
@@ -162,7 +162,7 @@ class FlocoServer(Server):
             found = regions(torch.stack([self.updates[client].cpu() for client in ids]), len(before))
             self.updates, self.centers = {}, dict(zip(ids, found, strict=True))
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         endpoints = self.model[ENDPOINTS]
         center = self.centers.get(client, torch.zeros(len(endpoints)))
         return self.model.with_({CENTER: center.to(endpoints)})

@@ -71,7 +71,7 @@ class FLUTE(Classifying):
         self.min_local_epochs = body_epochs + 1
         self._trains_body = False
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         self._check(self.spec.local_epochs)
         self.phases = Phases(self.learner, self.head_names, "FLUTE")
         self.num_logits  # noqa: B018  # refuses a head without a linear layer
@@ -84,7 +84,7 @@ class FLUTE(Classifying):
     def _check(self, local_epochs: int | None) -> None:
         check_epochs(local_epochs, self.body_epochs, "model.body_epochs", "head alone")
 
-    def configure_server(self) -> "FLUTEServer":  # noqa: D102
+    def configure_server(self) -> "FLUTEServer":
         head = frozenset(self.shared_parameters()) & self.head_names
         return FLUTEServer(head, self.weight_name, self.server_lr)
 
@@ -97,12 +97,12 @@ class FLUTE(Classifying):
         """Return the weights, and which classes the client has."""
         return super().upload().with_({PRESENT: self.present})
 
-    def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:
         self._check(local_epochs)
         self._trains_body = epoch >= local_epochs - self.body_epochs
         self.phases.train("head", *(["body"] if self._trains_body else []))
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         with self.at_head() as seen:
             loss = super().objective(batch, batch_idx)
         weight = self.learner.get_parameter(self.weight_name)
@@ -114,7 +114,7 @@ class FLUTE(Classifying):
             loss = loss + self.lam3 * seen.features.square().sum()
         return loss
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         self.phases.train("head", "body")
 
 
@@ -139,16 +139,16 @@ class FLUTEServer(Server):
     def __init__(self, head: frozenset[str], weight: str, lr: float) -> None:
         self.head, self.weight, self.lr = head, weight, lr
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         first = clients[min(clients)].initial
         self.heads = {}
         self.first_head = {name: first[name].clone() for name in first if name in self.head}
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name not in self.head and name != PRESENT
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         names = [name for name in self.model if self.is_averaged(name)]
         self.model = weighted_mean(list(uploads.values()), self.averaging_weights(round, uploads), names)
         for client, upload in uploads.items():
@@ -157,7 +157,7 @@ class FLUTEServer(Server):
                 head[self.weight] = stepped(head[self.weight], upload[PRESENT], self.lr / len(uploads))
             self.heads[client] = Payload(head)
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         return self.model.with_(self.heads.get(client, self.first_head))
 
 

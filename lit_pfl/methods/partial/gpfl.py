@@ -56,7 +56,7 @@ class GPFL(Classifying):
         self.lam, self.mu = lam, mu
         self._received = torch.empty(0)
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         d = self.num_features
         extra = nn.ModuleDict({"embeddings": nn.Embedding(self.num_logits, d), "conditional": Conditional(d)})
         self.extra = extra.to(self.head_dtype)
@@ -69,7 +69,7 @@ class GPFL(Classifying):
         return table.weight
 
     @torch.no_grad()
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         if self.conditions["trained"]:
             embeddings, counts = self._embeddings, self.class_counts.to(self.device)
             shares = (counts / counts.sum())[:, None]
@@ -77,10 +77,10 @@ class GPFL(Classifying):
             self.conditions.copy_({**made, "trained": self.conditions["trained"]})
         super().download(reply)
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         self._received = self._embeddings.detach().clone()
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         with self.at_head(features=Conditioned(self.extra["conditional"], self.conditions["personal"])) as seen:
             loss = super().objective(batch, batch_idx)
         generic, labels = self.extra["conditional"](seen.features, self.conditions["generic"]), self.targets(batch)
@@ -90,7 +90,7 @@ class GPFL(Classifying):
         decay = self.mu / 2 * torch.stack([weight.square().sum() for weight in self.extra.parameters()]).sum()
         return loss + (decay - decay.detach())  # only the gradient counts, as that of an optimizer's weight decay
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         self._received = torch.empty(0)  # a sleeping client keeps no copy
         self.conditions["trained"].fill_(True)
 

@@ -38,10 +38,10 @@ class LGFedAvg(Client):
         super().__init__(**kwargs)
         self.shared_layers, self.weighting = shared_layers, weighting
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         needs_head(self.learner, self.head_names, "LGFedAvg")
         self.common = last_layers(self.roles(), self.shared_layers, "model.shared_layers")
 
-    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+    def is_shared(self, name: str, role: Role) -> bool:
         return name in self.common and super().is_shared(name, role)

@@ -63,15 +63,15 @@ class PFedFDA(Classifying):
         self.single_beta, self.eps = single_beta, eps
         self._head: Discriminant | None = None
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         d = self.num_features
         first = {MEANS: torch.zeros(self.num_logits, d), COVARIANCE: torch.eye(d)}
         self.common, self.own = Memory(first), Memory(first)
 
-    def configure_server(self) -> "PFedFDAServer":  # noqa: D102
+    def configure_server(self) -> "PFedFDAServer":
         return PFedFDAServer(seed=int(torch.randint(2**31, ())))
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         self.common.copy_(reply)
         super().download({name: x for name, x in reply.items() if name not in (MEANS, COVARIANCE)})
 
@@ -85,14 +85,14 @@ class PFedFDA(Classifying):
         shares = self.class_counts.double() / self.class_counts.sum() + self.eps
         return (shares / shares.sum()).to(self.device)
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         self._head = self._classifier(self.common[MEANS].double(), self.common[COVARIANCE].double())
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         with self.at_head(logits=self._head):
             return super().objective(batch, batch_idx)
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         self._head = None
         means, covariance = self._adapted()
         self.own.copy_({MEANS: means, COVARIANCE: covariance})
@@ -131,7 +131,7 @@ class PFedFDAServer(Server):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         means = self.model[MEANS]
         drawn = torch.rand(means.shape, generator=torch.Generator().manual_seed(self.seed))

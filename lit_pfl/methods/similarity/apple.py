@@ -76,16 +76,16 @@ class APPLE(Client):
         self._cores: dict[str, list[Tensor]] = {}  # of every weight those of the others: the server's memory
         self._others: dict[str, Tensor] = {}  # the same as (K - 1, ...) while the client trains
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         tables = (m for m in self.learner.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
         if any(table.sparse for table in tables):
             raise ConfigError("model.learner: APPLE needs gradients that are dense; give its embeddings sparse=False.")
         self.mixture = Memory(self.shared_weights())
 
-    def configure_server(self) -> "APPLEServer":  # noqa: D102
+    def configure_server(self) -> "APPLEServer":
         return APPLEServer(frozenset(self.shared_weights()), self.mu, self.prior_rounds, self.schedule)
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         refuse_scaled_gradients(self.trainer, "APPLE")
         configured = super().configure_optimizers()
         single_optimizer(configured).register_step_post_hook(lambda *_: self._step_relations())
@@ -114,11 +114,11 @@ class APPLE(Client):
             for name, cores in self._cores.items()
         }
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         self._relations.requires_grad_()
         self._others = self._stacked()
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         mixed = {f"learner.{name}": tensor for name, tensor in self._mixed(self._others).items()}
         loss: Tensor = call_with(mixed, Step(self.learner, self.loss), batch, batch_idx)
         if not self._pull:
@@ -192,7 +192,7 @@ class APPLEServer(Server):
     def __init__(self, weights: frozenset[str], mu: float, prior_rounds: int, schedule: Schedule) -> None:
         self.weights, self.mu, self.prior_rounds, self.schedule = weights, mu, prior_rounds, schedule
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         total = sum(self.num_samples.values())
         shares = {client: n / total for client, n in self.num_samples.items()}
@@ -208,7 +208,7 @@ class APPLEServer(Server):
         """Return the ids of all other clients, in increasing order."""
         return [other for other in self.num_samples if other != client]
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != RELATIONS
 
     def layout(self, client: int) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
@@ -216,7 +216,7 @@ class APPLEServer(Server):
         prior = self.priors[client]
         return {**self.layouts[client], RELATIONS: (prior.shape, prior.dtype)}
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         # Copies, because an upload of this process is the client's own memory and changes when it trains on.
         for client, upload in uploads.items():
             self.relations[client] = upload[RELATIONS].clone()

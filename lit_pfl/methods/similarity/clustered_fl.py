@@ -63,7 +63,7 @@ class ClusteredFL(Client):
             )
         self.rule = SplitRule(eps1, eps2, min_size, start_round, thresholds == "relative", linkage)
 
-    def configure_server(self) -> "ClusteredFLServer":  # noqa: D102
+    def configure_server(self) -> "ClusteredFLServer":
         return ClusteredFLServer(self.rule, tuple(self.shared_weights()))
 
 
@@ -130,7 +130,7 @@ class ClusteredFLServer(Server):
     def __init__(self, rule: SplitRule, names: Sequence[str]) -> None:
         self.rule, self.names = rule, names
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.models = {0: self.model}
         self.place = dict.fromkeys(self.num_samples, 0)
@@ -152,7 +152,7 @@ class ClusteredFLServer(Server):
         together = (places[:, None] == places).double()
         return list(self.place), together / together.sum(1, keepdim=True)
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         if not self.scale:
             self.scale = largest_norm(self._updates(list(uploads), uploads))
         members: dict[int, list[int]] = {}
@@ -204,13 +204,13 @@ class ClusteredFLServer(Server):
         self.models = {cluster: model for cluster, model in self.models.items() if cluster in used | {0}}
         self.forks = {cluster: fork for cluster, fork in self.forks.items() if cluster in used}
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         return self.models[self.place[client]]
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "forks": {cluster: fork._asdict() for cluster, fork in self.forks.items()}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.forks = {cluster: Fork(**fork) for cluster, fork in state["forks"].items()}
 

@@ -69,7 +69,7 @@ class FedALA(Client):
         self.eta, self.share, self.layers = eta, share, layers
         self.threshold, self.window, self.max_passes = threshold, window, max_passes
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         weights = self.shared_weights()
         if isinstance(self.layers, int):
             if self.layers > len(weights):

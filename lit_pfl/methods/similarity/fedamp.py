@@ -51,7 +51,7 @@ class FedAMP(Client):
         self.lam, self.alpha, self.sigma, self.start = lam, alpha, sigma, start
         self._mixture: dict[str, Tensor] = {}
 
-    def configure_server(self) -> MixingServer:  # noqa: D102
+    def configure_server(self) -> MixingServer:
         return FedAMPServer(frozenset(self.shared_weights()), self.alpha, self.sigma)
 
     def download(self, reply: Mapping[str, Tensor]) -> None:
@@ -60,13 +60,13 @@ class FedAMP(Client):
         if self.start == "mixture":
             super().download(reply)
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().objective(batch, batch_idx)
         if self.lam and self._mixture:
             loss = loss + self.lam / (2 * self.alpha) * squared_distance(self.shared_weights(), self._mixture)
         return loss
 
-    def end_round(self) -> None:  # noqa: D102
+    def end_round(self) -> None:
         self._mixture = {}  # a sleeping client keeps no copy
 
 
@@ -100,7 +100,7 @@ class HeurFedAMP(FedAMP):
         super().__init__(lam=lam, alpha=alpha, sigma=sigma, start=start, **kwargs)
         self.self_weight = self_weight
 
-    def configure_server(self) -> MixingServer:  # noqa: D102
+    def configure_server(self) -> MixingServer:
         return HeurFedAMPServer(frozenset(self.shared_weights()), self.self_weight, self.sigma)
 
 
@@ -116,7 +116,7 @@ class FedAMPServer(MixingServer):
     def __init__(self, compared: frozenset[str], alpha: float, sigma: float) -> None:
         self.compared, self.alpha, self.sigma = compared, alpha, sigma
 
-    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:  # noqa: D102
+    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:
         distances = squared_distances(list(latest.values()), sorted(self.compared))
         others = (self.alpha / self.sigma * torch.exp(-distances / self.sigma)).fill_diagonal_(0)
         others /= others.sum(1, keepdim=True).clamp(min=1)
@@ -135,7 +135,7 @@ class HeurFedAMPServer(MixingServer):
     def __init__(self, compared: frozenset[str], self_weight: float, sigma: float) -> None:
         self.compared, self.self_weight, self.sigma = compared, self_weight, sigma
 
-    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:  # noqa: D102
+    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:
         itself = torch.eye(len(latest), dtype=torch.float64)
         if len(latest) == 1:
             return itself

@@ -51,11 +51,11 @@ class FedCAC(Client):
         super().__init__(**kwargs)
         self.tau, self.beta = tau, beta
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         masks = [torch.zeros_like(weight, dtype=torch.bool) for weight in self.shared_weights().values()]
         self.register_buffer(CRITICAL, pack_bits(masks) if masks else torch.zeros(0, dtype=torch.uint8))
 
-    def configure_server(self) -> "FedCACServer":  # noqa: D102
+    def configure_server(self) -> "FedCACServer":
         return FedCACServer({name: weight.shape for name, weight in self.shared_weights().items()}, self.beta)
 
     @torch.no_grad()
@@ -103,19 +103,19 @@ class FedCACServer(MixingServer):
     def __init__(self, shapes: Mapping[str, torch.Size], beta: int) -> None:
         self.shapes, self.beta = shapes, beta
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != CRITICAL
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         super().aggregate(round, uploads)
         Server.aggregate(self, round, uploads)
 
-    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:  # noqa: D102
+    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:
         marks = [unpack_bits(upload[CRITICAL], self.shapes) for upload in latest.values()]
         chosen = partners(overlaps(marks), round / self.beta).double()
         return chosen / chosen.sum(1, keepdim=True)
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         if client not in self.latest:
             return self.model
         mixed, masks = super().reply(client), unpack_bits(self.latest[client][CRITICAL], self.shapes)

@@ -77,14 +77,14 @@ class FedEM(Classifying):
         self._received: list[dict[str, Tensor]] = []
         self._prior = torch.empty(0)
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         self.register_buffer("mixture", torch.full((self.components,), 1 / self.components))
         self.further = nn.ModuleList(own_copy(self.learner) for _ in range(self.components - 1))
         for component in self.further:
             draw_anew(component)
 
     @property
-    def learners(self) -> dict[str, L.LightningModule]:  # noqa: D102
+    def learners(self) -> dict[str, L.LightningModule]:
         further: dict[str, Any] = {f"further.{m}": component for m, component in enumerate(self.further)}
         return {"learner": self.learner, **further}
 
@@ -95,13 +95,13 @@ class FedEM(Classifying):
         for component in getattr(self, "further", ()):
             component.trainer = trainer
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         configured = super().configure_optimizers()
         if len(self.further):
             add_parameters(single_optimizer(configured), self.further.parameters())
         return configured
 
-    def configure_server(self) -> "FedEMServer":  # noqa: D102
+    def configure_server(self) -> "FedEMServer":
         return FedEMServer(self.components)
 
     # ------------------------------------------------------------------------------------------------- what is sent
@@ -112,7 +112,7 @@ class FedEM(Classifying):
         tensors = [component.state_dict() for component in self.learners.values()]
         return Payload({f"{m}/{name}": own[name] for m, own in enumerate(tensors) for name in names})
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         for component, model in zip(self.learners.values(), by_number(reply).values(), strict=False):
             load_tensors(component, model)
 
@@ -157,7 +157,7 @@ class FedEM(Classifying):
         logits = [self.call_frozen(model, batch, batch_idx).logits for model in self._received]
         return responsibilities(torch.stack(logits, 2), labels, self._prior)
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         if self.components == 1:
             return super().objective(batch, batch_idx)
         q, labels, losses = self._responsibilities(batch, batch_idx), self.targets(batch), []
@@ -175,7 +175,7 @@ class FedEM(Classifying):
     def _head_of(self, component: L.LightningModule) -> nn.Module:
         return find_head(component, self.head_names, self.head is not None, "FedEM")
 
-    def release_round_state(self) -> tuple[float, int]:  # noqa: D102
+    def release_round_state(self) -> tuple[float, int]:
         self._received = []
         return super().release_round_state()
 
@@ -204,7 +204,7 @@ class FedEM(Classifying):
         with evaluating(self.further), forward_changed(self.learner, mixed):
             yield called
 
-    def standalone(self) -> nn.Module:  # noqa: D102
+    def standalone(self) -> nn.Module:
         if self.components == 1:
             return super().standalone()
         return Ensemble([network_of(component) for component in self.learners.values()], self.mixture)
@@ -222,7 +222,7 @@ class FedEMServer(Server):
     def __init__(self, components: int) -> None:
         self.components = components
 
-    def step_by(self, optimizer: ServerOptimizer, weights: Iterable[str]) -> None:  # noqa: D102
+    def step_by(self, optimizer: ServerOptimizer, weights: Iterable[str]) -> None:
         names = list(weights)
         super().step_by(optimizer, [f"{m}/{name}" for m in range(self.components) for name in names])
 

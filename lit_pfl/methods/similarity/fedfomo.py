@@ -76,7 +76,7 @@ class FedFOMO(Client):
         self.num_models, self.epsilon, self.epsilon_decay = num_models, epsilon, epsilon_decay
         self.norm, self.val_fraction = norm, val_fraction
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         self.base = Memory(tensors_of(self.learner))
         self.register_buffer(AFFINITY, torch.zeros(self.num_models))
 
@@ -110,7 +110,7 @@ class FedFOMO(Client):
             return in_order(self.trainer.val_dataloaders)
         return in_order(part_of(super().training_data(), self._parts()[1]))
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         needs_loss(self.learner, self.training_data(), "FedFOMO")
         self.base.copy_(tensors_of(self.learner))
 
@@ -157,7 +157,7 @@ class FedFOMO(Client):
         parts = [torch.linalg.vector_norm(a[name] - b[name], order) for name in self.shared_weights()]
         return float(torch.linalg.vector_norm(torch.stack(parts), order))
 
-    def configure_server(self) -> "FedFOMOServer":  # noqa: D102
+    def configure_server(self) -> "FedFOMOServer":
         return FedFOMOServer(self.num_models, self.epsilon, self.epsilon_decay, seed=int(torch.randint(2**31, ())))
 
 
@@ -185,14 +185,14 @@ class FedFOMOServer(Server):
     def __init__(self, num_models: int, epsilon: float, epsilon_decay: float, seed: NonNegativeInt = 0) -> None:
         self.num_models, self.epsilon, self.epsilon_decay, self.seed = num_models, epsilon, epsilon_decay, seed
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.row = {client: i for i, client in enumerate(self.num_samples)}
         self.affinity = torch.zeros(len(self.row), len(self.row), dtype=torch.float64)
         self.latest = {}
         self.round = 0
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != AFFINITY
 
     def chosen(self, client: int) -> list[int]:
@@ -229,7 +229,7 @@ class FedFOMOServer(Server):
             sent[i, [ids.index(other) for other in self.chosen(client)]] = 1
         return ids, sent / sent.sum(1, keepdim=True)
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         for client, upload in uploads.items():
             columns = [self.row[other] for other in self.chosen(client)]
             self.affinity[self.row[client], columns] += upload[AFFINITY][: len(columns)].double().cpu()
@@ -245,7 +245,7 @@ class FedFOMOServer(Server):
         """Return the chosen models, each tensor named ``<client>/<tensor>``."""
         return numbered({other: self.latest[other] for other in self.chosen(client)})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.affinity = self.affinity.cpu()  # which a few numbers are looked up in
 

@@ -50,10 +50,10 @@ class IFCA(Client):
         self.clusters = clusters
         self._moved = False
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         self.register_buffer(CLUSTER, torch.tensor(0))
 
-    def configure_server(self) -> Server:  # noqa: D102
+    def configure_server(self) -> Server:
         models = []
         with unchanged(self.learner):
             for _ in range(self.clusters - 1):
@@ -77,7 +77,7 @@ class IFCA(Client):
         self.cluster.fill_(best)
         super().download(models[best])
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         if self.clusters > 1:
             needs_loss(self.learner, self.training_data(), "IFCA")
         if self._moved:
@@ -111,17 +111,17 @@ class IFCAServer(UniformServer):
     def __init__(self, further: list[Payload]) -> None:
         self.further = further
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.models = {0: self.model}
         for cluster, model in enumerate(self.further, 1):
             self.models[cluster] = Payload({name: model[name].to(own.device) for name, own in self.model.items()})
         self.chosen = {}
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != CLUSTER
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         self.chosen |= {client: int(upload[CLUSTER]) for client, upload in uploads.items()}
         for cluster, model in self.models.items():
             own = {client: upload for client, upload in uploads.items() if int(upload[CLUSTER]) == cluster}

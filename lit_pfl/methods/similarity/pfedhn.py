@@ -80,15 +80,15 @@ class PFedHN(Client):
         self.server_lr, self.server_momentum = server_lr, server_momentum
         self.server_weight_decay, self.server_clip = server_weight_decay, server_clip
 
-    def configure_learner(self) -> None:  # noqa: D102
+    def configure_learner(self) -> None:
         super().configure_learner()
         if self.personal_head:
             needs_head(self.learner, self.head_names, "PFedHN with model.personal_head=true")
 
-    def is_shared(self, name: str, role: Role) -> bool:  # noqa: D102
+    def is_shared(self, name: str, role: Role) -> bool:
         return super().is_shared(name, role) and not (self.personal_head and role == "head")
 
-    def configure_server(self) -> "PFedHNServer":  # noqa: D102
+    def configure_server(self) -> "PFedHNServer":
         weights = self.shared_weights()
         size = self.hidden_dim * sum(weight.numel() for weight in weights.values())
         if size > MOST_WEIGHTS:
@@ -121,18 +121,18 @@ class PFedHNServer(TrainedServer):
             "weight_decay": options.server_weight_decay,
         }
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         self.places = {client: place for place, client in enumerate(sorted(clients))}
         super().start(clients)
 
-    def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: D102
+    def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:
         first = clients[min(clients)].initial
         shapes = {name: tensor.shape for name, tensor in first.items() if name in self.weights}
         size = self.embedding_dim or int(1 + len(clients) / 4)
         module: nn.Module = HyperNetwork(len(clients), size, self.hidden_dim, self.hidden_layers, shapes)
         return module, torch.optim.SGD(module.parameters(), **self.sgd)
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         others = [name for name in self.model if name not in self.weights]
         mean = weighted_mean(list(uploads.values()), self.averaging_weights(round, uploads), others)
         self.model = self.model.with_(mean)
@@ -152,7 +152,7 @@ class PFedHNServer(TrainedServer):
             self.optimizer.zero_grad()
 
     @torch.no_grad()
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         made = self.module(self.places[client])
         return Payload({name: made[name].to(x) if name in made else x for name, x in self.model.items()})
 

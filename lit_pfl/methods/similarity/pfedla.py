@@ -58,7 +58,7 @@ class PFedLA(Client):
         self.embedding_dim, self.hidden_dim = embedding_dim, hidden_dim
         self.server_lr, self.server_momentum = server_lr, server_momentum
 
-    def configure_server(self) -> "PFedLAServer":  # noqa: D102
+    def configure_server(self) -> "PFedLAServer":
         return PFedLAServer(frozenset(self.shared_weights()), self, seed=int(torch.randint(2**31, ())))
 
 
@@ -86,7 +86,7 @@ class PFedLAServer(TrainedServer):
         self.embedding_dim, self.hidden_dim = options.embedding_dim, options.hidden_dim
         self.sgd = {"lr": options.server_lr, "momentum": options.server_momentum}
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         self.places = {client: place for place, client in enumerate(sorted(clients))}
         first = clients[min(clients)].initial
         self.layers: dict[str, list[str]] = {}
@@ -96,12 +96,12 @@ class PFedLAServer(TrainedServer):
         self.latest = {}
         super().start(clients)
 
-    def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:  # noqa: D102
+    def make(self, clients: Mapping[int, ClientInfo]) -> tuple[nn.Module, torch.optim.Optimizer]:
         sizes = self.embedding_dim, self.hidden_dim, len(clients), len(self.layers)
         module: nn.Module = nn.ModuleList(LayerWeights(*sizes) for _ in clients)
         return module, torch.optim.SGD(module.parameters(), **self.sgd)
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         with self.training(round):
             self.optimizer.zero_grad()
             for client, upload in uploads.items():
@@ -141,7 +141,7 @@ class PFedLAServer(TrainedServer):
             mixed |= weighted_mean(models, row, names)
         return mixed
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         mixed = self._mixed(client)
         return Payload({name: mixed.get(name, tensor) for name, tensor in self.model.items()})
 

@@ -51,7 +51,7 @@ class PFedSim(Client):
         super().__init__(**kwargs)
         self.warmup_rounds = warmup_rounds
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         needs_head(self.learner, self.head_names, "PFedSim")
         sent = self.shared_parameters()
         rows = [name for name in sent if name in self.head_names and name.endswith("weight") and sent[name].dim() > 1]
@@ -62,7 +62,7 @@ class PFedSim(Client):
             )
         self.compared = rows[-1]
 
-    def configure_server(self) -> "PFedSimServer":  # noqa: D102
+    def configure_server(self) -> "PFedSimServer":
         return PFedSimServer(self.warmup_rounds, self.compared, self.head_names)
 
 
@@ -85,12 +85,12 @@ class PFedSimServer(MixingServer):
     def __init__(self, warmup_rounds: int, compared: str, head: frozenset[str]) -> None:
         self.warmup_rounds, self.compared, self.head = warmup_rounds, compared, head
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         super().start(clients)
         self.row = {client: i for i, client in enumerate(self.num_samples)}
         self.similarity = torch.zeros(len(self.row), len(self.row), dtype=torch.float64)
 
-    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:  # noqa: D102
+    def aggregate(self, round: int, uploads: Mapping[int, Payload]) -> None:
         if round <= self.warmup_rounds:
             Server.aggregate(self, round, uploads)
             return
@@ -100,11 +100,11 @@ class PFedSimServer(MixingServer):
         self.similarity[met[:, None], met] = found.cpu()
         super().aggregate(round, uploads)
 
-    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:  # noqa: D102
+    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:
         rows = torch.tensor([self.row[client] for client in latest])
         return weights_by_similarity(self.similarity[rows[:, None], rows])
 
-    def reply(self, client: int) -> Payload:  # noqa: D102
+    def reply(self, client: int) -> Payload:
         mixed = super().reply(client)
         if client not in self.latest:
             return mixed

@@ -68,7 +68,7 @@ class SimFed(Client):
         super().__init__(factorization=factorization, **kwargs)
         self.tau, self.alpha, self.match = tau, alpha, match
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         if self.encoder_module is None:
             raise ConfigError(
                 "model.encoder: SimFed compares what encoders make of an input; say which part of "
@@ -92,11 +92,11 @@ class SimFed(Client):
         inputs = noisy_tensors(self.spec.example)
         return {CRITERIA if len(inputs) == 1 else f"{CRITERIA}.{i}": x for i, x in enumerate(inputs)}
 
-    def configure_server(self) -> "SimFedServer":  # noqa: D102
+    def configure_server(self) -> "SimFedServer":
         noise = {name: noise_like(x) for name, x in self._inputs().items()}
         return SimFedServer(self.tau, self.alpha, noise, self.match, seed=int(torch.randint(2**31, ())))
 
-    def download(self, reply: Mapping[str, Tensor]) -> None:  # noqa: D102
+    def download(self, reply: Mapping[str, Tensor]) -> None:
         noise = {name: reply[name] for name in self.criteria_input if name in reply}
         for name, x in noise.items():
             if x.shape != (own := self.criteria_input[name].shape):
@@ -186,7 +186,7 @@ class SimFedServer(MixingServer):
         self.tau, self.alpha, self.criteria_input = tau, alpha, criteria_input
         self.match, self.seed = match, seed
 
-    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:  # noqa: D102
+    def mixing_matrix(self, round: int, latest: Mapping[int, Payload]) -> Tensor:
         similarity = cosine_similarity_matrix(torch.stack([upload[EMBEDDING] for upload in latest.values()]))
         if self.match == "best":
             return softmax_over(most_similar(similarity, self.tau), similarity, self.alpha)
@@ -195,10 +195,10 @@ class SimFedServer(MixingServer):
         rng = np.random.default_rng([self.seed, round])
         return softmax_over(random_others(similarity, 2, rng), similarity, scale=0.0)
 
-    def is_averaged(self, name: str) -> bool:  # noqa: D102
+    def is_averaged(self, name: str) -> bool:
         return name != EMBEDDING
 
-    def start(self, clients: Mapping[int, ClientInfo]) -> None:  # noqa: D102
+    def start(self, clients: Mapping[int, ClientInfo]) -> None:
         sizes = {client: info.initial[EMBEDDING].numel() for client, info in sorted(clients.items())}
         first = next(iter(sizes))
         for client, size in sizes.items():

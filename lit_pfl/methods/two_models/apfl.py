@@ -69,19 +69,19 @@ class APFL(TwoModels):
         self.first_alpha, self.adaptive, self.mixing = alpha, adaptive, mixing
         self._adapts = False
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         super().configure_state()
         self.register_buffer("alpha", torch.tensor(float(self.first_alpha)))
         if self.mixing is None:
             has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.learner.modules())
             self.mixing = "logits" if has_batch_norm else "parameters"
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         if self.adaptive:
             refuse_scaled_gradients(self.trainer, "APFL with model.adaptive=true")
         return super().configure_optimizers()
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         self._adapts = self.adaptive
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
@@ -145,7 +145,7 @@ class APFL(TwoModels):
             self.alpha.sub_(rate * gradient).clamp_(0, 1)
         self._adapts = False
 
-    def standalone(self) -> nn.Module:  # noqa: D102
+    def standalone(self) -> nn.Module:
         if self.mixing == "parameters":
             return super().standalone()
         return Mixture(network_of(self.personal), network_of(self.learner), self.alpha)

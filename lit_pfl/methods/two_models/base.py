@@ -30,18 +30,18 @@ class TwoModels(Client):
 
     personal: L.LightningModule
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         self.personal = own_copy(self.learner)
 
     @property
-    def learners(self) -> dict[str, L.LightningModule]:  # noqa: D102
+    def learners(self) -> dict[str, L.LightningModule]:
         return {"learner": self.learner, "personal": self.personal}
 
     @property
-    def scored(self) -> L.LightningModule:  # noqa: D102
+    def scored(self) -> L.LightningModule:
         return self.personal
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         configured = super().configure_optimizers()
         names = {id(weight): name for name, weight in self.learner.named_parameters()}
         extend(single_optimizer(configured), lambda weight: self.personal.get_parameter(names[id(weight)]))

@@ -53,12 +53,12 @@ class Ditto(TwoModels):
         self.weighting = weighting
         self._trains_common = self._trains_personal = True
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         super().configure_state()
         if self.schedule == "separate":
             check_epochs(self.spec.local_epochs, self.personal_epochs, "model.personal_epochs", "global model")
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         configured = super().configure_optimizers()
         if self.schedule == "separate":
             optimizer = single_optimizer(configured)
@@ -69,7 +69,7 @@ class Ditto(TwoModels):
         """Note w_t, with what of it is not sent."""
         self.received = {name: weight.detach().clone() for name, weight in self.learner.named_parameters()}
 
-    def begin_epoch(self, epoch: int, local_epochs: int) -> None:  # noqa: D102
+    def begin_epoch(self, epoch: int, local_epochs: int) -> None:
         if self.schedule == "separate":
             check_epochs(local_epochs, self.personal_epochs, "model.personal_epochs", "global model")
             self._trains_personal = epoch >= local_epochs - self.personal_epochs

@@ -59,14 +59,14 @@ class FedPHP(TwoModels, Classifying):
         self.lam, self.transfer, self.temperature = lam, transfer, temperature
         self.mu, self.rounds = mu, rounds
 
-    def configure_state(self) -> None:  # noqa: D102
+    def configure_state(self) -> None:
         super().configure_state()
         self.register_buffer("rounds_trained", torch.tensor(0))
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         return Client.configure_optimizers(self)  # p takes no steps
 
-    def objective(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: D102
+    def objective(self, batch: Any, batch_idx: int) -> Tensor:
         if not self.lam:
             return super().objective(batch, batch_idx)
         teacher = self.call_frozen(tensors_of(self.personal), batch, batch_idx)

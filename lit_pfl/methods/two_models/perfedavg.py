@@ -92,7 +92,7 @@ class PerFedAvg(Client):
         """Number of independent batches that a step takes."""
         return 2 if self.order == "first" else 3
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         refuse_scaled_gradients(self.trainer, "PerFedAvg")
         return super().configure_optimizers()
 

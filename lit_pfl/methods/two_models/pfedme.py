@@ -65,7 +65,7 @@ class PFedMe(TwoModels):
         self.lam, self.inner_steps, self.inner_lr, self.beta = lam, inner_steps, inner_lr, beta
         self.weighting = weighting
 
-    def configure_optimizers(self) -> Any:  # noqa: D102
+    def configure_optimizers(self) -> Any:
         refuse_scaled_gradients(self.trainer, "PFedMe")
         configured = Client.configure_optimizers(self)  # theta's steps are not the optimizer's
         optimizer = single_optimizer(configured)
@@ -78,7 +78,7 @@ class PFedMe(TwoModels):
             )
         return configured
 
-    def begin_round(self) -> None:  # noqa: D102
+    def begin_round(self) -> None:
         load_tensors(self.personal, tensors_of(self.learner))
 
     def objective(self, batch: Any, batch_idx: int) -> Tensor:
