@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -24,12 +25,16 @@ def warned_of_collecting(learner: L.LightningModule) -> Iterator[None]:
 
 
 def _collected(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return copies of what a checkpoint has of a module besides weights, by name; of these, the names alone."""
+    """Return copies of what a checkpoint has of a module besides weights, by name; of these, the names alone.
+
+    Neither are there copies of what cannot be compared, such as sparse tensors.
+    """
     found: dict[str, Tensor | None] = dict.fromkeys(name for name, _ in module.named_parameters())
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
-                found[f"{path}.{name}".lstrip(".")] = buffer.detach().clone()
+                is_plain = buffer.layout is torch.strided and type(buffer) is Tensor
+                found[f"{path}.{name}".lstrip(".")] = buffer.detach().clone() if is_plain else None
     return found
 
 

@@ -240,6 +240,7 @@ class Averages(Regression):
         self.register_buffer("taken", torch.zeros(()))
         self.register_buffer("unknown", torch.tensor(torch.nan))
         self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.register_buffer("graph", torch.eye(2).to_sparse())  # which cannot be compared
         self.average = None
 
     def on_validation_start(self):
