@@ -39,13 +39,18 @@ class Numbers(Dataset):
     def __init__(self, n: int = N, noise: bool = False, ragged: bool = False) -> None:
         self.targets = [i % 5 for i in range(n)]
         self.writers = [f"writer {chr(ord('a') + i * i % 7)}" for i in range(n)]
-        self.noise, self.ragged, self.reads = noise, ragged, 0
+        self.noise, self.ragged = noise, ragged
+        self.counted = {"reads": 0}  # not a number of its own, which would be put back after a look
+
+    @property
+    def reads(self) -> int:
+        return self.counted["reads"]
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, i):
-        self.reads += 1
+        self.counted["reads"] += 1
         x = torch.full((1 + (i % 3 if self.ragged else 0),), float(i))
         return x + (0.1 * random.random() if self.noise else 0), self.targets[i]
 
