@@ -17,7 +17,7 @@ from lit_pfl_callbacks.generators import OwnGenerators
 from lit_pfl_callbacks.loader_state import has_state, load_loader_state, loader_state
 from lit_pfl_callbacks.random_state import draws_put_back
 
-#: lists up to this length are looked through and put back; in longer ones are all samples of a dataset
+#: lists up to this length are put back; in longer ones are all samples of a dataset
 MANY = 10_000
 
 
@@ -72,8 +72,9 @@ def _datasets(dataset: Any, known: dict[int, Any]) -> list[Any]:
     if id(dataset) not in known and hasattr(dataset, "__dict__"):
         known[id(dataset)] = dataset
         for value in vars(dataset).values():
-            for part in value if isinstance(value, list | tuple) and len(value) <= MANY else [value]:
-                if isinstance(part, Dataset):
+            parts = value if isinstance(value, list | tuple) else [value]
+            if parts and isinstance(parts[0], Dataset):
+                for part in parts:
                     _datasets(part, known)
     return [*known.values()]
 
