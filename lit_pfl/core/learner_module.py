@@ -209,8 +209,9 @@ class LearnerModule(QuickModule, ABC):
                 if key == name or key.startswith(prefix)
             }
             found = learner.load_state_dict(theirs, strict, **({"assign": True} if assign else {}))
-            missing += [prefix + key for key in found.missing_keys]
-            unexpected += [prefix + key for key in found.unexpected_keys]
+            if found is not None:  # as from one of somebody's own
+                missing += [prefix + key for key in found.missing_keys]
+                unexpected += [prefix + key for key in found.unexpected_keys]
         modules = self._modules
         self._modules = {name: part for name, part in modules.items() if name not in own}
         try:

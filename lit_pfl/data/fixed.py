@@ -61,8 +61,8 @@ class PositionKept:
 
     def has_moved(self) -> bool:
         """Say whether a number in it is another one by now, or a list has lost something."""
-        numbers = ((own, name, x) for own, then in self._attributes for name, x in then.items())
-        changed = (type(x) in (int, float) and own.get(name) != x for own, name, x in numbers)
+        values = ((own.get(name), x) for own, then in self._attributes for name, x in then.items())
+        changed = (type(x) in (int, float) and type(now) is type(x) and now != x for now, x in values)
         lost = (len(now) < len(then) or any(map(is_not, now, then)) for now, then in self._contents)
         return any(changed) or any(lost)
 

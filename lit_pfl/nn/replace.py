@@ -85,11 +85,12 @@ def replace_layers(
 def _refuse_kept_copies(module: nn.Module) -> None:
     """See that no plain object in a network has copies of its weights, as diffusers' ``EMAModel`` has."""
     shapes = {_shapes(part.parameters()) for part in module.modules()}
+    shapes = {own for own in shapes if len(own) > 1 and max(map(len, own)) > 1}  # with weights that are replaced
     own = {id(parameter) for parameter in module.parameters()}
     for path, part in module.named_modules():
         for name, thing in vars(part).items():
             for tensors in () if name in _OF_MODULES else _lists_of_tensors(thing):
-                if len(tensors) > 1 and _shapes(tensors) in shapes and not any(id(x) in own for x in tensors):
+                if _shapes(tensors) in shapes and not any(id(x) in own for x in tensors):
                     raise ConfigError(
                         f"{f'{path}.{name}'.lstrip('.')!r}, of type {type(thing).__name__}, has copies of weights that "
                         "would not fit those that replace them; keep copies in a module, such as "

@@ -101,7 +101,7 @@ class Lazy(Dataset):
     loaded = 0
 
     def __init__(self):
-        self.samples, self.file, self.is_open = [], None, False
+        self.samples, self.file, self.is_open, self.mean = [], None, False, 0.0
 
     def __len__(self):
         return 4
@@ -111,6 +111,7 @@ class Lazy(Dataset):
             Lazy.loaded += 1
             self.file, self.is_open = torch.randn(4, 3), True
             self.samples.extend(range(4))
+            self.mean = self.file.mean(0)
         return self.file[self.samples[index]]
 
 

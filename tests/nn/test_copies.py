@@ -164,6 +164,7 @@ def test_copies_in_a_plain_object_are_refused(replace, kind):
     with pytest.raises(ConfigError, match=r"^'net.averages', of type (list|tuple|dict), has copies"):
         replace(module)
     module.net.averages = [*module.parameters()]  # the weights themselves, as an LSTM has its own
+    module.net.scale = (torch.zeros(4), torch.ones(4))  # as the batch norm's weight and bias
     replace(module)
 
 
