@@ -43,6 +43,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _is_default(item: pytest.Item) -> bool:
+    return not any(map(item.get_closest_marker, ("slow", "full", "gpu")))
+
+
 def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -67,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     and all where it is marked ``every``; the others are full. What would then run by default of one that is marked
     ``seconds`` is slow.
     """
-    for those in _by_test(item for item in items if not any(map(item.get_closest_marker, ("slow", "full", "gpu")))):
+    for those in _by_test(filter(_is_default, items)):
         if (few := those[0].get_closest_marker("few")) is not None:
             _spread(those, few.args[0], "slow", 0)
     for those in _by_test(item for item in items if item.get_closest_marker("slow")):
@@ -75,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             first = zlib.crc32(those[0].name.partition("[")[0].encode())
             _spread(those, max(SOME, len(those) // 4), "full", first)
     for item in items:
-        if item.get_closest_marker("seconds") and not any(map(item.get_closest_marker, ("slow", "full", "gpu"))):
+        if item.get_closest_marker("seconds") and _is_default(item):
             item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 

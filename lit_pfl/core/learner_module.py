@@ -24,6 +24,7 @@ from lit_pfl.learners import (
     hand_on_evaluation,
     place_checkpoints,
     size_of,
+    taken_out,
     training_outputs,
 )
 from lit_pfl.lightning_internals import QuickModule, hand_down_trainer, hand_up_hparams, lend_data, name_metrics
@@ -202,7 +203,7 @@ class LearnerModule(QuickModule, ABC):
         unexpected: list[str] = []
         for name, learner in own.items():
             prefix = f"{name}."
-            theirs = OrderedDict((key.removeprefix(prefix), rest.pop(key)) for key in [*rest] if key.startswith(prefix))
+            theirs = OrderedDict(taken_out(rest, name))
             theirs._metadata = {  # type: ignore[attr-defined]
                 key.removeprefix(name).removeprefix("."): value
                 for key, value in metadata.items()

@@ -12,7 +12,7 @@ from lit_pfl.learners.classifier import (
     quick_backbone,
 )
 from lit_pfl.learners.forward import forward_changed
-from lit_pfl.learners.handing_on import call_hook, hand_on, hand_on_evaluation, place_checkpoints
+from lit_pfl.learners.handing_on import call_hook, hand_on, hand_on_evaluation, place_checkpoints, taken_out
 from lit_pfl.learners.heads import (
     AddLogits,
     HeadCall,
@@ -77,6 +77,7 @@ __all__ = [
     "size_of",
     "sizes_of_head",
     "split_batch",
+    "taken_out",
     "takes_features",
     "training_loss",
     "training_outputs",

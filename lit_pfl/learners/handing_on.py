@@ -144,12 +144,10 @@ def _keeping(hook: str, learners: Mapping[str, L.LightningModule]) -> Callable[[
             place = checkpoint if number == 0 else {**common, **checkpoint.get(f"kept_by_learner_{number}", {})}
             if hook == "on_save_checkpoint":
                 place.update(saved_hparams(learner))
-            prefix = f"{name}."
-            own = [key for key in tensors if key.startswith(prefix)]
             # Under the learner's own names, and in the client's dict again: that one knows versions of its entries.
-            place["state_dict"] = {key.removeprefix(prefix): tensors.pop(key) for key in own}
+            place["state_dict"] = taken_out(tensors, name)
             call_hook(learner, hook, place)
-            tensors.update({prefix + key: value for key, value in place.pop("state_dict").items()})
+            tensors.update({f"{name}.{key}": value for key, value in place.pop("state_dict").items()})
             if number:
                 checkpoint[f"kept_by_learner_{number}"] = {
                     key: value for key, value in place.items() if key not in common or value is not common[key]
@@ -157,6 +155,12 @@ def _keeping(hook: str, learners: Mapping[str, L.LightningModule]) -> Callable[[
         checkpoint["state_dict"] = tensors
 
     return keeping
+
+
+def taken_out(tensors: dict[str, Any], name: str) -> dict[str, Any]:
+    """Take what is of one learner out of the tensors of all, and return it under the learner's own names."""
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): tensors.pop(key) for key in [*tensors] if key.startswith(prefix)}
 
 
 def call_hook(learner: L.LightningModule, hook: str, *args: Any, muted: bool = False, **kwargs: Any) -> Any:

@@ -87,21 +87,27 @@ def _refuse_kept_copies(module: nn.Module) -> None:
     shapes = {_shapes(part.parameters()) for part in module.modules()}
     shapes = {own for own in shapes if len(own) > 1 and max(map(len, own)) > 1}  # with weights that are replaced
     own = {id(parameter) for parameter in module.parameters()}
+    for name, thing, tensors in _kept_outside_of_modules(module):
+        if _shapes(tensors) in shapes and not any(id(tensor) in own for tensor in tensors):
+            raise ConfigError(
+                f"{name!r}, of type {type(thing).__name__}, has copies of weights that would not fit those that "
+                "replace them; keep copies in a module, such as torch.optim.swa_utils.AveragedModel, or choose a "
+                "method that leaves weights as they are."
+            )
+
+
+def _kept_outside_of_modules(module: nn.Module) -> Iterator[tuple[str, object, list[Tensor]]]:
+    """Yield the plain attributes of all parts, with each list or dict of nothing but tensors in them."""
     for path, part in module.named_modules():
         for name, thing in vars(part).items():
             for tensors in () if name in _OF_MODULES else _lists_of_tensors(thing):
-                if _shapes(tensors) in shapes and not any(id(x) in own for x in tensors):
-                    raise ConfigError(
-                        f"{f'{path}.{name}'.lstrip('.')!r}, of type {type(thing).__name__}, has copies of weights that "
-                        "would not fit those that replace them; keep copies in a module, such as "
-                        "torch.optim.swa_utils.AveragedModel, or choose a method that leaves weights as they are."
-                    )
+                yield f"{path}.{name}".lstrip("."), thing, tensors
 
 
 def _lists_of_tensors(thing: object) -> Iterator[list[Tensor]]:
-    """Yield what a list, a dict, or a plain object has in attributes, where that is tensors alone."""
-    known = isinstance(thing, list | tuple | dict)
-    for values in [thing] if known else getattr(thing, "__dict__", {}).values():
+    """Yield what a list or a dict has, or a plain object in its attributes, where that is tensors alone."""
+    inside = [thing] if isinstance(thing, list | tuple | dict) else getattr(thing, "__dict__", {}).values()
+    for values in inside:
         if isinstance(values, list | tuple | dict):
             tensors = [*(values.values() if isinstance(values, dict) else values)]
             if all(isinstance(tensor, Tensor) for tensor in tensors):

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from lit_pfl import Federation
 from lit_pfl.data import PerClient, example_of, fixed, identity_of, in_order
 from lit_pfl.methods import FedAvg
-from tiny import assert_equal, trainer
+from tiny import Learner, assert_equal, trainer
 
 
 class Queue(Dataset):
@@ -39,17 +39,9 @@ KINDS = {
 }
 
 
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(4, 3)
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+def module():
+    torch.manual_seed(0)
+    return Learner(nn.Identity(), nn.Linear(4, 3))
 
 
 class Data(L.LightningDataModule):
@@ -62,7 +54,7 @@ class Data(L.LightningDataModule):
 
 
 def fit(make, rounds, folder, path=None):
-    federation, fitting = Federation(FedAvg(learner=Module()), seed=0, threads=1), trainer(rounds)
+    federation, fitting = Federation(FedAvg(learner=module()), seed=0, threads=1), trainer(rounds)
     fitting.fit(federation, datamodule=PerClient([Data(make)]), ckpt_path=path)
     fitting.save_checkpoint(folder / "last.ckpt")
     return federation.clients[0].learner.state_dict()
@@ -71,7 +63,7 @@ def fit(make, rounds, folder, path=None):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_trained_on_is_what_a_stock_trainer_trains_on(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "randperm", lambda n: torch.arange(n))  # draws are not what this is about
-    stock = Module()
+    stock = module()
     trainer(3).fit(stock, datamodule=Data(KINDS[kind]))
     assert_equal(fit(KINDS[kind], 3, tmp_path), stock.state_dict())
 
@@ -86,11 +78,11 @@ def test_a_queue_that_is_empty_after_every_epoch_resumes_to_the_same(tmp_path):
 def test_data_that_have_moved_on_are_still_the_same_data(kind, tmp_path):
     data = PerClient([Data(KINDS[kind])])
     first = trainer(1)
-    first.fit(Federation(FedAvg(learner=Module()), seed=0, threads=1), datamodule=data)
+    first.fit(Federation(FedAvg(learner=module()), seed=0, threads=1), datamodule=data)
     first.save_checkpoint(tmp_path / "last.ckpt")
     again = trainer(2)
     again.fit(
-        Federation(FedAvg(learner=Module()), seed=0, threads=1), datamodule=data, ckpt_path=tmp_path / "last.ckpt"
+        Federation(FedAvg(learner=module()), seed=0, threads=1), datamodule=data, ckpt_path=tmp_path / "last.ckpt"
     )
     assert again.current_epoch == 2
 
