@@ -89,7 +89,8 @@ class Client(LearnerModule):
         factorization: factorize every convolution and linear layer of the learner; None leaves the weights dense.
         norm_stats: ``local``: running statistics of normalization layers are never sent; ``averaged``: they are sent
             with the layer's affine parameters.
-        reset_optimizer: whether the optimizer forgets its momentum at the start of every round.
+        reset_optimizer: whether the optimizer forgets its momentum at the start of every round, as in many authors'
+            codes, which make a new one.
         share_head: whether the head is sent where the method shares it. By default it does if labels mean the same at
             every client; where they do not, it never does, for any method.
         local: which tensors are never sent, whatever the method shares: a regular expression searched in the names of

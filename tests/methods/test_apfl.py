@@ -23,7 +23,7 @@ from two_layers import (
 
 from lit_pfl.data import Dirichlet
 from lit_pfl.errors import ConfigError
-from lit_pfl.methods import APFL, FedAvg, StandAlone
+from lit_pfl.methods import APFL, Ditto, FedAvg, StandAlone
 from lit_pfl.nn.factorization import Factorization
 from tiny import Learner, MixedNet, TinyNet, assert_equal, client, digits, run, spec
 
@@ -124,6 +124,17 @@ def test_alpha_zero_evaluates_as_fedavg(mixing, evaluate, permuted):
         for method in (client(APFL, alpha=0.0, mixing=mixing), client(FedAvg))
     )
     assert scores(apfl) == scores(fedavg)
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_the_common_model_is_weighted_as_asked_for(mixing, weighting):
+    unequal = {"batch_size": 200, "partition": Dirichlet(alpha=1.0)}
+    apfl, ditto = (
+        run(method, digits(3, **unequal), rounds=2)
+        for method in (client(APFL, mixing=mixing, weighting=weighting), client(Ditto, weighting=weighting))
+    )
+    assert_equal(network(apfl, "backbone"), network(ditto, "backbone"))
 
 
 @pytest.mark.parametrize("mixing", MIXINGS)

@@ -75,6 +75,23 @@ def test_what_is_evaluated_is_the_mixture():
         assert not np.allclose(member.learner(images), expected)
 
 
+def test_a_client_that_has_not_trained_finds_its_mixture_from_what_it_received():
+    federation = run(client(FedEM), skewed(), rounds=1, participation=2)
+    [k] = {0, 1, 2} - set(federation.participants(0))
+    member = federation.clients[k]
+    member.download(federation.coordinator.server.reply(k))
+    images, labels = whole_data(federation, k)
+    p = np.stack([softmax(z) for z in logits(member, images)], 2)
+    q = p[np.arange(len(labels)), labels]
+    mixture = (q / q.sum(1, keepdims=True)).mean(0)
+    assert len({round(float(x), 3) for x in mixture}) > 1
+    expected = np.log((p * mixture).sum(2))
+    with torch.no_grad(), member.personalized() as learner:
+        np.testing.assert_allclose(learner.eval()(images), expected, atol=1e-5)
+    np.testing.assert_allclose(member.standalone()(images).detach(), expected, atol=1e-5)
+    assert torch.equal(member.mixture, torch.full((3,), 1 / 3))  # from which it begins to train
+
+
 class Quiet(Learner):
     """Does not call its ``forward``."""
 

@@ -26,7 +26,8 @@ class FlexLoRA(FedIT):
 
     Args:
         ranks: the rank of every client in turn, starting again at the first after the last; its LoRAs are cut to it,
-            and s stays that of the learner. By default all clients have the learner's rank.
+            and s stays that of the learner. In the authors' code it is ``alpha / r_k``, larger for smaller ranks. By
+            default all clients have the learner's rank.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
@@ -34,7 +35,7 @@ class FlexLoRA(FedIT):
             for.
 
     Source:
-        Bai et al. 2024, Algorithm 1; s as in the authors' code.
+        Bai et al. 2024, Algorithm 1.
     """
 
     may_unfreeze = False

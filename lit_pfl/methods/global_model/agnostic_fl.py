@@ -28,6 +28,8 @@ class AgnosticFL(Client):
     With partial participation, only the participants' weights lambda change: their models are averaged with lambda
     scaled to sum to 1, then their total lambda is redistributed among them. Absent clients keep their lambda.
 
+    What is evaluated is the last model. Stochastic-AFL returns the mean over its steps.
+
     Args:
         step: how far lambda goes up the losses; 0 leaves it at the shares of samples, which is FedAvg.
         decay: what the step is multiplied by after every round.

@@ -16,7 +16,7 @@ class FedNTD(Classifying):
 
     To its loss a client adds ``beta * tau^2 * KL(q_t || q)``, the mean over the batch, where q is the softmax of the
     logits at temperature tau without the one of the sample's own class, and q_t that of the received model, frozen and
-    in evaluation mode.
+    in evaluation mode. The authors' code has no ``tau^2``, which is 1 by default.
 
     Args:
         beta: strength of the term; 0 is FedAvg.

@@ -17,7 +17,8 @@ class MOON(Classifying):
     With features q of the network in training, q_g of the received one and q_b of the one that this client trained
     last, a client minimizes its loss plus ``mu`` times the mean over the batch of ``-log (e^(cos(q, q_g) / tau) /
     (e^(cos(q, q_g) / tau) + e^(cos(q, q_b) / tau)))``. Both others are frozen and in evaluation mode. In a client's
-    first round there is no last one, so no term: with the received model in its place its gradient would be zero.
+    first round there is no last one, so no term: with the received model in its place its gradient would be zero. In
+    the authors' code a client that trains for the first time in a later round has its initial network there.
 
     Features are what goes into the head. The authors' networks have a projection of two layers there, which is averaged
     with the rest: put one into the network. The task need not be a classification.

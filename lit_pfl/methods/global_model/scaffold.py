@@ -35,7 +35,8 @@ class Scaffold(Client):
     Args:
         server_lr: how far the server goes from w to the mean of the participants' models.
         by_samples: let clients count by their numbers of samples n, as the code of FedDyn's authors does: with
-            ``nu_i = n_i / mean(n)``, client i is sent ``c / nu_i``, and its change counts ``nu_i`` times.
+            ``nu_i = n_i / mean(n)``, client i is sent ``c / nu_i``, and its change counts ``nu_i`` times. That code
+            takes the new c_i from c itself, and from the first learning rate and all clients' mean number of steps.
         kwargs: see :class:`~lit_pfl.Client`. The optimizer must be plain SGD.
 
     Raises:

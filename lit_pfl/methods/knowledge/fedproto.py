@@ -61,7 +61,8 @@ class FedProto(ClassMeans):
     prototypes: the mean features of every class over its training data, in evaluation mode and without augmentation.
     The server averages them over the clients that have the class. What is sent is (C, d), whatever the network.
 
-    The authors' code takes prototypes from the batches of the round's last epoch, as the network trains on.
+    The authors' code takes prototypes from the batches of the round's last epoch, as the network trains on, and lets
+    only those of a client's own classes predict.
 
     Args:
         lam: strength of the term; 1 on MNIST and FEMNIST, 0.1 on CIFAR-10 in the authors' runs.

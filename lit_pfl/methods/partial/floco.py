@@ -42,7 +42,7 @@ class Floco(Classifying):
 
     Args:
         endpoints: their number, M.
-        tau: the round after which clients get regions of their own.
+        tau: the round after which clients get regions of their own; half of all rounds in the authors' runs.
         rho: the radius of a region, below 1: of 1 and more, sums of drawn mixtures may be 0.
         kwargs: see :class:`~lit_pfl.Client`.
 

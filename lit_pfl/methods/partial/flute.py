@@ -28,7 +28,8 @@ class FLUTE(Classifying):
     lam2 |W|^2``, and while the body trains ``lam3 |h|^2``, of the features h of the batch. The server takes the mean of
     the bodies, and of the K participants' heads a step against the gradient of ``(1 / K) sum_i R(W_i)``, and sends each
     its own. Where labels differ from client to client, heads are kept local, and there is no such step. The authors'
-    script trains every client's head for ten more epochs after the last round; here nothing trains after it.
+    script trains every client's head for ten more epochs after the last round; here nothing trains after it. It tests
+    the averaged body with heads as they were before the server's step; here with those after it.
 
     Args:
         body_epochs: how many of a round's local epochs train the body too.

@@ -25,7 +25,8 @@ class FedALA(Client):
     ``W <- clip(W - eta * grad_v f(v) * (w - w_i), 0, 1)`` on each batch. The first time it goes through them until the
     losses of the last ``window`` passes differ by less than ``threshold``, later once. Of all other tensors it takes
     what it receives. W is never sent. Where nothing has been trained since, the two models are equal and nothing is
-    learned. With ``eta=0`` this is FedAvg, bit for bit.
+    learned. With ``eta=0`` this is FedAvg, bit for bit. In the authors' code clients that do not take part mix and
+    learn W in every round too.
 
     The losses are taken as the model is tested, without augmentation, dropout or a change of running statistics; the
     part of the data is a window of random samples that follow one another, resampled each time.

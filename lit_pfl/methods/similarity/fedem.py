@@ -44,7 +44,9 @@ class FedEM(Classifying):
     every training sample s, and ``pi_im`` as the mean of q_sm over s. Every model then trains on the mean over a batch
     of ``q_sm l(theta_m; s)``, where l is the cross entropy of the head's logits. All M models are averaged by numbers
     of samples. What is evaluated is ``sum_m pi_im softmax(z_m)``; its logarithm takes the place of what the learner's
-    ``forward`` returns. With ``components=1`` this is FedAvg, bit for bit.
+    ``forward`` returns. A client that has not trained yet, as a new one, is evaluated with the pi_i that it would train
+    with. With ``components=1`` this is FedAvg, bit for bit. In the authors' code clients that do not take part in a
+    round count in the mean with the models of before.
 
     q of a batch is found from that batch as it is trained on, augmented where training data are. The first model is
     the first client's; the others have its layers' weights resampled, as by :class:`~lit_pfl.methods.IFCA`.
@@ -120,7 +122,7 @@ class FedEM(Classifying):
         """Return what is sent on joining, if the learner's steps call ``forward`` for logits."""
         initial = super().initial()
         if self.components > 1 and self.data is not None and self.spec.example is not None:
-            with self._mixed() as called:
+            with self._mixed(self.mixture) as called:
                 try_step(self.learner, self.data.to_try())
             if not called:
                 raise ConfigError(
@@ -136,10 +138,17 @@ class FedEM(Classifying):
         if self.components == 1:
             return
         self._prior = self.mixture.clone()
-        self._received = [
-            {name: x.detach().clone() for name, x in tensors_of(component).items() if name not in self.frozen}
+        self._received = [{name: x.clone() for name, x in model.items()} for model in self._models()]
+        self.mixture.copy_(self._explained())
+
+    def _models(self) -> list[dict[str, Tensor]]:
+        return [
+            {name: x.detach() for name, x in tensors_of(component).items() if name not in self.frozen}
             for component in self.learners.values()
         ]
+
+    def _explained(self) -> Tensor:
+        """Return the mean of q over the training data, (M,)."""
         total, n = torch.zeros_like(self.mixture), 0
         with unchanged(self.learner), recorded(self.learner):
             for index, batch in enumerate(in_order(self.training_data())):
@@ -149,7 +158,7 @@ class FedEM(Classifying):
                 except SkipBatch:
                     continue
                 total, n = total + q.sum(0), n + len(q)
-        self.mixture.copy_(total / n)
+        return total / n
 
     def _responsibilities(self, batch: Any, batch_idx: int) -> Tensor:
         """Return q, (B, M), of a batch under the received models."""
@@ -187,11 +196,20 @@ class FedEM(Classifying):
         if self.components == 1:
             yield self.learner
             return
-        with self._mixed():
+        with self._mixed(self._learned_mixture()):
             yield self.learner
 
+    def _learned_mixture(self) -> Tensor:
+        """Return pi; that of a client that has not trained, as a new one, is found from the models it has received."""
+        if self.data is None or not torch.equal(self.mixture, self.mixture[:1].expand_as(self.mixture)):
+            return self.mixture
+        self._prior, self._received = self.mixture, self._models()
+        mixture = self._explained()
+        self._received = []
+        return mixture
+
     @contextmanager
-    def _mixed(self) -> Iterator[list[bool]]:
+    def _mixed(self, mixture: Tensor) -> Iterator[list[bool]]:
         """Mix what ``forward`` returns; what is yielded says of every call that it was for logits."""
         called: list[bool] = []
 
@@ -199,7 +217,7 @@ class FedEM(Classifying):
             if not isinstance(output, Tensor) or output.dim() != 2:
                 return output
             called.append(True)
-            return log_mixture([output, *(component(*args, **kwargs) for component in self.further)], self.mixture)
+            return log_mixture([output, *(component(*args, **kwargs) for component in self.further)], mixture)
 
         with evaluating(self.further), forward_changed(self.learner, mixed):
             yield called
@@ -207,7 +225,7 @@ class FedEM(Classifying):
     def standalone(self) -> nn.Module:
         if self.components == 1:
             return super().standalone()
-        return Ensemble([network_of(component) for component in self.learners.values()], self.mixture)
+        return Ensemble([network_of(component) for component in self.learners.values()], self._learned_mixture())
 
 
 class FedEMServer(Server):

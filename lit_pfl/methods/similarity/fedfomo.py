@@ -33,8 +33,10 @@ class FedFOMO(Client):
     where it started from. What is not sent (the head where labels differ, running statistics) is its own in every
     comparison.
 
-    The server chooses the models: those that have helped that client most so far, and sometimes others. A client that
-    has not trained yet is sent none.
+    The server chooses the models: those that have helped that client most so far, and sometimes others, among
+    those that every client sent last. A client that has not trained yet is sent none. In the released code all clients
+    train in the first round, the models are those of the last round's participants, and means of clusters of clients
+    are among them.
 
     Args:
         num_models: number of models M that a client is sent in a round; Factorized-FL compares with 10.

@@ -32,11 +32,12 @@ class PFedHN(Client):
     the hypernetwork makes, without local training: ``federation.evaluate=after``.
 
     Args:
-        personal_head: keep heads local, and make the rest: pFedHN-PC.
+        personal_head: keep heads local, and make the rest: pFedHN-PC. In the authors' code heads keep their momentum
+            over rounds and are not clipped.
         embedding_dim: size of the embeddings; by default ``int(1 + clients / 4)``.
         hidden_dim: width of the hypernetwork.
         hidden_layers: hidden layers after the first.
-        server_lr: learning rate of the server's step.
+        server_lr: learning rate of the server's step; 0.05 in the authors' pFedHN-PC.
         server_momentum: its momentum.
         server_weight_decay: its weight decay.
         server_clip: the norm that its gradient is clipped to.

@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lit_pfl.core.server import Weighting
 from lit_pfl.errors import ConfigError
 from lit_pfl.learners import (
     Mixture,
@@ -30,19 +31,23 @@ class APFL(TwoModels):
     On every batch w takes FedAvg's step; v takes one with the gradient of the mixture's loss by v, which is ``alpha *
     grad f(alpha * v + (1 - alpha) * w)``, at v and w as they were before either step, as in the paper's Algorithm 1
     (some codes take w's step first; in FL-bench's w takes it twice). w does not feel that loss. What is evaluated is
-    the mixture. With ``alpha=0`` that is FedAvg's model, with ``alpha=1`` Stand-Alone's, bit for bit.
+    the mixture. With ``alpha=0`` that is FedAvg's model of the same weighting, with ``alpha=1`` Stand-Alone's, bit for
+    bit.
 
     Weight decay and the L1 norm of a factorization apply to v, not to the mixture.
 
     Args:
         alpha: the weight of the personal model, from 0 to 1; where it starts, if ``adaptive``.
         adaptive: whether every client learns its alpha: on the first batch of a round it takes a step of its own, with
-            the optimizer's learning rate, along ``<v - w, grad f(mixture)>``, and is cut to 0 and 1. The batch itself
-            still uses the former alpha.
+            the optimizer's learning rate, against the gradient of the mixture's loss by alpha, with parameters
+            ``<v - w, grad f(mixture)>``, and is cut to 0 and 1. The batch itself still uses the former alpha. The
+            authors' code adds 0.02 alpha to that gradient, and mixes the gradients of both networks in it.
         mixing: what is mixed: ``parameters``, as in the paper, or ``logits``, as in its released code: what the
             learners' ``forward`` returns. By default parameters, but logits for networks with batch norm, whose running
             statistics then are each network's own. With parameters, ``personal`` keeps those of the mixture, which
             follow it as it trains and are never sent: the mean of two networks' statistics is not those of their mean.
+        weighting: the mean of the global models: by numbers of ``samples``, as in FedAvg, or ``uniform``, as in the
+            paper and its released code.
         kwargs: see :class:`~lit_pfl.Client`.
 
     Raises:
@@ -61,9 +66,11 @@ class APFL(TwoModels):
         alpha: float = 0.5,
         adaptive: bool = False,
         mixing: Literal["parameters", "logits"] | None = None,
+        weighting: Weighting = "samples",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.weighting = weighting
         if not 0 <= alpha <= 1:
             raise ConfigError(f"model.alpha={alpha}: give a weight from 0, the global model, to 1, the personal one.")
         self.first_alpha, self.adaptive, self.mixing = alpha, adaptive, mixing

@@ -20,8 +20,9 @@ class PFedMe(TwoModels):
     On each batch D, ``inner_steps`` times ``theta <- theta - inner_lr (grad f(theta; D) + lam (theta - w))``, then
     ``w <- w - lr lam (w - theta)`` with the optimizer's lr. theta begins at w in every round, and is kept from batch to
     batch. The server goes from w to the mean of the clients' w, times ``beta``. What is evaluated is theta, as trained
-    and as aggregated: the authors' code evaluates w_i under that name. Their weight decay of 0.001 in the inner
-    steps, which the paper does not have, is left out.
+    and as aggregated: the authors' code evaluates w_i under that name. In it all clients train in every round, and only
+    the chosen ones are averaged. Its weight decay of 0.001 in the inner steps, which the paper does not have, is left
+    out.
 
     The loss that is reported is f(theta; D) at the last inner step. Running statistics of normalization layers are
     theta's.
