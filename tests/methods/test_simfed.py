@@ -1,16 +1,22 @@
 """SimFed against its formulas."""
 
+from dataclasses import dataclass
+
+import lightning as L
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lit_pfl import Payload
 from lit_pfl.core.server import ClientInfo
+from lit_pfl.data import PerClient
 from lit_pfl.errors import ConfigError
 from lit_pfl.methods import SimFed
 from lit_pfl.methods.similarity.simfed import EMBEDDING, SimFedServer
 from lit_pfl.nn.factorization import Factorization
-from tiny import client, run, weights
+from tiny import Learner, client, run, weights
 
 
 def payloads(num_clients: int, spread: float = 0.3) -> dict[int, Payload]:
@@ -146,3 +152,45 @@ def test_embeddings_of_different_sizes_are_told_by_client_before_anybody_trains(
     clients = {k: ClientInfo(5, Payload({"w": torch.zeros(2), EMBEDDING: torch.zeros(4 + k)})) for k in range(2)}
     with pytest.raises(ConfigError, match=r"^model\.encoder: client 1's embedding has 5 numbers and client 0's 4, so"):
         server.start(clients)
+
+
+@dataclass
+class Open:
+    x: torch.Tensor
+
+
+class Opaque:
+    """What nobody looks into."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Taken(nn.Module):
+    def forward(self, given):
+        return given.x
+
+
+class Held(L.LightningDataModule):
+    """Batches whose input is in an object."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def train_dataloader(self):
+        images = torch.randn(8, 1, 64)
+        return DataLoader([(self.kind(image), torch.tensor([3])) for image in images], batch_size=None)
+
+
+@pytest.mark.parametrize("kind", [Open, Opaque])
+def test_noise_that_does_not_come_to_the_encoder_is_refused(kind):
+    """What that embeds would be each client's own first sample."""
+    learner = Learner(nn.Sequential(Taken(), nn.Linear(64, 8)), nn.Linear(8, 10), lr=0.0)
+    method, data = client(SimFed, learner=learner, factorization=None), PerClient([Held(kind), Held(kind)])
+    if kind is Open:
+        first, second = (member.embedding() for member in run(method, data, rounds=1).clients.values())
+        assert torch.equal(first, second)
+    else:
+        with pytest.raises(ConfigError, match=r"^model\.encoder: .* this part of Learner gets has none that"):
+            run(method, data)

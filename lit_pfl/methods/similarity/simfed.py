@@ -19,6 +19,7 @@ from lit_pfl.learners.scoring import mean_loss
 from lit_pfl.nn import Memory
 from lit_pfl.nn.factorization import Factorization
 from lit_pfl.ops import cosine_similarity_matrix, least_similar, most_similar, random_others, softmax_over
+from lit_pfl_callbacks.random_state import torch_state_kept
 
 Match = Literal["best", "random", "worst"]
 CRITERIA, EMBEDDING = "criteria_input", "embedding"
@@ -94,6 +95,7 @@ class SimFed(Client):
 
     def configure_server(self) -> "SimFedServer":
         noise = {name: noise_like(x) for name, x in self._inputs().items()}
+        self._check_encoder_gets(noise)
         return SimFedServer(self.tau, self.alpha, noise, self.match, seed=int(torch.randint(2**31, ())))
 
     def download(self, reply: Mapping[str, Tensor]) -> None:
@@ -108,14 +110,31 @@ class SimFed(Client):
             self.criteria_input.copy_(noise)
         super().download({name: tensor for name, tensor in reply.items() if name not in noise})
 
-    @torch.no_grad()
+    def _check_encoder_gets(self, noise: Mapping[str, Tensor]) -> None:
+        """See that noise comes to the encoder: an object that nobody looks into may hold what it embeds."""
+        other = {name: noise[name] if x.is_floating_point() else x for name, x in self._inputs().items()}
+        try:
+            with torch_state_kept():
+                zeros, some = self._seen(dict(self.criteria_input.items())), self._seen(other)
+        except ConfigError:  # it may lack what it has in training; then it is said of the first upload
+            return
+        if all(x.any() for x in other.values()) and all(map(torch.equal, zeros.tensors, some.tensors)):
+            raise ConfigError(
+                f"model.encoder: SimFed puts noise in the place of an input's tensors, and what this part of "
+                f"{type(self.learner).__name__} gets has none that can be replaced; give batches of tensors in tuples, "
+                "lists, dicts or dataclasses, or name another part."
+            )
+
     def embedding(self) -> Tensor:
         """Return the (d,) embedding of the criteria input, Eq. 2; (2d,) where a step cannot do with one sample."""
-        noise = dict(self.criteria_input.items())
+        return self._seen(dict(self.criteria_input.items())).embedding.flatten()
+
+    @torch.no_grad()
+    def _seen(self, noise: Mapping[str, Tensor]) -> "_Seen":
         drawn = {id(x): noise[name] for name, x in self._inputs().items()}
         batch = apply_to_collection(self.spec.example, Tensor, lambda x: drawn.get(id(x), x).to(self.device))  # type: ignore[union-attr]
         assert self.encoder_module is not None
-        handle = self.encoder_module.register_forward_hook(_look)
+        handle = self.encoder_module.register_forward_hook(_look, with_kwargs=True)
         try:
             try:
                 mean_loss(self.learner, [batch])
@@ -124,7 +143,7 @@ class SimFed(Client):
             except Exception:  # steps may mix or pair samples; an input given twice has an embedding of one direction
                 mean_loss(self.learner, [apply_to_collection(batch, Tensor, lambda x: torch.cat([x, x]))])
         except _Seen as seen:
-            return seen.embedding.flatten()
+            return seen
         except ConfigError:
             raise
         except Exception as error:
@@ -146,16 +165,21 @@ class SimFed(Client):
 
 class _Seen(Exception):
     """An encoder has embedded the criteria input: what a training step does with that is not looked at, nor its loss,
-    which noise need not have."""
+    which noise need not have.
 
-    def __init__(self, embedding: Tensor) -> None:
-        self.embedding = embedding
+    Args:
+        embedding: what it returned.
+        given: what it was called with.
+    """
+
+    def __init__(self, embedding: Tensor, given: Any) -> None:
+        self.embedding, self.tensors = embedding, [*tensors_in(given), embedding]
 
 
-def _look(module: nn.Module, args: Any, output: Any) -> None:
+def _look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     first = next((x for x in tensors_in(output) if x.is_floating_point()), None)
     if first is not None:
-        raise _Seen(first)
+        raise _Seen(first, (args, kwargs))
 
 
 def noisy_tensors(example: Any) -> list[Tensor]:
