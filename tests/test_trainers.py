@@ -148,6 +148,34 @@ def test_precision_of_clients_alone():
         run(client(FedAvg), client_trainer={"precision": "64-true"})
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"accumulate_grad_batches": -1}, r"\.accumulate_grad_batches=-1: give 1 or more batches"),
+        ({"accumulate_grad_batches": 1.5}, r"\.accumulate_grad_batches=1\.5: give 1 or more batches"),
+        ({"gradient_clip_val": -1}, r"\.gradient_clip_val=-1: give a number, 0 or more"),
+        ({"limit_train_batches": 0}, r"\.limit_train_batches=0: give a share of the batches"),
+        ({"limit_train_batches": "nan"}, r"\.limit_train_batches=nan: give a share of the batches"),
+        ({"detect_anomaly": "foo"}, r"\.detect_anomaly=foo: give true or false"),
+        ({"deterministic": "foo"}, r"\.deterministic=foo: give true, false or warn"),
+        ({"precision": "foo"}, ": Precision 'foo' is invalid"),
+        ({"plugins": 3}, ": Found invalid type for plugin 3"),
+        ({"profiler": "foo"}, ": .*profiler"),
+        ({"default_root_dir": 3}, ": expected str, bytes or os.PathLike object"),
+    ],
+)
+def test_what_clients_trainers_cannot_take_is_said(options, said):
+    with pytest.raises(ConfigError, match=rf"^federation\.client_trainer{said}"):
+        run(client(FedAvg), client_trainer=options)
+
+
+def test_one_plugin_alone_is_a_clients():
+    federation = run(
+        client(FedAvg), rounds=1, client_trainer={"plugins": MixedPrecision("bf16-mixed", "cpu"), "precision": None}
+    )
+    assert all(isinstance(c.trainer.precision_plugin, MixedPrecision) for c in federation.clients.values())
+
+
 @pytest.mark.seconds
 def test_scores_are_in_the_precision_of_training():
     """Whether clients have it by themselves or from the federation's own Trainer."""

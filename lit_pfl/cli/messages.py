@@ -184,7 +184,8 @@ def _innermost(message: str) -> tuple[str, str]:
     for line in message.split("\n"):
         indent = len(line) - len(line.lstrip())
         if found := re.search(r'Parser key "([\w.]+)":\s*(.*)', line):
-            keys, lines, depth = [*keys, found[1]], [found[2]], indent
+            outer = keys[:-1] if indent == depth else keys  # each of several kinds may have the same option
+            keys, lines, depth = [*outer, found[1]], [found[2]], indent
         elif indent > depth:
             lines.append(line.strip(" -").rpartition("callable class: ")[2])
     return ".".join(keys), "\n".join(lines)

@@ -3,6 +3,8 @@
 from fnmatch import fnmatch
 from typing import Any
 
+from lit_pfl.errors import ConfigError
+
 #: what may change when a run goes on: where and how it computes, how long, and what is shown and kept of it
 MAY_CHANGE = (
     "trainer*",
@@ -45,7 +47,7 @@ def by_name(config: dict[str, Any]) -> dict[str, Any]:
             return
         if "class_path" in value:
             named[name] = value["class_path"]
-            value = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
+            value = _arguments(value, name)
         for key, inner in value.items():
             add(f"{name}.{key}", inner)
 
@@ -61,9 +63,20 @@ def nested(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     if "class_path" in config:
-        options = {**(config.get("init_args") or {}), **(config.get("dict_kwargs") or {})}
+        options = _arguments(config, config["class_path"])
         return {"class": config["class_path"].rpartition(".")[2], **nested(options)}
     return {key: nested(value) for key, value in config.items()}
+
+
+def _arguments(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the arguments of a class, together."""
+    found: dict[str, Any] = {}
+    for part in ("init_args", "dict_kwargs"):
+        arguments = config.get(part) or {}
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"{name}.{part}={arguments!r}: give options by their names.")
+        found |= arguments
+    return found
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -17,8 +17,15 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.report import Run, check, grouped, main_metric
 from lit_pfl_callbacks.run_folder import latest_config
 
-#: of the options that may change while a run goes on, the one that makes a difference to what it came to
-ROUNDS = "trainer.max_epochs"
+#: of the options that may change while a run goes on, those that make a difference to what it came to
+DIFFERENT = (
+    "trainer.max_epochs",
+    "trainer.max_steps",
+    "trainer.max_time",
+    "trainer.callbacks",  # attacks are among them
+    "federation.quorum",
+    "federation.privacy.budget",
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -77,15 +84,18 @@ def read(folder: Path) -> Run:
     """Return a run with the options that make a difference to it.
 
     Raises:
-        ConfigError: when its configuration is not YAML.
+        ConfigError: when its configuration is not YAML, or not one of a run.
     """
     path = latest_config(folder)
     try:
         config: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"runs: {path} is not YAML: {error}") from None
-    named = by_name(of_a_run(config if isinstance(config, dict) else {}))
-    return Run(folder, {name: value for name, value in named.items() if name == ROUNDS or not may_change(name)})
+    try:
+        named = by_name(of_a_run(config if isinstance(config, dict) else {}))
+    except ConfigError as error:
+        raise ConfigError(f"runs: {path}: {error}") from None
+    return Run(folder, {name: value for name, value in named.items() if name in DIFFERENT or not may_change(name)})
 
 
 def write_report(runs: Sequence[Run], output: Path, pictures: bool = True) -> Path:

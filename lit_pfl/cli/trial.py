@@ -21,15 +21,16 @@ SEEDS = 2**32
 FEW, MANY = 2, 10_000
 
 
-def check_seed(seed: int | bool) -> None:
+def check_seed(seed: int | bool | None) -> None:
     """See that a seed is one.
 
     Raises:
         ConfigError: when NumPy cannot take it.
     """
-    if not 0 <= seed < SEEDS:
+    if seed is None or not 0 <= seed < SEEDS:
+        given = "null" if seed is None else seed
         raise ConfigError(
-            f"seed_everything={seed}: give a whole number from 0 to {SEEDS - 1}, true for any one, or false for none."
+            f"seed_everything={given}: give a whole number from 0 to {SEEDS - 1}, true for any one, or false for none."
         )
 
 

@@ -1,7 +1,7 @@
 """The Trainers of a federation: what may be asked of the outer one, and how a client's is made."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_pfl.core import Client
 from lit_pfl.engines.client_logger import client_loggers
@@ -46,6 +47,23 @@ OWNED = {
     "logger": "trainer.logger is where a federation logs, for all of its clients",
     "enable_progress_bar": "live bars of several Trainers do not share a screen; the federation shows one",
     "barebones": "a client's Trainer needs the callback that joins it to the federation",
+}
+
+
+def _number(value: Any, kinds: type | tuple[type, ...] = (int, float)) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+#: which values Lightning takes without a word and trains wrongly with, or not at all
+ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "accumulate_grad_batches": (lambda x: _number(x, int) and x >= 1, "1 or more batches"),
+    "gradient_clip_val": (lambda x: x is None or (_number(x) and x >= 0), "a number, 0 or more"),
+    "limit_train_batches": (
+        lambda x: x is None or (_number(x) and x > 0),
+        "a share of the batches, above 0 and up to 1.0, or their number",
+    ),
+    "detect_anomaly": (lambda x: isinstance(x, bool), "true or false"),
+    "deterministic": (lambda x: x is None or isinstance(x, bool) or x == "warn", "true, false or warn"),
 }
 
 
@@ -89,8 +107,9 @@ def check_client_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in OWNED:
             raise ConfigError(f"federation.client_trainer.{name}: the federation decides this: {OWNED[name]}.")
-    if options.get("accumulate_grad_batches") == 0:
-        raise ConfigError("federation.client_trainer.accumulate_grad_batches=0: give 1 or more batches.")
+    for name, (allowed, what) in ALLOWED.items():
+        if name in options and not allowed(value := options[name]):
+            raise ConfigError(f"federation.client_trainer.{name}={value}: give {what}.")
     for callback in several(options.get("callbacks")):
         if not isinstance(callback, L.Callback):
             refuse_other_lightning("federation.client_trainer.callbacks", callback, "Callback")
@@ -153,11 +172,11 @@ def client_trainer(
     arguments["callbacks"] = [*own, loop]
     arguments["enable_checkpointing"] = any(isinstance(callback, Checkpoint) for callback in own)
     # Whatever started this process, a client's Trainer is none of several.
-    arguments["plugins"] = [*arguments.get("plugins", []), memory, LightningEnvironment()]
+    arguments["plugins"] = [*several(arguments.get("plugins")), memory, LightningEnvironment()]
     try:
         with undisturbed(), looked_up_once():
             trainer = L.Trainer(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError, MisconfigurationException) as error:
         raise ConfigError(f"federation.client_trainer: {error}") from None
     check_precision("federation.client_trainer.precision", trainer)
     if trainer.overfit_batches:  # type: ignore[attr-defined]
@@ -198,5 +217,5 @@ def _own(callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback
 
 
 def several(callbacks: Any) -> list[Any]:
-    """Return what a Trainer takes as callbacks, one or some or None, as a list."""
+    """Return what a Trainer takes as callbacks or plugins, one or some or None, as a list."""
     return list(callbacks) if isinstance(callbacks, Sequence) else [] if callbacks is None else [callbacks]

@@ -94,7 +94,7 @@ def read_checkpoint(path: Path, weights_only: bool | None = True, mmap: bool = F
         ConfigError: when there is no such file, when it is damaged, or when it is not a federation's.
     """
     if not path.is_file():
-        what = "is a folder; give its checkpoints/last.ckpt" if path.is_dir() else "is not there"
+        what = "is a folder; give a file, such as a run's checkpoints/last.ckpt" if path.is_dir() else "is not there"
         hint = "; of a federation name the file, in RUN/checkpoints" if str(path) in WORDS else ""
         raise ConfigError(f"Checkpoint file not found: {path} {what}{hint}.")
     checkpoint = read_whole(path, weights_only, mmap)

@@ -41,10 +41,10 @@ class Run:
             raise ConfigError(f"runs: {self.folder}/metrics.csv: {error}.") from None
 
     @property
-    def seed(self) -> Any:
+    def seed(self) -> int | None:
         """The seed of its initial weights and draws; None where nobody knows, or where it was told to have none."""
         seed = self.options.get(SEED)
-        return None if isinstance(seed, bool) else seed
+        return seed if isinstance(seed, int) and not isinstance(seed, bool) else None
 
     @property
     def rounds(self) -> int:
@@ -199,6 +199,11 @@ def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def short(value: Any) -> str:
     """Write an option's value for people: a class by its name, the rest as in YAML."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(short, value))}]"
+    if isinstance(value, dict) and "class_path" in value:
+        options = ", ".join(f"{name}={short(one)}" for name, one in (value.get("init_args") or {}).items())
+        return short(value["class_path"]) + (f"({options})" if options else "")
     if isinstance(value, str):
         return value.rpartition(".")[2] if value.replace(".", "").replace("_", "").isalnum() else value
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -221,6 +221,28 @@ def test_a_configuration_of_anything_is_read_or_refused(tmp_path, config):
             read(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["init_args", "dict_kwargs"])
+def test_options_without_names_are_refused(tmp_path, part):
+    write(tmp_path / "metrics.csv", "round test/acc", [[1, 0.5]])
+    (tmp_path / "config.yaml").write_text(f"model: {{class_path: FedAvg, {part}: 3}}\n")
+    with pytest.raises(ConfigError, match=rf"^runs: .*config\.yaml: model\.{part}=3: give options by their names"):
+        read(tmp_path)
+
+
+def test_a_seed_that_is_no_number_is_not_known():
+    runs = [run_with("a", seed_everything=[1]), run_with("b", seed_everything=[1])]
+    assert [len(group.runs) for group in grouped(runs)] == [2]
+
+
+def test_attacked_runs_are_apart(tmp_path):
+    attacked, clean = (make_run(tmp_path / name, "FedAvg", 1) for name in ("attacked", "clean"))
+    for folder, callbacks in ((attacked, "[{class_path: a.SignFlip, init_args: {scale: 3}}]"), (clean, "null")):
+        path = folder / "config.yaml"
+        path.write_text(path.read_text().replace("trainer:\n", f"trainer:\n  callbacks: {callbacks}\n"))
+    names = [group.name for group in grouped([read(attacked), read(clean)])]
+    assert names == ["FedAvg, trainer.callbacks=[SignFlip(scale=3)]", "FedAvg, trainer.callbacks=null"]
+
+
 def test_a_seed_of_zero_is_one(tmp_path):
     folders = [make_run(tmp_path / m, m, 0) for m in ("SimFed", "FedAvg")]
     assert paired(grouped([read(folder) for folder in folders]), ACC) is not None
