@@ -267,7 +267,8 @@ class Federation(QuickModule):
         )  # fmt: skip
         self.timetable = Timetable(work, self.draws, self.participation, self.deadline, self.asynchronous)
         # a client that never trains: it makes the server, and stands for all where something is asked of any
-        own = data.client(data.clients[0])
+        with self.draws.default_generators("loaders"):  # torchdata's draw the seed of their order when they are made
+            own = data.client(data.clients[0])
         example = work.made(data.clients[0], own)
         with self.draws.default_generators("server"):  # before the client is on its device, which draws other numbers
             server = example.configure_server()

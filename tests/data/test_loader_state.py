@@ -97,6 +97,13 @@ def data(kind: str) -> PerClient:
     return PerClient([site_of(kind, client) for client in range(2)])
 
 
+class Making(Site):
+    """Makes its loader when it is asked for one."""
+
+    def train_dataloader(self) -> DataLoader:
+        return torchdata(self.loader, shuffle=True)
+
+
 def seen(federation: Federation) -> list[list[int]]:
     return [client.learner.seen for client in federation.clients.values()]
 
@@ -107,6 +114,17 @@ def test_epochs_are_those_that_the_loader_makes_without_a_federation():
     for client, rows in enumerate(seen(fed)):
         alone = LOADERS["litdata"](client)
         assert rows == [row for _ in range(4) for batch in alone for row in batch[:, 0].int().tolist()]
+
+
+def test_a_loader_that_draws_a_seed_when_it_is_made_draws_it_from_the_federations():
+    runs = []
+    for of_the_process in (1, 2):
+        fed = federation()
+        torch.manual_seed(of_the_process)
+        trainer(2).fit(fed, datamodule=PerClient([Making(ROWS), Making(ROWS)]))
+        runs.append(seen(fed))
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
 
 
 @ALL
