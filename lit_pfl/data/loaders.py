@@ -105,8 +105,17 @@ def identity_of(loader: Any) -> bytes:
 
 
 def example_of(loader: Any) -> Any:
-    """Return a batch of the first sample; the first batch where batches come whole."""
-    return next(iter(in_order(loader, 1)))
+    """Return a batch of the first sample; the first batch where batches come whole.
+
+    Raises:
+        ConfigError: when there is none, as where the samples of a stream are used up once they are counted.
+    """
+    for batch in in_order(loader, 1):
+        return batch
+    raise ConfigError(
+        "the training loader makes no batch a second time; give a dataset that begins again whenever it is iterated "
+        "over."
+    )
 
 
 def has_batches(loader: Any) -> bool:

@@ -179,6 +179,14 @@ class Stream(IterableDataset):
         return iter(torch.arange(self.n).float())
 
 
+class Once(IterableDataset):
+    def __init__(self) -> None:
+        self.rows = iter(torch.arange(4).float())
+
+    def __iter__(self):
+        return self.rows
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -200,6 +208,10 @@ class Stream(IterableDataset):
         (
             lambda: ready([Site(), with_loaders(train=DataLoader(torch.zeros(5, 1), 8, drop_last=True))]).client(1),
             r"data.modules\[1\], Made: its train_dataloader makes no batch of its 5 samples; leave out drop_last=True",
+        ),
+        (
+            lambda: ready([with_loaders(train=DataLoader(Once()))]).client(0),
+            r"data.modules\[0\], Made: the training loader makes no batch a second time; give a dataset that begins",
         ),
         (
             lambda: ready([with_loaders(val=CombinedLoader([[1], [2]], "max_size"))]).client(0),
