@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_pfl.data.federated import ClientData, FederatedDataModule, held_out
 from lit_pfl.data.loaders import example_of, num_samples
-from lit_pfl.data.several import scoring_loader
+from lit_pfl.data.several import scoring_loader, training_loader
 from lit_pfl.errors import ConfigError, refuse_other_lightning
 
 
@@ -21,7 +21,8 @@ class PerClient(FederatedDataModule):
     They are not torn down, since scoring and a further fit use the same loaders. Batches pass the hooks of
     their client's module on the way to its learner (``on_after_batch_transfer`` and the two before it).
 
-    Training loaders are PyTorch DataLoaders over datasets of any kind, or other iterables of batches. They shuffle by
+    Training loaders are PyTorch DataLoaders over datasets of any kind, several of them in lists, dicts or a
+    ``CombinedLoader``, which a Trainer combines, or other iterables of batches. They shuffle by
     the default generators of PyTorch, NumPy or Python, which each client has for itself, or by one of their own, as
     ``DataLoader(generator=...)``: so it does not matter who else trains, and a resumed run is the same run. The
     same holds for random transforms. If several modules have the same generator, each client draws from a copy, which
@@ -165,8 +166,4 @@ def _loader(module: L.LightningDataModule, part: str) -> Any:
     """Return a module's batches for training, validation or testing; none if it has no such loader."""
     name = f"{part}_dataloader"
     loader = getattr(module, name)() if is_overridden(name, module, L.LightningDataModule) else None
-    if part != "train":
-        return scoring_loader(loader, name)
-    if isinstance(loader, list | tuple) and len(loader) == 1:
-        [loader] = loader
-    return () if loader is None or (isinstance(loader, list | tuple) and not loader) else loader
+    return training_loader(loader) if part == "train" else scoring_loader(loader, name)
