@@ -181,7 +181,7 @@ class Federation(QuickModule):
         # what was given is as good for another run
         self.privacy = copy.deepcopy(privacy)
         check_options_of(self, "federation")
-        check_options(participation, evaluate_clients, evaluate, keep_trained, quorum, engine)
+        check_options(participation, evaluate_clients, evaluate, keep_trained, quorum, engine, threads)
         check_together(privacy, deadline, asynchronous)
         # plain numbers, since a checkpoint has no others: the command line gives numbers of types of its own
         self.local_epochs = int(self.local_epochs)

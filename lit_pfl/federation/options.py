@@ -9,6 +9,9 @@ from lit_pfl.engines import Engine
 from lit_pfl.errors import ConfigError
 from lit_pfl.randomness import check_share
 
+#: PyTorch can start as many; with 100,000 the process is gone without a word
+MOST_THREADS = 1024
+
 
 def check_options(
     participation: float | Participation,
@@ -17,6 +20,7 @@ def check_options(
     keep_trained: bool,
     quorum: float,
     engine: object,
+    threads: int | None,
 ) -> None:
     """See that options are in range; see :class:`~lit_pfl.Federation` for them."""
     check_participation(participation)
@@ -24,6 +28,8 @@ def check_options(
     check_quorum("federation.quorum", quorum)
     if not isinstance(engine, Engine | None):
         raise ConfigError(f"federation.engine={engine!r}: give an engine, such as Local() or Stacked(size=32).")
+    if threads is not None and threads > MOST_THREADS:
+        raise ConfigError(f"federation.threads={threads}: give at most {MOST_THREADS}, better as many as cores.")
     if evaluate == "before" and not keep_trained:
         raise ConfigError(
             "federation.evaluate=before scores models as they have trained, which federation.keep_trained=False does "

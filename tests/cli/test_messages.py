@@ -51,6 +51,7 @@ REFUSED = [
     ("--model.backbone Backbone", "model.backbone=Backbone: it is only there to be built on; choose one of CNN, "),
     ("--model.backbone ResNet", "model.backbone: there is no 'ResNet'; choose one of CNN, "),
     ("--federation.threads -1", "federation.threads=-1: expected a whole number above 0 or null."),
+    ("--federation.threads 100000", "federation.threads=100000: give at most 1024"),
     ("--data.num_clients 0", "data.num_clients=0: expected a whole number above 0."),
     ("--data.permute_labels maybe", "data.permute_labels=maybe: expected true or false."),
     ("--data.partition Dirichlet --data.partition.alpha x", "data.partition.alpha=x: expected a number above 0."),
