@@ -623,10 +623,17 @@ def test_a_script_with_a_logger_is_not_warned_of_rare_logs(tmp_path, recwarn):
     assert not [one for one in recwarn if "logging interval" in str(one.message)]
 
 
+class NoBatch(L.Callback):
+    """Lets a client's Trainer train on nothing."""
+
+    def setup(self, trainer, pl_module, stage):
+        trainer.limit_train_batches = 0
+
+
 def test_a_client_without_a_batch_is_named():
     message = "Client 0: its fit ended before it had joined. Its training loader must give a batch"
     with pytest.raises(ConfigError, match=message) as error:
-        run(client(FedAvg), client_trainer={"limit_train_batches": 0})
+        run(client(FedAvg), client_trainer={"callbacks": [NoBatch()]})
     assert "\n" not in str(error.value)
 
 
