@@ -166,12 +166,12 @@ def test_a_time_limit_lets_a_round_end():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 300 kB."""
+    """A disk of 400 kB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if (
         os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", folder], capture_output=True).returncode
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder], capture_output=True).returncode
     ):
         pytest.skip("needs the right to mount a small disk")
     yield folder
