@@ -65,8 +65,9 @@ def training_loader(given: Any) -> Any:
     Args:
         given: a loader, or several in lists, dicts or a ``CombinedLoader``.
     """
-    loaders = given.flattened if isinstance(given, CombinedLoader) else tree_flatten(given)[0]
-    if len(loaders) > 1 and all(isinstance(loader, DataLoader) for loader in loaders):
+    loaders = _flat(given)
+    named = isinstance(given, CombinedLoader | dict) and loaders  # so is what a batch of one loader has
+    if (named or len(loaders) > 1) and all(isinstance(loader, DataLoader) for loader in loaders):
         return LoadersTogether(given)
     if isinstance(given, list | tuple) and len(given) == 1:
         [given] = given
@@ -89,15 +90,17 @@ def scoring_loader(given: Any, name: str) -> Any:
             raise ConfigError(
                 f"its {name} returns a CombinedLoader with mode={given._mode!r}; give mode='sequential', or a list."
             )
-        loaders = given.flattened
-    elif isinstance(given, dict | list | tuple):
-        loaders = tree_flatten(given)[0]
-    else:
+    elif not isinstance(given, dict | list | tuple):
         return () if given is None else given
+    loaders = _flat(given)
     for loader in loaders:
         if not hasattr(loader, "__iter__") or hasattr(loader, "__next__") or isinstance(loader, str):
             raise ConfigError(f"its {name} returns a {type(loader).__name__} among its loaders; give DataLoaders.")
     return SeveralLoaders(loaders) if len(loaders) > 1 else loaders[0] if loaders else ()
+
+
+def _flat(given: Any) -> list[Any]:
+    return given.flattened if isinstance(given, CombinedLoader) else tree_flatten(given)[0]
 
 
 def loaders_in(batches: Any) -> list[Any]:

@@ -27,8 +27,9 @@ class InOne(Site):
 
 def loaders(kind: str):
     few, many = DataLoader(ROWS[:4], 2, shuffle=True), DataLoader(ROWS, 2, shuffle=True)
-    if kind in ("list", "dict", "nested"):
-        return {"list": [few, many], "dict": {"few": few, "many": many}, "nested": {"a": [few], "b": many}}[kind]
+    if kind in ("list", "dict", "nested", "one"):
+        named = {"dict": {"few": few, "many": many}, "nested": {"a": [few], "b": many}, "one": {"many": many}}
+        return named.get(kind, [few, many])
     return CombinedLoader([few, many], kind)
 
 
@@ -36,7 +37,7 @@ def data(kind: str) -> PerClient:
     return PerClient([InOne(loaders(kind)) for _ in range(2)])
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "nested", "min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize("kind", ["list", "dict", "nested", "one", "min_size", "max_size", "max_size_cycle"])
 def test_one_client_is_a_trainer_s(kind):
     torch.manual_seed(0)
     alone = Module()
@@ -47,7 +48,7 @@ def test_one_client_is_a_trainer_s(kind):
     trainer(3).fit(federation, datamodule=PerClient([InOne(loaders(kind))]))
     member = federation.clients[0]
     assert member.learner.seen == alone.seen
-    assert len(alone.seen) == 3 * {"min_size": 8, "max_size": 12}.get(kind, 16)
+    assert len(alone.seen) == 3 * {"one": 8, "min_size": 8, "max_size": 12}.get(kind, 16)
     assert all(torch.equal(x, y) for x, y in zip(member.learner.parameters(), alone.parameters(), strict=True))
     assert member.trainer.global_step == 3 * (2 if kind == "min_size" else 4)
 
