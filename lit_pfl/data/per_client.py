@@ -22,11 +22,11 @@ class PerClient(FederatedDataModule):
     their client's module on the way to its learner (``on_after_batch_transfer`` and the two before it).
 
     Training loaders are PyTorch DataLoaders over datasets of any kind, several of them in lists, dicts or a
-    ``CombinedLoader``, which a Trainer combines, or other iterables of batches. They shuffle by
-    the default generators of PyTorch, NumPy or Python, which each client has for itself, or by one of their own, as
-    ``DataLoader(generator=...)``: so it does not matter who else trains, and a resumed run is the same run. The
-    same holds for random transforms. If several modules have the same generator, each client draws from a copy, which
-    begins in a state of its own. Workers end with every epoch, also persistent ones, and a stream starts again at every
+    ``CombinedLoader``, which a Trainer combines, or other iterables of batches. They shuffle by the default generators
+    of PyTorch, NumPy or Python, which each client has for itself, or by one of their own, as
+    ``DataLoader(generator=...)``: so it does not matter who else trains, and a resumed run is the same run. The same
+    holds for random transforms. If several modules have the same generator, each client draws from a copy, which begins
+    in a state of its own. Workers end with every epoch, also persistent ones, and a stream starts again at every
     iteration.
 
     Args:
