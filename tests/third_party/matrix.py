@@ -63,6 +63,10 @@ REASONS = {
     "classes": ("has no class labels", "needs class labels"),
     "unfit": ("for which batch norm is unfit", "trains heads on generated features, so they may have no batch norm"),
     "adapters": ("trains adapters, and", "needs a module with adapters"),
+    "noise": (
+        "gets has none that can be replaced",
+        "puts noise in the place of a batch's tensors, which needs them in tuples, lists, dicts or dataclasses",
+    ),
     "samples": ("divides batches into samples", "divides batches into samples, and graphs of a batch are one object"),
     "forward": ("FedEM mixes what forward returns", "needs a `training_step` that calls `forward`"),
     "size": (
@@ -111,7 +115,8 @@ REFUSED: dict[str, dict[str, str]] = {
         **{method: reason for method, reason in ADAM.items() if method not in ADAPTERS}, **NO_NORM, "FedEM": "forward",
         "Floco": "linear",
     },
-    "GIN": {**ADAM, "FactorizedFL": "layers", "PFedPara": "layers", "PerFedAvg": "samples"},
+    "GIN": {**ADAM, "FactorizedFL": "layers", "PFedPara": "layers", "PerFedAvg": "samples",
+            "SimFed": "noise"},
     "MoCoTask": {**ADAM, **TWO_VIEWS, "APFL": "logits", "PFedPara": "layers"},
     "DeepAR": {**ADAM, **NO_NORM, **NO_LOGITS, "FactorizedFL": "layers", "PFedPara": "layers"},
     "SimCLR": {**BUILDS, **TWO_VIEWS},
