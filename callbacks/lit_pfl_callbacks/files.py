@@ -60,10 +60,13 @@ def link_or_copy(path: Path, new: Path) -> None:
     unfinished = new.with_name(new.name + ".part")
     unfinished.unlink(missing_ok=True)
     try:
-        unfinished.hardlink_to(path)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(path, unfinished)
-    unfinished.replace(new)
+        try:
+            unfinished.hardlink_to(path)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(path, unfinished)
+        unfinished.replace(new)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def opened(folder: Path) -> int:

@@ -42,7 +42,7 @@ from lit_pfl.engines.trainers import several
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
 from lit_pfl.federation.trainer import refuse_processes
-from lit_pfl.lightning_internals import LastCheckpoint, leave_jobs_alone
+from lit_pfl.lightning_internals import LastCheckpoint, came_of_loading, leave_jobs_alone
 from lit_pfl_callbacks import (
     ClientsTable,
     CommunicationLedger,
@@ -278,28 +278,10 @@ class FederatedCLI(LightningCLI):
         self._run(self.trainer.predict, model, **kwargs)
 
     def _run(self, command: Any, model: Federation, **kwargs: Any) -> None:
-        loading = Loading()
-        self.trainer.callbacks.append(loading)  # type: ignore[attr-defined]
         try:
             command(model, **kwargs)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            if not loading.going_on or kwargs.get("ckpt_path") is None:
-                refuse_unknown_metrics(self.trainer, error)
-                raise
-            raise ConfigError(f"{kwargs['ckpt_path']} is not a whole checkpoint: {error!r}.") from error
-
-
-class Loading(L.Callback):
-    """Notes whether a checkpoint is being loaded, so that what goes wrong is known to be its fault."""
-
-    going_on = False
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """The next thing is to load. Last of the callbacks; the module's own setup is its first look at the data."""
-        self.going_on = True
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """All is loaded."""
-        self.going_on = False
-
-    on_validation_start = on_test_start = on_predict_start = on_train_start
+            if came_of_loading(error):
+                raise ConfigError(f"{kwargs['ckpt_path']} is not a whole checkpoint: {error!r}.") from error
+            refuse_unknown_metrics(self.trainer, error)
+            raise

@@ -138,7 +138,7 @@ def explained(message: str, known: list[str]) -> str:
         return f"{option}: {unknown[0]}." + (meant or (f" It has {', '.join(there)}." if there else ""))
     found, kind = GIVEN.search(reason), option.rpartition(".")[2]
     given = (found[1] or found[2]) if found else ""
-    if kind in CLASSES and re.search("path string|instantiatable class", reason):
+    if kind in CLASSES and re.search("path string|instantiatable class|valid subclass", reason):
         names = names_to_choose(CLASSES[kind])
         options = not given or given.startswith(("{", "Namespace("))
         problem = "it has options, but no name" if options else f"there is no {given!r}"

@@ -11,6 +11,7 @@ from lit_pfl.lightning_internals.checkpoint_io import (
 from lit_pfl.lightning_internals.endless import Elsewhere, limit_batches, make_endless
 from lit_pfl.lightning_internals.inside import (
     as_trained,
+    came_of_loading,
     forget_scores,
     hand_down_trainer,
     hand_up_hparams,

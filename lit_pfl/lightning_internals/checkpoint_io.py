@@ -175,7 +175,10 @@ class LastCheckpoint(ModelCheckpoint):
         last = Path(filepath)
         # What others have left may be damaged, and must not push out what this run has gone on from.
         if self.keep > 1 and trainer.is_global_zero and last.is_file() and (self._own or _is_whole(last)):
-            _set_back(last, self.keep - 1)
+            try:
+                _set_back(last, self.keep - 1)
+            except OSError as error:  # the newer one is the one that counts
+                rank_zero_warn(f"{last} cannot be kept beside the next one ({first_line(error)}).")
         super()._save_checkpoint(trainer, filepath)
         self._own = True
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
+from traceback import walk_tb
 from typing import Any
 
 import lightning as L
@@ -32,6 +33,13 @@ class in_hook:
 
     def __exit__(self, *_: object) -> None:
         self.module.__dict__["_current_fx_name"] = self.outside
+
+
+def came_of_loading(error: BaseException) -> bool:
+    """Say whether an error came while a Trainer took over a checkpoint, other than for want of memory."""
+    place = _CheckpointConnector.resume_start.__code__.co_filename
+    loading = any(frame.f_code.co_filename == place for frame, _ in walk_tb(error.__traceback__))
+    return loading and not isinstance(error, torch.OutOfMemoryError)
 
 
 def name_metrics(module: L.LightningModule, prefix: str) -> None:

@@ -56,6 +56,7 @@ REFUSED = [
     ("--data.permute_labels maybe", "data.permute_labels=maybe: expected true or false."),
     ("--data.partition Dirichlet --data.partition.alpha x", "data.partition.alpha=x: expected a number above 0."),
     ("--federation.evaluate never", "federation.evaluate=never: expected one of before, after, global."),
+    ("--federation.participation=null", "federation.participation: there is no 'None'; give a number, choose one of "),
     ("--federation.participation x", "federation.participation: there is no 'x'; give a number, choose one of Share, "),
     ("--trainer.max_epochs x", "trainer.max_epochs=x: expected a whole number or null."),
     ("--model.optimizer.lr x", "model.optimizer.lr=x: expected a number."),

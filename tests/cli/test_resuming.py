@@ -24,6 +24,8 @@ from lit_pfl.cli import main
 from lit_pfl.cli.record import taken
 from lit_pfl.errors import ConfigError
 from lit_pfl.federation import Federation
+from lit_pfl.learners import ImageClassifier
+from lit_pfl.lightning_internals import LastCheckpoint
 from lit_pfl.methods import FedAvg, SimFed
 from lit_pfl_callbacks import RunLogger
 from tiny import assert_equal, client, digits, trainer
@@ -281,6 +283,15 @@ def test_what_a_refusal_says(run, capsys):
     assert came.errors[0].endswith("best is not there; of a federation name the file, in RUN/checkpoints.")
 
 
+def test_what_a_learner_of_one_s_own_does_wrong_is_not_said_of_the_checkpoint(run, monkeypatch):
+    def configure_model(self):
+        raise RuntimeError("two layers do not fit")
+
+    monkeypatch.setattr(ImageClassifier, "configure_model", configure_model)
+    with pytest.raises(RuntimeError, match="two layers do not fit"):
+        main(resume(run))
+
+
 @pytest.mark.seconds
 def test_a_config_of_a_run_begins_a_run_of_its_own(run, capsys):
     typed(capsys, *resume(run))
@@ -401,6 +412,19 @@ def test_the_checkpoints_before_the_last_are_kept_and_a_damaged_one_offers_the_o
     before.write_bytes(b"")
     last.write_bytes(b"")
     assert "The one before" not in typed(capsys, *words, "2", "--ckpt_path", str(last)).errors[0]
+
+
+def test_an_older_checkpoint_that_cannot_be_kept_leaves_nothing_behind_and_the_run_continues(tmp_path, monkeypatch):
+    def full(source, to):
+        Path(to).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "hardlink_to", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    fitting = trainer(2, callbacks=[LastCheckpoint(tmp_path, keep=2)], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match=r"last.ckpt cannot be kept beside the next one \(.*No space left on device"):
+        fitting.fit(Federation(client(FedAvg)), datamodule=digits(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_of_two_that_begin_in_one_folder_at_once_one_is_told_so(capsys, monkeypatch):
