@@ -240,6 +240,7 @@ class ProcessGroupLink:
             if 0 in replies:
                 return replies[0]
             self._collect({})
+        self._ledger = self.coordinator.ledger.state_dict()
         for client in range(1, self._group.size):
             self._send(client, Payload({}), over=True, refused=self._refused.pop(client, None))
         return None

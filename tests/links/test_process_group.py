@@ -291,6 +291,20 @@ def test_other_rounds_are_right_where_all_or_only_some_take_part(options, words)
     link.join(JoinInfo(3, W, completed=3))
 
 
+def test_a_checkpoint_after_the_last_round_has_all_bytes_and_the_run_ends_again_from_it():
+    link = ProcessGroupLink(rounds=1)
+    link._processes = Wire(joins(), message(Payload(W)))
+    link.join(JoinInfo(3, W))
+    assert link.exchange(W) is None
+    saved = link.state_dict()
+    assert saved["ledger"] == link.coordinator.ledger.state_dict()
+    again = ProcessGroupLink(rounds=1)
+    again.load_state_dict(saved)
+    again._processes = Wire(joins(completed=1))
+    assert again.join(JoinInfo(3, W, completed=1)) is None
+    assert again.state_dict()["ledger"] == saved["ledger"]
+
+
 def test_the_server_is_that_of_the_method_unless_one_is_given():
     link, given = ProcessGroupLink(), Server()
     link.take_server(Scaffold(learner=MyModule()))

@@ -184,7 +184,7 @@ class FlowerServer:
 
     def _score(self) -> None:
         server, answered = self.coordinator.server, self.nodes.answered
-        fresh = {client: server.reply(client) for client, round in answered.items() if not round}
+        fresh = {client: server.evaluation_reply(client) for client, round in answered.items() if not round}
         scores, higher_is_better = self.nodes.evaluate(fresh, self.coordinator.round)
         if not scores:
             rank_zero_warn("No node has answered the scoring; clients.csv stays as it was.")
