@@ -89,6 +89,17 @@ def test_a_trace_says_who_is_there(tmp_path):
         chosen.check([0, 1, 2])
 
 
+def test_a_trace_that_a_spreadsheet_has_written_is_read(tmp_path):
+    assert Trace(trace(tmp_path, "\ufeffround,client\n1,4\n")).choose(0, SAMPLES, DRAWS) == [4]
+
+
+def test_a_trace_with_too_few_rounds_is_refused_before_the_first(tmp_path):
+    federation = Federation(client(FedAvg), participation=Trace(trace(tmp_path, "round,client\n1,0\n2,1\n")))
+    with pytest.raises(ConfigError, match="it ends with round 2; "):
+        trainer(3).fit(federation, datamodule=digits())
+    assert federation.coordinator.round == 0
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -1,6 +1,6 @@
 """What models say of every sample: ``predictions.csv``."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,14 @@ def _guesses(predicted: Any, labels: Tensor | None) -> Iterator[tuple[Any, str]]
         yield from _classes(predicted.float().softmax(1))
     else:
         batches = [predicted] if isinstance(predicted, Tensor) else predicted
-        rows = (x for batch in batches if not isinstance(batch, Mapping) for x in batch)
+        rows = (x for batch in batches if _has_rows(batch) for x in batch)
         yield from ((_plain(x), "") for x in rows)
+
+
+def _has_rows(batch: Any) -> bool:
+    if isinstance(batch, Tensor):
+        return batch.dim() > 0
+    return isinstance(batch, Iterable) and not isinstance(batch, Mapping)
 
 
 def _classes(shares: Tensor) -> Iterator[tuple[int, str]]:

@@ -276,7 +276,7 @@ def lines_of(option: str, file: str) -> Iterator[tuple[int, dict[str, Any]]]:
         ConfigError: when it cannot be read.
     """
     try:
-        with Path(file).open(newline="", encoding="utf-8") as lines:
+        with Path(file).open(newline="", encoding="utf-8-sig") as lines:
             rows = csv.DictReader(lines)
             for row in rows:
                 yield rows.line_num, row

@@ -24,7 +24,7 @@ from lit_pfl.data import FederatedDataModule, has_batches, labels_of, samples_of
 from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted
 from lit_pfl.engines.threads import ReportsBusyCores, choose_threads, computing, keep_freed_memory
-from lit_pfl.engines.trainers import check_client_options
+from lit_pfl.engines.trainers import check_client_options, planned_rounds
 from lit_pfl.engines.validation import monitors
 from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.federation.checkpoint import (
@@ -353,6 +353,8 @@ class Federation(QuickModule):
         """See that callbacks monitor what there will be: the metrics are known once a client has been scored."""
         self._job = RequeuesBetweenRounds(self.trainer)
         self._end_without_clients()
+        if isinstance(self.participation, Participation) and (planned := planned_rounds(self.trainer)) > 0:
+            self.participants(planned - 1)  # a file of rounds may have fewer
         known = {"round", "train/loss", *self.traffic.of_round()}
         if monitors(self.trainer).keys() <= known or not self.trainer.limit_val_batches:
             return
@@ -490,10 +492,10 @@ class Federation(QuickModule):
     def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Any]:
         """Return what every client of the set predicts on its test data, by client id: (n, classes) logits, if tensors.
 
-        Predictions that are no tensors come as a list of batches.
+        Predictions that are no tensors of a width come as a list of batches.
         """
         return {
-            client: torch.cat(batches) if all(isinstance(x, torch.Tensor) for x in batches) else batches
+            client: torch.cat(batches) if _fit_together(batches) else batches
             for client, batches in self.ask(predicted, batch, as_scored=True).items()
             if batches  # a client may have no test samples
         }
@@ -567,3 +569,8 @@ class Federation(QuickModule):
     def _fingerprints(self) -> Fingerprints:
         assert self._work is not None
         return Fingerprints(self._work.data)
+
+
+def _fit_together(batches: Sequence[Any]) -> bool:
+    """Say whether batches are tensors with a row a sample, all rows of one shape."""
+    return all(isinstance(x, torch.Tensor) and x.dim() and x.shape[1:] == batches[0].shape[1:] for x in batches)

@@ -59,6 +59,19 @@ class Numbers(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def test_batches_of_rows_of_several_lengths_are_kept_as_they_are(tmp_path):
+    class Words(Numbers):
+        def predict_step(self, batch, batch_idx):
+            return torch.full((len(batch[0]), 2 + batch_idx), batch_idx)
+
+    samples = TensorDataset(torch.randn(4, 3), torch.zeros(4, 1))
+    data = PerClient([L.LightningDataModule.from_datasets(samples, samples, samples, batch_size=2)])
+    predicting = trainer(tmp_path, 1, [Predictions()])
+    predicting.predict(Federation(FedAvg(learner=Words())), datamodule=data)
+    words = [row["prediction"] for row in rows(tmp_path / "run" / "predictions.csv")]
+    assert words == ["[0, 0]", "[0, 0]", "[1, 1, 1]", "[1, 1, 1]"]
+
+
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 2)])
 def test_a_regression_s_targets_are_labels(tmp_path, shape):
     targets = torch.arange(5.0).repeat(2)[: torch.Size(shape).numel()].reshape(shape)
@@ -71,7 +84,8 @@ def test_a_regression_s_targets_are_labels(tmp_path, shape):
 
 
 @pytest.mark.parametrize(
-    "outputs", [[{"logits": torch.ones(3, 2)}], [(torch.ones(3, 2), torch.ones(3))], torch.ones(2, 2)]
+    "outputs",
+    [[{"logits": torch.ones(3, 2)}], [(torch.ones(3, 2), torch.ones(3))], torch.ones(2, 2), [torch.tensor(1.0)], [0.5]],
 )
 def test_what_is_not_one_prediction_a_sample_is_told(tmp_path, outputs):
     with pytest.raises(MisconfigurationException, match="Client 4: .* for 3 samples"):
