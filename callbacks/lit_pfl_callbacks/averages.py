@@ -31,15 +31,19 @@ def deviation(values: Collection[float], of_sample: bool = False) -> float:
     return statistics.stdev(values) if of_sample else statistics.pstdev(values)
 
 
+def from_the_worst(value: float, higher_is_better: bool) -> tuple[bool, float]:
+    """Return by what values are sorted, the worst first; NaN is worse than any number."""
+    return not math.isnan(value), value if higher_is_better else -value
+
+
 def worst_tenth(values: Collection[float], higher_is_better: bool) -> list[float]:
-    """Return the worst 10 % of some values, at least one, the worst first; NaN is worse than any number.
+    """Return the worst 10 % of some values, at least one, the worst first.
 
     Example:
         >>> worst_tenth([0.7, 0.9, 0.5], higher_is_better=True)
         [0.5]
     """
-    sign = 1 if higher_is_better else -1
-    ordered = sorted(values, key=lambda value: (not math.isnan(value), sign * value))
+    ordered = sorted(values, key=lambda value: from_the_worst(value, higher_is_better))
     return ordered[: math.ceil(len(values) / 10)]
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.listening import Listening, is_told
 from lit_pfl_callbacks.protocols import HasClients, HasRoles, Transfer
 from lit_pfl_callbacks.rounds import RoundTable, ends_round
+from lit_pfl_callbacks.tensors import check_patterns
 from lit_pfl_callbacks.waiting import waits
 
 COLUMNS = ["round", "client", "direction", "group", "bytes"]
@@ -50,12 +50,8 @@ class CommunicationLedger(Listening):
     def __init__(
         self, groups: dict[str, str] | None = None, per_client: bool = False, monitor: str | None = None
     ) -> None:
-        try:
-            self.groups = {name: re.compile(pattern) for name, pattern in (groups or {}).items()}
-        except re.error as error:
-            raise MisconfigurationException(
-                f"CommunicationLedger(groups={groups}): no regular expression: {error}."
-            ) from None
+        check_patterns("CommunicationLedger(groups=...)", *(groups or {}).values())
+        self.groups = {name: re.compile(pattern) for name, pattern in (groups or {}).items()}
         self.per_client = per_client
         self.monitor = monitor
         self.total = 0

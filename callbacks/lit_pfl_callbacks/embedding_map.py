@@ -12,6 +12,7 @@ from lit_pfl_callbacks.dashboard import Dashboard
 from lit_pfl_callbacks.listening import Listening
 from lit_pfl_callbacks.protocols import HasTraffic, Transfer
 from lit_pfl_callbacks.rounds import RoundTable, due, round_of
+from lit_pfl_callbacks.tensors import check_patterns
 from lit_pfl_callbacks.waiting import waits
 
 COLUMNS = ["round", "client", "x", "y"]
@@ -31,7 +32,7 @@ class EmbeddingMap(Listening):
         every_n_rounds: the first round has a map, and then every this many.
 
     Raises:
-        MisconfigurationException: for ``every_n_rounds`` below 1.
+        MisconfigurationException: for ``every_n_rounds`` below 1, or when ``tensor`` is not a regular expression.
 
     Attributes:
         places: the latest map, (x, y) by client.
@@ -40,6 +41,7 @@ class EmbeddingMap(Listening):
     def __init__(self, tensor: str = "^embedding$", every_n_rounds: int = 5) -> None:
         if every_n_rounds < 1:
             raise MisconfigurationException(f"EmbeddingMap(every_n_rounds={every_n_rounds}): give 1 or more.")
+        check_patterns("EmbeddingMap(tensor=...)", tensor)
         self.tensor, self.every_n_rounds = tensor, every_n_rounds
         self.places: dict[int, tuple[float, float]] = {}
         self._latest: dict[int, Tensor] = {}

@@ -21,7 +21,7 @@ from lit_pfl_callbacks.processes import check_alike, check_strategy
 from lit_pfl_callbacks.protocols import Direction, Watcher, transfer
 from lit_pfl_callbacks.rank_zero import be_rank_zero
 from lit_pfl_callbacks.resumed_draws import ResumedDraws
-from lit_pfl_callbacks.tensors import copied, load_tensors, tensors_of
+from lit_pfl_callbacks.tensors import check_patterns, copied, load_tensors, tensors_of
 
 # Running statistics of normalization layers describe one client's data, so they stay with the client.
 NOT_RUNNING_STATISTICS = r"^(?!.*(running_mean|running_var|num_batches_tracked)$)"
@@ -122,8 +122,9 @@ class FederatedLoop(L.Callback):
         seconds: ``link``: the time that this process has waited for the server so far.
 
     Raises:
-        MisconfigurationException: when ``every_n_epochs`` is below 1, when ``share`` picks nothing or what a lazy layer
-            has not made yet, when the number of samples cannot be found out, or when a reply does not fit the module.
+        MisconfigurationException: when ``every_n_epochs`` is below 1, when ``share`` is not a regular expression, or
+            picks nothing or what a lazy layer has not made yet, when the number of samples cannot be found out, or when
+            a reply does not fit the module.
 
     Example::
 
@@ -142,6 +143,8 @@ class FederatedLoop(L.Callback):
             raise MisconfigurationException(f"FederatedLoop(every_n_epochs={every_n_epochs}): must be 1 or more.")
         self.link = link
         self.every_n_epochs = every_n_epochs
+        if isinstance(share, str):
+            check_patterns("FederatedLoop(share=...)", share)
         self.share = re.compile(share).search if isinstance(share, str) else share
         self.num_samples = num_samples
         self.watchers: list[Watcher] = []

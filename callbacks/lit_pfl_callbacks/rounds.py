@@ -120,6 +120,9 @@ class RoundTable:
         if before or rows:
             write_rows(path, [{column: row[column] for column in self.columns} for row in [*before, *rows]])
             self._path = path
+        else:
+            path.unlink(missing_ok=True)
+            self._former = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the file is."""

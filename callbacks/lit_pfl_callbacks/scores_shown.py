@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lit_pfl_callbacks.averages import best_round, deviation, mean, worst_tenth
+from lit_pfl_callbacks.averages import best_round, deviation, from_the_worst, mean, worst_tenth
 from lit_pfl_callbacks.protocols import Row
 from lit_pfl_callbacks.states import GLOBAL, JOINING, UNTRAINED, WORDS
 
@@ -155,9 +155,12 @@ def _shown(rows: Sequence[Row], names: list[str], directions: Mapping[str, bool]
     if len(rows) <= most:
         return [*rows]
     if by is not None:
-        rows = sorted(rows, key=lambda row: row.scores.get(by, 0.0), reverse=not directions[by])
+        scored = [row for row in rows if by in row.scores]
+        scored.sort(key=lambda row: from_the_worst(row.scores[by], directions[by]))
+        middle = len(scored) // 2  # those without a score, such as without a sample, are neither good nor bad
+        rows = [*scored[:middle], *(row for row in rows if by not in row.scores), *scored[middle:]]
     half = most // 2
-    return [*rows[:half], None, *rows[-half:]]
+    return [*rows[: most - half], None, *rows[len(rows) - half :]]
 
 
 def _heading(name: str) -> str:

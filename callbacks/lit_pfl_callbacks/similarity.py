@@ -16,7 +16,7 @@ from lit_pfl_callbacks.federated_loop import NOT_RUNNING_STATISTICS
 from lit_pfl_callbacks.listening import Listening
 from lit_pfl_callbacks.protocols import HasClients, HasMixing, Transfer
 from lit_pfl_callbacks.rounds import RoundTable, due, round_of, spread
-from lit_pfl_callbacks.tensors import tensors_of
+from lit_pfl_callbacks.tensors import check_patterns, tensors_of
 from lit_pfl_callbacks.waiting import waits
 
 COLUMNS = ["round", "group", "client", "other", "cosine"]
@@ -50,7 +50,7 @@ class Similarity(Listening):
         most: the largest number of clients to compare. None for all.
 
     Raises:
-        MisconfigurationException: when a group of parameters finds none.
+        MisconfigurationException: when a group of parameters finds none, or is not a regular expression.
 
     Source:
         Factorized-FL, Fig. 8 (a) to (f); SimFed, Eq. 3, of embeddings; Sattler et al. 2020, of updates.
@@ -68,6 +68,8 @@ class Similarity(Listening):
             raise MisconfigurationException(
                 f"Similarity(every_n_rounds={every_n_rounds}, most={most}): give 1 or more rounds, 2 or more clients."
             )
+        check_patterns("Similarity(groups=...)", *(groups or {}).values())
+        check_patterns("Similarity(uploads=...)", *(uploads or {}).values())
         self.groups, self.every_n_rounds = groups, every_n_rounds
         self.uploads = EMBEDDINGS if uploads is None else uploads
         self.updates, self.most = updates, most

@@ -1,6 +1,7 @@
 """A module's tensors by name, and its mode."""
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,23 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+
+def check_patterns(option: str, *patterns: str) -> None:
+    """See that names of tensors can be searched by these.
+
+    Args:
+        option: whose value they are, with its class.
+        patterns: regular expressions.
+
+    Raises:
+        MisconfigurationException: when one is none.
+    """
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise MisconfigurationException(f"{option}: {pattern!r} is not a regular expression: {error}.") from None
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -113,7 +113,10 @@ class Checks:
 def check_samples(client: int, number: object) -> None:
     """See that a client's number of training samples is one."""
     if isinstance(number, bool) or not isinstance(number, int | np.integer) or number > MOST_SAMPLES:
-        raise ConfigError(f"Client {client}: its number of training samples is {number!r}; it must be a whole number.")
+        raise ConfigError(
+            f"Client {client}: its number of training samples is {number!r}; it must be a whole number up to "
+            f"{MOST_SAMPLES}."
+        )
     if number < 1:
         raise ConfigError(f"Client {client} has no training sample.")
 

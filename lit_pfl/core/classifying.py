@@ -121,8 +121,13 @@ class Classifying(Client):
     def class_counts(self) -> Tensor:
         """(C,) int64 how many training samples of every class this client has."""
         # Not kept in checkpoints: the data are the same in a resumed run.
-        labels = [self.targets(batch).cpu() for batch in in_order(self.training_data())]
-        counts = torch.bincount(torch.cat(labels), minlength=self.num_logits)
+        labels = torch.cat([self.targets(batch).cpu() for batch in in_order(self.training_data())])
+        if labels.numel() and labels.min() < 0:
+            raise ConfigError(
+                f"a training sample has the class label {labels.min()}; classes are numbered from 0, so leave samples "
+                "without a class out of the data."
+            )
+        counts = torch.bincount(labels, minlength=self.num_logits)
         if len(counts) > self.num_logits:
             raise ConfigError(
                 f"model.head: the training data has a class label {len(counts) - 1}, and the head only "

@@ -1,5 +1,7 @@
 """The table of clients, and its file."""
 
+from math import nan
+
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -64,6 +66,20 @@ def test_code_that_is_only_tried_out_writes_no_file(start, data, tmp_path, monke
     getattr(trainer(tmp_path, 1, [ClientsTable()], fast_dev_run=2), start)(Scored(), *data)
     assert (tmp_path / "clients.csv").read_text() == "name,city\nAda,London\n"
     assert "Run folder" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("most", "shown"), [(4, "1 0 ... 4 5"), (1, "1 ..."), (0, "...")])
+def test_of_many_the_worst_and_the_best_are_shown(most, shown, tmp_path, capsys):
+    """NaN is worse than any number; no score at all is neither."""
+
+    class Many(Scored):
+        def validation_step(self, batch, batch_idx):
+            values = [{"acc": 0.0}, {"acc": nan}, {"acc": 0.2}, {}, {"acc": 0.4}, {"acc": 0.5}]
+            self.rows = [Score(k, 1, "val", "own:before", 8, scores) for k, scores in enumerate(values)]
+
+    trainer(tmp_path, 1, [ClientsTable(most=most)]).fit(Many(), batches(), batches())
+    lines = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") > 2]
+    assert " ".join(lines[: lines.index("mean")]) == shown
 
 
 def test_scores_of_some_clients_replace_theirs_and_leave_the_others(tmp_path):

@@ -182,5 +182,5 @@ def test_a_thousand_clients_need_no_more_lines(tmp_path):
 
 
 def test_a_pattern_that_is_none_is_refused():
-    with pytest.raises(MisconfigurationException, match="groups=.*no regular expression"):
+    with pytest.raises(MisconfigurationException, match="groups=.* is not a regular expression"):
         CommunicationLedger({"u": "("})

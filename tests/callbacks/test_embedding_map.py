@@ -83,3 +83,5 @@ def test_without_embeddings_there_is_no_map(tmp_path):
     assert not list(tmp_path.rglob("embeddings.csv"))
     with pytest.raises(MisconfigurationException, match="every_n_rounds=0"):
         EmbeddingMap(every_n_rounds=0)
+    with pytest.raises(MisconfigurationException, match=r"EmbeddingMap\(tensor=...\): '\*' is not a regular"):
+        EmbeddingMap("*")

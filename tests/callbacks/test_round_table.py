@@ -5,10 +5,13 @@ import csv
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from callbacks.plain import rows
+from callbacks.plain import Line, rows
+from callbacks.plain import trainer as plain_trainer
 from lit_pfl import Federation
 from lit_pfl.methods import SimFed
 from lit_pfl_callbacks import ClientsTable, EmbeddingMap, RunLogger, Similarity, SparsityMonitor
+from lit_pfl_callbacks.rounds import RoundTable
+from lit_pfl_callbacks.run_folder import write_rows
 from tiny import client, digits, trainer
 
 FILES = ("similarity.csv", "matching.csv", "embeddings.csv", "sparsity.csv")
@@ -57,3 +60,17 @@ def test_a_round_does_not_make_the_text_of_former_rounds_anew(tmp_path, monkeypa
     assert [float(row["round"]) for row in table] == [*range(1, 101)]
     assert [float(row["val/acc"]) for row in table] == [round / 100 for round in range(1, 101)]
     assert [row["test/acc"] for row in table if row["test/acc"]] == ["0.5"]
+
+
+def test_a_round_that_has_no_row_this_time_leaves_none_of_the_run_before(tmp_path):
+    """Not even once a later round has one."""
+    fitting, path = plain_trainer(tmp_path, 9, []), tmp_path / "run" / "what.csv"
+    fitting.strategy.connect(Line())
+    write_rows(path, [{"round": 5, "client": 1}])
+    table = RoundTable("what.csv", ["round", "client"])
+    table.check(fitting)
+    fitting.fit_loop.epoch_progress.current.completed = 4
+    table.add(fitting, [])
+    assert not path.exists()
+    table.add(fitting, [{"round": 7, "client": 0}])
+    assert rows(path) == [{"round": "7", "client": "0"}]

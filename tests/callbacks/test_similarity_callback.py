@@ -150,3 +150,6 @@ def test_groups_that_find_nothing_are_refused_and_modules_without_clients_are_to
         plain_trainer(tmp_path, 1, [Similarity()]).fit(Line(), batches())
     with pytest.raises(MisconfigurationException, match="most=1"):
         Similarity(most=1)
+    for option in ("groups", "uploads"):
+        with pytest.raises(MisconfigurationException, match=rf"Similarity\({option}=...\): '\*' is not a regular"):
+            Similarity(**{option: {"all": "*"}})

@@ -67,6 +67,14 @@ def test_a_label_that_the_head_has_no_logit_for_is_named():
         run(client(FedLC, backbone=lambda channels, classes: _small()), digits(2))
 
 
+def test_samples_without_a_class_are_named():
+    data = digits(2)
+    data.setup()
+    data.data.labels[data.indices["train"][1][0]] = -100
+    with pytest.raises(ConfigError, match=r"Client 1: FedLC .*: a training sample has the class label -100; "):
+        run(client(FedLC), data)
+
+
 def _small():
     from tiny import Parts
 
