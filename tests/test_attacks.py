@@ -64,7 +64,9 @@ def plain_sgd(parameters):
     ],
 )
 @pytest.mark.parametrize(
-    ("attack", "factor"), [(SignFlip(2.0, ATTACKERS), -2), (ScaledUpdate(5.0, ATTACKERS), 5)], ids=["flip", "scale"]
+    ("attack", "factor"),
+    [(SignFlip(2.0, clients=ATTACKERS), -2), (ScaledUpdate(5.0, clients=ATTACKERS), 5)],
+    ids=["flip", "scale"],
 )
 def test_updates_are_scaled_and_the_others_left_alone(method, options, attack, factor):
     honest, sent = seen(None, method, **options), seen(attack, method, **options)
@@ -78,7 +80,7 @@ def test_updates_are_scaled_and_the_others_left_alone(method, options, attack, f
 @pytest.mark.parametrize("knows", ["own", "all"])
 @pytest.mark.parametrize("deviations", [None, 1.5])
 def test_alie_sends_the_mean_less_some_deviations(knows, deviations):
-    honest, sent = seen(None), seen(ALIE(deviations, knows, ATTACKERS))
+    honest, sent = seen(None), seen(ALIE(deviations, knows, clients=ATTACKERS))
     known = np.stack([honest[k] for k in (ATTACKERS if knows == "own" else HONEST)])
     z = max(0, stats.norm.ppf((4 - (4 - 2)) / 4)) if deviations is None else 1.5  # s = 6 // 2 + 1 - 2
     for k in ATTACKERS:
@@ -86,7 +88,7 @@ def test_alie_sends_the_mean_less_some_deviations(knows, deviations):
 
 
 def test_inner_products_with_the_honest_mean_are_negative():
-    honest, sent = seen(None), seen(InnerProduct(0.3, ATTACKERS))
+    honest, sent = seen(None), seen(InnerProduct(0.3, clients=ATTACKERS))
     mean = np.mean([honest[k] for k in HONEST], axis=0)
     for k in ATTACKERS:
         np.testing.assert_allclose(sent[k], -0.3 * mean, rtol=1e-4, atol=1e-5)
@@ -148,12 +150,12 @@ def test_a_resumed_attack_is_the_same(tmp_path):
 
 
 def test_an_attack_ends_with_its_fit():
-    assert attacked(SignFlip(3.0, ATTACKERS)).coordinator.changes == []
+    assert attacked(SignFlip(3.0, clients=ATTACKERS)).coordinator.changes == []
 
 
 def test_an_update_beyond_a_bound_is_refused_by_client():
     with pytest.warns(UserWarning, match=r"Client 1: its update has a norm of \S+, above federation.max_update_norm=9"):
-        federation = attacked(ScaledUpdate(1e4, ATTACKERS), max_update_norm=9)
+        federation = attacked(ScaledUpdate(1e4, clients=ATTACKERS), max_update_norm=9)
     assert [refusal.client for refusal in federation.refused] == ATTACKERS
     assert attacked(None, max_update_norm=9).refused == []
     with pytest.raises(ConfigError, match="federation.max_update_norm=0: give a number above 0"):

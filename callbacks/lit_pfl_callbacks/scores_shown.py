@@ -12,6 +12,7 @@ from lit_pfl_callbacks.states import GLOBAL, JOINING, UNTRAINED, WORDS
 
 TITLES = {"acc": "accuracy"}
 WIDE = 10_000  # characters
+UNITS = [("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)]
 
 
 def print_scores(
@@ -178,8 +179,10 @@ def human_bytes(size: float) -> str:
         >>> human_bytes(20_388_400)
         '20.39 MB'
     """
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
+    unit, one = byte_unit(size)
+    return f"{size / one:.{0 if unit == 'B' else 2}f} {unit}"
+
+
+def byte_unit(largest: float) -> tuple[str, float]:
+    """Return the unit in which the largest number of bytes is at least 1.00, and how many bytes it is."""
+    return next((unit for unit in reversed(UNITS) if largest >= unit[1] * (1 - 5e-6)), UNITS[0])

@@ -1,6 +1,5 @@
 """The data sets."""
 
-import hashlib
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -96,6 +95,8 @@ class _TorchvisionData(ImageDataModule):
 
     def _what_is_wrong(self) -> str:
         """Return what a data set that cannot be opened lacks."""
+        from torchvision.datasets.utils import calculate_md5
+
         fetch = "give --data.download true to fetch it, or --data.root FOLDER if you have it"
         files = self._checksums()
         missing = [file for file, _ in files if not file.is_file()]
@@ -104,7 +105,7 @@ class _TorchvisionData(ImageDataModule):
         if missing:
             return f"is not all in {str(Path(self.root).absolute())!r}, which has no {missing[0].name}: {fetch}."
         for file, official in files:
-            if self.verify and (own := _md5(file)) != official:
+            if self.verify and (own := calculate_md5(file)) != official:
                 return (
                     f"is not the official one: the MD5 checksum of {str(file.absolute())!r} is {own}, not {official}. "
                     "Give --data.verify false to accept it, if you trust its source, or --data.download true to fetch "
@@ -316,11 +317,6 @@ def _resized(images: torch.Tensor, size: int) -> torch.Tensor:
 
     with within_memory(f"data.image_size={size}"):
         return torch.cat([resized(part) for part in images.split(10_000)])
-
-
-def _md5(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def _statistics(mean: list[float], std: list[float]) -> tuple[torch.Tensor, torch.Tensor]:

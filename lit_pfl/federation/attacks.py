@@ -181,26 +181,21 @@ class SignFlip(Forgery):
 
     Args:
         scale: how far they go.
-        clients: see :class:`Attack`.
-        share: see :class:`Attack`.
-        seed: see :class:`Attack`.
+        kwargs: see :class:`Attack`.
 
     Source:
         Li et al. 2019 (RSA), Section 5.
     """
 
-    def __init__(
-        self,
-        scale: PositiveFloat = 1.0,
-        clients: Sequence[int] | None = None,
-        share: PositiveFloat = 0.3,
-        seed: NonNegativeInt = 0,
-    ) -> None:
-        super().__init__(clients, share, seed)
+    sign = -1
+
+    def __init__(self, scale: PositiveFloat = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.scale = scale
 
     def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:
-        return {client: {name: -self.scale * t for name, t in updates[client].items()} for client in attackers}
+        factor = self.sign * self.scale
+        return {client: {name: factor * t for name, t in updates[client].items()} for client in attackers}
 
 
 class ScaledUpdate(SignFlip):
@@ -208,25 +203,16 @@ class ScaledUpdate(SignFlip):
 
     Args:
         scale: how far they go.
-        clients: see :class:`Attack`.
-        share: see :class:`Attack`.
-        seed: see :class:`Attack`.
+        kwargs: see :class:`Attack`.
 
     Source:
         Bagdasaryan et al. 2020, Eq. 3.
     """
 
-    def __init__(
-        self,
-        scale: PositiveFloat = 10.0,
-        clients: Sequence[int] | None = None,
-        share: PositiveFloat = 0.3,
-        seed: NonNegativeInt = 0,
-    ) -> None:
-        super().__init__(scale, clients, share, seed)
+    sign = 1
 
-    def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:
-        return {client: {name: self.scale * t for name, t in updates[client].items()} for client in attackers}
+    def __init__(self, scale: PositiveFloat = 10.0, **kwargs: Any) -> None:
+        super().__init__(scale, **kwargs)
 
 
 class ALIE(Forgery):
@@ -239,9 +225,7 @@ class ALIE(Forgery):
         deviations: number of standard deviations, the paper's z. Default: its ``z_max``.
         knows: whose updates the mean and the deviations are of: the attackers' ``own``, as in the paper, or ``all``
             honest clients'.
-        clients: see :class:`Attack`.
-        share: see :class:`Attack`.
-        seed: see :class:`Attack`.
+        kwargs: see :class:`Attack`.
 
     Source:
         Baruch et al. 2019, Algorithm 3.
@@ -251,11 +235,9 @@ class ALIE(Forgery):
         self,
         deviations: NonNegativeFloat | None = None,
         knows: Literal["own", "all"] = "own",
-        clients: Sequence[int] | None = None,
-        share: PositiveFloat = 0.3,
-        seed: NonNegativeInt = 0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(clients, share, seed)
+        super().__init__(**kwargs)
         self.deviations, self.knows = deviations, knows
 
     def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:
@@ -274,22 +256,14 @@ class InnerProduct(Forgery):
 
     Args:
         epsilon: the number. A small one is hard to see: the paper has 0.1 against Krum, and larger ones against means.
-        clients: see :class:`Attack`.
-        share: see :class:`Attack`.
-        seed: see :class:`Attack`.
+        kwargs: see :class:`Attack`.
 
     Source:
         Xie et al. 2020 (Fall of Empires), Section 4.
     """
 
-    def __init__(
-        self,
-        epsilon: PositiveFloat = 0.1,
-        clients: Sequence[int] | None = None,
-        share: PositiveFloat = 0.3,
-        seed: NonNegativeInt = 0,
-    ) -> None:
-        super().__init__(clients, share, seed)
+    def __init__(self, epsilon: PositiveFloat = 0.1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.epsilon = epsilon
 
     def forge(self, attackers: Sequence[int], updates: Updates) -> Updates:

@@ -23,7 +23,7 @@ from lit_pfl.learners.heads import (
     sizes_of_head,
     takes_features,
 )
-from lit_pfl.learners.logs import STAGE, LossTally, Recorder, recorded, silenced
+from lit_pfl.learners.logs import STAGE, LossTally, recorded, silenced
 from lit_pfl.learners.optimizers import (
     add_parameters,
     configured_by,
@@ -45,7 +45,6 @@ __all__ = [
     "LossTally",
     "Mixture",
     "OptimizerCallable",
-    "Recorder",
     "SchedulerCallable",
     "SkipBatch",
     "Step",

@@ -7,16 +7,17 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from lit_pfl.report.numbers import Metric, byte_unit, curve, last_scores
+from lit_pfl.report.numbers import Metric, curve, last_scores
 from lit_pfl.report.pictures import Picture, inline
 from lit_pfl.report.runs import Group, Row
 from lit_pfl.report.theme import Palette
 from lit_pfl_callbacks.averages import mean
+from lit_pfl_callbacks.round_timer import PHASES
 from lit_pfl_callbacks.rounds import spread
+from lit_pfl_callbacks.scores_shown import byte_unit
 
 #: the largest number of clients that are drawn one by one
 CLIENTS = 40
-PHASES = ["train", "evaluate", "aggregate", "link"]
 ROUNDS = alt.X("round:Q", title="round", axis=alt.Axis(tickMinStep=1), scale=alt.Scale(nice=False))
 #: columns of ``sparsity.csv``
 SPARSITY = ("round", "layer", "nonzeros", "elements", "rank")

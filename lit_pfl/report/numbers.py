@@ -174,9 +174,3 @@ def _model_shown(models: Sequence[str], evaluate: str | None) -> tuple[str, str]
     settled = [model for model in models if not model.endswith(UNTRAINED)] or models
     fitting = [model for model in settled if model.rpartition(":")[2] == evaluate] or settled
     return fitting[0], fitting[0].partition(":")[0] + UNTRAINED
-
-
-def byte_unit(largest: float) -> tuple[str, float]:
-    """Return the unit in which the largest number of bytes is at least 1, and how many bytes it is."""
-    units = [("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)]
-    return next((unit for unit in reversed(units) if largest >= unit[1]), units[0])

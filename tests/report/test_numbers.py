@@ -11,9 +11,10 @@ from lit_pfl.errors import ConfigError
 from lit_pfl.report import Group, Run, check, grouped, main_metric, paired, paired_by_state, summary, validated
 from lit_pfl.report.charts import SPARSITY, client_by_client, distributions, layers, losses, over_rounds
 from lit_pfl.report.maps import similarities
-from lit_pfl.report.numbers import Metric, best_validated, byte_unit, curve, last_scores
+from lit_pfl.report.numbers import Metric, best_validated, curve, last_scores
 from lit_pfl.report.tables import options_in_common, options_that_differ, runs_there, written
 from lit_pfl_callbacks.run_folder import latest_config
+from lit_pfl_callbacks.scores_shown import byte_unit, human_bytes
 from report.made import make_run, make_runs, write
 
 ACC = Metric("acc", "val/acc", "test/acc")
@@ -465,6 +466,7 @@ def test_of_clients_that_were_not_measured_nothing_is_drawn(tmp_path):
 
 def test_units_of_bytes():
     assert [byte_unit(size)[0] for size in (0, 999, 1e3, 2.5e6, 1e9, 1e15)] == ["B", "B", "kB", "MB", "GB", "TB"]
+    assert [human_bytes(size) for size in (999, 999_994, 999_996)] == ["999 B", "999.99 kB", "1.00 MB"]
 
 
 def both_states(folder: Path, seed: int = 1, evaluate: str = "before", **more: float) -> Run:
