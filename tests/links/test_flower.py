@@ -26,7 +26,7 @@ from lit_pfl.links.flower.messages import pack, unpack
 from lit_pfl.links.flower.plan import Plan
 from lit_pfl.links.flower.server import FlowerServer
 from lit_pfl.links.flower.states import States
-from lit_pfl.methods import Ditto, FactorizedFL, FedAvg, FedSLR, PsiNet, Scaffold, SimFed
+from lit_pfl.methods import Ditto, FactorizedFL, FedAvg, FedExP, FedSLR, PsiNet, Scaffold, SimFed
 from lit_pfl.models import VGG9
 from lit_pfl.randomness import Draws
 from lit_pfl_callbacks.run_folder import read_rows
@@ -41,6 +41,7 @@ METHODS = {
     "FedSLR": lambda: tiny_client(FedSLR),
     "PsiNet": lambda: PsiNet(backbone=lambda channels, classes: VGG9(channels, classes, width=2, norm="batch")),
     "FedAvg": lambda: tiny_client(FedAvg),
+    "FedExP": lambda: tiny_client(FedExP),
 }
 CONFIG = {"clients": 6, "rounds": 4, "participation": 0.5, "seed": 3, "threads": 1, "timeout": 1.0, "folder": "server"}
 NODES = {10: [0, 1], 20: [2, 3], 30: [4, 5]}
@@ -96,13 +97,15 @@ def test_the_same_run_as_in_one_process(name):
     assert sum(down for _, down in ledger.clients.values()) == here.payload_bytes["train"][1]
 
 
-def test_scores_are_those_of_one_process():
-    flower = server(grid("FedSLR"), "FedSLR")
+@pytest.mark.parametrize(("name", "rounds"), [("FedSLR", 4), ("FedExP", 2)])
+def test_scores_are_those_of_one_process(name, rounds):
+    flower = server(grid(name, rounds=rounds), name, rounds=rounds)
     flower.run()
-    whole = federation(METHODS["FedSLR"]())
+    whole = federation(METHODS[name](), rounds)
     rows = read_rows(Path("server/clients.csv"))
     expected = [row for row in whole.rows if row.split == "test"]
-    assert len(rows) == len(expected) == 12  # two models each
+    assert len(rows) == len(expected) == (12 if name == "FedSLR" else 6)  # two models each
+    assert len(whole.scores.trained) < 6
     for row, reference in zip(rows, expected, strict=True):
         assert (int(row["client"]), row["model"], int(row["n"])) == (reference.client, reference.model, reference.n)
         for name, value in reference.scores.items():

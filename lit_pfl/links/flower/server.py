@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_pfl.core import Client, ClientSpec
 from lit_pfl.core.coordinator import Coordinator
-from lit_pfl.core.payload import Payload
+from lit_pfl.core.payload_state import payload_from, payload_state
 from lit_pfl.core.scores import Row, mean_over_samples, summary
 from lit_pfl.core.server import ClientInfo, Server
 from lit_pfl.errors import ConfigError, UploadError
@@ -107,10 +107,7 @@ class FlowerServer:
                 f"({', '.join(map(str, sorted(infos))) or 'none'})."
             )
         self.nodes.begin(uuid.uuid4().hex, infos)
-        joined = {}
-        for client, info in infos.items():
-            tensors, sparse = dict(info.initial), sorted(info.initial.sparse)
-            joined[str(client)] = {"samples": info.num_samples, "tensors": tensors, "sparse": sparse}
+        joined = {str(client): {"samples": i.num_samples, **payload_state(i.initial)} for client, i in infos.items()}
         AtomicCheckpointIO().save_checkpoint(joined, self.folder / "joined.ckpt")
         self.coordinator.start(infos)
         self._save()
@@ -124,10 +121,7 @@ class FlowerServer:
                     f"run-config {name}={value}: the run in {self.folder} has {state['identity'][name]}; give another "
                     "folder for another run."
                 )
-        infos = {
-            int(client): ClientInfo(info["samples"], Payload(info["tensors"], info["sparse"]))
-            for client, info in joined.items()
-        }
+        infos = {int(client): ClientInfo(info["samples"], payload_from(info)) for client, info in joined.items()}
         self.coordinator.start(infos)
         self.coordinator.load_state_dict(state["coordinator"])
         self.metrics, self.refused = state["metrics"], state["refused"]
