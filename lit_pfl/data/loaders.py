@@ -123,6 +123,11 @@ def has_batches(loader: Any) -> bool:
     return sized_len(loader) != 0
 
 
+def goes_on(loader: Any) -> bool:
+    """Say whether a loader without a state may begin where a look at its batches has ended, as a stream may."""
+    return any(getattr(_of(one), "goes_on", False) for one in loaders_in(loader) if has_batches(one))
+
+
 @contextmanager
 def needed(who: str, what: str) -> Iterator[None]:
     """Say who needs what of the data, wherever it refuses that.

@@ -62,6 +62,11 @@ class _Batches:
                 self.loader.num_samples = known
         return known
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether an iteration may begin where the last one has ended, and nothing puts that back."""
+        return not has_state(self.loader)
+
     def _count(self) -> int:
         n = 0
         for index, batch in enumerate(self.in_order()):
@@ -108,6 +113,8 @@ class _Batches:
 class _ReadyBatches(_Batches):
     """Sees a DataLoader as the batches that its map-style dataset has, one under each number."""
 
+    goes_on = False
+
     def in_order(self, batch_size: int | None = None) -> Any:
         batches = FixedDraws(_chosen(self.loader.dataset, self.loader.sampler))
         return Look(batches, batch_size=None, collate_fn=_fixed(self.loader), generator=torch.Generator())
@@ -150,6 +157,8 @@ class _Places(_Batches):
 
     Its samples are those that the sampler chooses for an epoch.
     """
+
+    goes_on = False
 
     def __init__(self, loader: DataLoader) -> None:
         super().__init__(loader)

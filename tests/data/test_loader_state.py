@@ -1,12 +1,14 @@
 """Loaders with a state of their own, which count their epochs: those of litdata, and torchdata's StatefulDataLoader."""
 
 from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from seen_rows import ROWS, Site, check_asleep, check_resumed, check_resumed_site, federation
 from torch.utils.data import DataLoader, IterableDataset
@@ -195,3 +197,29 @@ def test_lightning_sees_whether_a_late_loader_has_a_state():
     assert late.batch_size == 3
     for loader in (DataLoader(ROWS), Rows(0)):
         assert not isinstance(LateLoader(loader), _Stateful)
+
+
+class GoesOn(IterableDataset):
+    """An endless stream that a library cuts into epochs: each begins where the last one has ended."""
+
+    def __init__(self) -> None:
+        self.rows = count()
+
+    def __iter__(self):
+        return (torch.full((3,), float(row)) for row in islice(self.rows, 5))
+
+
+def test_a_checkpoint_takes_nothing_of_a_stream_that_goes_on(tmp_path):
+    def seen(**options):
+        fed = federation()
+        trainer(3, **options).fit(fed, datamodule=PerClient([Site(DataLoader(GoesOn(), 1))]))
+        return fed.clients[0].learner.seen
+
+    without = seen()
+    saving = ModelCheckpoint(tmp_path, save_top_k=-1)
+    assert without == [*range(without[0], without[0] + 15)]
+    assert seen(enable_checkpointing=True, callbacks=[saving]) == without
+    resumed = federation()
+    data = PerClient([Site(DataLoader(GoesOn(), 1))])
+    trainer(3).fit(resumed, datamodule=data, ckpt_path=next(tmp_path.glob("epoch=0*.ckpt")))
+    assert resumed.clients[0].learner.seen == without[:10]  # nothing holds how far the stream was
