@@ -19,6 +19,7 @@ from lit_pfl.data.resident import ResidentLoader
 from lit_pfl.data.several import loaders_in
 from lit_pfl.data.torch_loaders import Kind, kind_of
 from lit_pfl.errors import ConfigError
+from lit_pfl_callbacks.loader_state import has_state
 
 
 def num_samples(loader: Any) -> int:
@@ -112,10 +113,10 @@ def example_of(loader: Any) -> Any:
     """
     for batch in in_order(loader, 1):
         return batch
-    raise ConfigError(
-        "the training loader makes no batch a second time; give a dataset that begins again whenever it is iterated "
-        "over."
-    )
+    advice = "a dataset that begins again whenever it is iterated over"
+    if has_state(loader):
+        advice = "a plain DataLoader, since the state of this one, put back after a look, leaves it at its end"
+    raise ConfigError(f"the training loader makes no batch a second time; give {advice}.")
 
 
 def has_batches(loader: Any) -> bool:

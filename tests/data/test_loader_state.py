@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lit_pfl import Federation
 from lit_pfl.data import PerClient, example_of, in_order, num_samples
+from lit_pfl.errors import ConfigError
 from lit_pfl.lightning_internals import LateLoader
 from lit_pfl.methods import AgnosticFL, StandAlone
 from tiny import trainer
@@ -223,3 +224,26 @@ def test_a_checkpoint_takes_nothing_of_a_stream_that_goes_on(tmp_path):
     data = PerClient([Site(DataLoader(GoesOn(), 1))])
     trainer(3).fit(resumed, datamodule=data, ckpt_path=next(tmp_path.glob("epoch=0*.ckpt")))
     assert resumed.clients[0].learner.seen == without[:10]  # nothing holds how far the stream was
+
+
+class AtItsEnd(Streaming):
+    """As torchdata's with a stream of Hugging Face: it says where the last pass has ended until the next one begins."""
+
+    given = now = 0
+
+    def __iter__(self):
+        self.now, self.given = self.given, 0
+        for row in ROWS[self.now :]:
+            self.now += 1
+            yield row[None]
+
+    def state_dict(self):
+        return {"now": self.now}
+
+    def load_state_dict(self, state):
+        self.given = state["now"]
+
+
+def test_a_loader_whose_state_leaves_it_at_its_end_is_refused_by_that():
+    with pytest.raises(ConfigError, match=r"Site: the training loader makes no batch a second time; give a plain Data"):
+        trainer(1).fit(federation(), datamodule=PerClient([Site(AtItsEnd(Rows(0)))]))
