@@ -226,8 +226,8 @@ def test_a_checkpoint_takes_nothing_of_a_stream_that_goes_on(tmp_path):
     assert resumed.clients[0].learner.seen == without[:10]  # nothing holds how far the stream was
 
 
-class AtItsEnd(Streaming):
-    """As torchdata's with a stream of Hugging Face: it says where the last pass has ended until the next one begins."""
+class AtItsEnd(IterableDataset):
+    """As a stream of Hugging Face's: it says where the last pass has ended until the next one begins."""
 
     given = now = 0
 
@@ -235,7 +235,7 @@ class AtItsEnd(Streaming):
         self.now, self.given = self.given, 0
         for row in ROWS[self.now :]:
             self.now += 1
-            yield row[None]
+            yield row
 
     def state_dict(self):
         return {"now": self.now}
@@ -245,5 +245,12 @@ class AtItsEnd(Streaming):
 
 
 def test_a_loader_whose_state_leaves_it_at_its_end_is_refused_by_that():
+    class Loader(DataLoader):
+        def state_dict(self):
+            return self.dataset.state_dict()
+
+        def load_state_dict(self, state):
+            self.dataset.load_state_dict(state)
+
     with pytest.raises(ConfigError, match=r"Site: the training loader makes no batch a second time; give a plain Data"):
-        trainer(1).fit(federation(), datamodule=PerClient([Site(AtItsEnd(Rows(0)))]))
+        trainer(1).fit(federation(), datamodule=PerClient([Site(Loader(AtItsEnd(), 2))]))
