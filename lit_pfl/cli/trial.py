@@ -54,7 +54,9 @@ def refuse_null(options: Mapping[str, Any]) -> None:
         for name, value in (options[part].get("init_args") or {}).items():
             parameter = _parameter(options[part]["class_path"], name)
             if value is None and parameter is not None and "None" not in str(parameter.annotation):
-                raise ConfigError(f"{part}.{name}=null: give a value, or leave it out for {parameter.default}.")
+                default = parameter.default
+                known = "the default" if callable(default) else default
+                raise ConfigError(f"{part}.{name}=null: give a value, or leave it out for {known}.")
 
 
 def _parameter(class_path: str, name: str) -> inspect.Parameter | None:
