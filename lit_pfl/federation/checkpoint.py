@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_pfl.core import Client
 from lit_pfl.core.coordinator import Coordinator
 from lit_pfl.data import ClientData, has_batches, identity_of, samples_of
-from lit_pfl.data.loaders import goes_on
 from lit_pfl.data.several import loaders_in
 from lit_pfl.engines import Engine
 from lit_pfl.engines.work import HasData
@@ -134,14 +133,6 @@ def fingerprint(data: ClientData) -> str:
         with suppress(ConfigError):  # of a stream they are not known
             places.update(bytes_of(samples_of(batches)) if has_batches(batches) else b"")
     return f"{digest.hexdigest()}-{places.hexdigest()[:16]}"
-
-
-def read_early(data: ClientData) -> bool:
-    """Say whether a client's :func:`fingerprint` is made before it trains: it takes a batch of streams that go on.
-
-    Made with the first checkpoint, it would change what the client trains on after that.
-    """
-    return any(map(goes_on, (data.train, data.val, data.test)))
 
 
 class Fingerprints(dict[int, str]):

@@ -21,6 +21,7 @@ from lit_pfl.core.participation import Participation, check_participation, sampl
 from lit_pfl.core.privacy import ClientPrivacy
 from lit_pfl.core.scores import Row, mean_over_samples
 from lit_pfl.data import FederatedDataModule, PerClient, has_batches, labels_of, samples_of, targets_of
+from lit_pfl.data.loaders import goes_on
 from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted
 from lit_pfl.engines.threads import ReportsBusyCores, choose_threads, computing, keep_freed_memory
@@ -31,7 +32,6 @@ from lit_pfl.federation.checkpoint import (
     OPTIONAL,
     Fingerprints,
     options_of,
-    read_early,
     refuse_other_data,
     resume,
     save_whole,
@@ -293,9 +293,9 @@ class Federation(QuickModule):
         self.scores.check_new(data)
         self._described = described(example, len(data.clients))
         self._work = work
-        of_a_kind = not isinstance(data, PerClient)  # where one data set is split
-        if any(read_early(data.client(one)) for one in (data.clients[:1] if of_a_kind else data.clients)):
-            _ = self._fingerprints
+        several = data.clients if isinstance(data, PerClient) else data.clients[:1]  # of others, all are of a kind
+        if any(goes_on(data.client(client).train) for client in several):
+            _ = self._fingerprints  # they take a batch of such a stream: before the training, not with a checkpoint
 
     @property
     def clients(self) -> dict[int, Client]:
