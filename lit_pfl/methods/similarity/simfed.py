@@ -33,7 +33,8 @@ class SimFed(Client):
     replies to every client with the softmax-weighted mixture of the factors of all clients that are similar enough.
 
     The paper's Eq. 8 has the weight outside of the sum; here it is inside, which makes a weighted mean. Its Algorithm 1
-    mixes u, v and mu; here biases and norms are mixed with them.
+    mixes u, v and mu; here biases and norms are mixed with them. Noise takes the place of a batch's floating-point
+    tensors; whole numbers next to them, such as categories or lengths, stay those of each client's own first sample.
 
     Args:
         tau: smallest cosine similarity of two clients that exchange anything.
