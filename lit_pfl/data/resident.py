@@ -53,7 +53,7 @@ class ResidentLoader(ABC):
         if self.shuffle:
             order = order[torch.randperm(len(order)).to(order.device)]
         order = order[: len(order) - self._left_out()]
-        for indices in order.split(self.batch_size) if len(order) else ():
+        for indices in order.split(min(self.batch_size, len(order))) if len(order) else ():
             yield self.batch(indices)
 
     # What methods ask, through lit_pfl.data.loaders, which says what these mean.

@@ -8,7 +8,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from lit_pfl.errors import ConfigError
+from lit_pfl.errors import ConfigError, within_memory
 from lit_pfl.nn import Form, Pi, Start, factorize, factorized_layers, l1_norm_of_masks
 from lit_pfl.ops import soft_threshold
 
@@ -65,7 +65,8 @@ class Factorization:
         Raises:
             ConfigError: when there is none that is trained; see also :func:`~lit_pfl.nn.factorize`.
         """
-        factorize(module, self.form, self.rank, self.mask, self.pi, self.threshold, self.start)
+        with within_memory(f"model.factorization.rank={self.rank}"):
+            factorize(module, self.form, self.rank, self.mask, self.pi, self.threshold, self.start)
         if next(factorized_layers(module), None) is None:
             raise ConfigError(
                 f"model.factorization: {type(module).__name__} has no two-dimensional convolution and no linear layer "

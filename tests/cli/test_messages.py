@@ -80,6 +80,7 @@ REFUSED = [
     ("--config no_seed.yaml", "seed_everything=null: give a whole number from 0 to 4294967295, true for any one, or "),
     ("--federation.engine Stacked --federation.engine.size 0", "federation.engine.size=0: "),
     ("--data.num_clients null", "data.num_clients=null: give a value, or leave it out for 20."),
+    ("--model.factorization.rank 99999999999", "model.factorization.rank=99999999999: there is not enough memory for "),
     ("--model.optimizer null", "model.optimizer=null: give a value, or leave it out for the default."),
     ("--data.seed null", "data.seed=null: give a value, or leave it out for 1234."),
     ("--trainer.logger false --trainer.default_root_dir /proc/no", "trainer.default_root_dir: it cannot be "),

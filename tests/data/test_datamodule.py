@@ -616,3 +616,10 @@ def test_a_round_of_many_clients_is_a_few_lists(clients, lists, longest):
     assert (len(found), len(sets), max(map(len, found))) == (lists, lists, longest)
     assert [client for each in found for client in each] == list(range(clients))
     assert list(ClientSets(lambda completed: list(range(clients)), all_at_once=True)) == [list(range(clients))]
+
+
+def test_a_batch_larger_than_a_client_s_data_has_all_of_them():
+    data = digits(2, batch_size=10**24)
+    data.setup()
+    [batch] = data.client(0).train
+    assert len(batch[0]) == data.client(0).num_samples
