@@ -65,8 +65,9 @@ def link_or_copy(path: Path, new: Path) -> None:
         except OSError:  # another file system, or one without links
             shutil.copyfile(path, unfinished)
         unfinished.replace(new)
-    finally:
+    except OSError:
         unfinished.unlink(missing_ok=True)
+        raise
 
 
 def opened(folder: Path) -> int:
