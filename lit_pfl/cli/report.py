@@ -107,11 +107,13 @@ def write_report(runs: Sequence[Run], output: Path, pictures: bool = True) -> Pa
         pictures: whether there are any.
 
     Raises:
-        ConfigError: when there is nothing to report on.
+        ConfigError: when there is nothing to report on, or when the page has no name.
     """
     from lit_pfl.report import page  # needs what not everybody has installed
 
     check(runs)
+    if output.name in ("", ".."):
+        raise ConfigError(f"--output={output}: that is a folder; give the name of a file in it.")
     output = output if output.suffix else output.with_suffix(".html")
     page.write(grouped(runs), main_metric(runs), output, output.with_suffix("") if pictures else None)
     return output

@@ -38,6 +38,14 @@ def test_it_goes_where_it_is_told(capsys):
     assert came.out.strip() == "page.html"
 
 
+@pytest.mark.parametrize("folder", [".", "..", "/"])
+def test_a_folder_is_no_name_of_a_page(folder, capsys):
+    Path("x").mkdir()
+    Path("x/metrics.csv").write_text("round,val/acc\n1,0.5\n")
+    came = typed(capsys, "report", "x", "--output", folder)
+    assert came.errors == [f"lit-pfl: error: --output={folder}: that is a folder; give the name of a file in it."]
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
