@@ -135,7 +135,8 @@ def explained(message: str, known: list[str]) -> str:
     if unknown := re.search(r"Option '([\w.]+)' is not accepted", reason):
         there = _parameters(reason)
         meant = _did_you_mean([unknown[1]], there, elsewhere=option in ("model", "data"), within=f"{option}.")
-        return f"{option}: {unknown[0]}." + (meant or (f" It has {', '.join(there)}." if there else ""))
+        has = [name for name in there if name != unknown[1]]  # FedAvgM sets an option of FedAvg itself
+        return f"{option}: {unknown[0]}." + (meant or (f" It has {', '.join(has)}." if has else ""))
     found, kind = GIVEN.search(reason), option.rpartition(".")[2]
     given = (found[1] or found[2]) if found else ""
     if kind in CLASSES and re.search("path string|instantiatable class|valid subclass", reason):

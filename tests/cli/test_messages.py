@@ -94,6 +94,10 @@ REFUSED = [
     ("--federation.engine stacked", "federation.engine: there is no 'stacked'; choose one of Local, Ray, Stacked, or"),
     ("--federation.engine Stacked --federation.engine.workers 3",
      "federation.engine: Option 'workers' is not accepted. It has size, awake."),
+    ("--model FedAvgM --model.server_optimizer ServerAdam",
+     "model: Option 'server_optimizer' is not accepted. It has lr, momentum, nesterov, backbone, optimizer, scheduler, "
+     "scheduler_counts, factorization, norm_stats, reset_optimizer, share_head, local, channels_last, learner, head, "
+     "encoder, shares, mean."),
     ("--model.server_optimizer Adam", "model.server_optimizer: there is no 'Adam'; choose one of ServerAdagrad, "),
     ("--trainer.callbacks EarlyStopping --trainer.callbacks.monitor val/akk",
      "trainer.callbacks: EarlyStopping(monitor=val/akk): there is no such metric. Did you mean val/acc? There are "),
