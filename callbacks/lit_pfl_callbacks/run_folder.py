@@ -47,7 +47,8 @@ def resume_command(folder: Path) -> str | None:
     config, checkpoint = latest_config(folder), folder / "checkpoints" / "last.ckpt"
     if not config.exists() or not checkpoint.exists():
         return None
-    return shlex.join(["lit-pfl", "fit", "--config", str(config), "--ckpt_path", str(checkpoint)])
+    words = [f"./{path}" if str(path).startswith("-") else str(path) for path in (config, checkpoint)]  # no options
+    return shlex.join(["lit-pfl", "fit", "--config", words[0], "--ckpt_path", words[1]])
 
 
 class RunLogger(CSVLogger):

@@ -160,6 +160,8 @@ class PartitionedDataModule(FederatedDataModule):
         each = self._clients_of_a_domain(len(domains))
         parts = [self._split(np.flatnonzero(np.isin(labels, classes)), data) for classes in domains]
         smallest = min(len(train) for train, _, _ in parts)
+        if not smallest:
+            raise ConfigError(f"data.train_fraction={self.train_fraction}: no training sample is left; give more.")
         if each > smallest:
             where = type(self).__name__ if len(domains) == 1 else f"{len(domains)} domains like the smallest"
             raise ConfigError(

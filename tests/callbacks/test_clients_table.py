@@ -1,6 +1,7 @@
 """The table of clients, and its file."""
 
 from math import nan
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -57,6 +58,16 @@ def test_names_are_printed_as_they_are(tmp_path, capsys):
     assert shown.count(str(folder)) == 3
     assert "[acc]" in shown
     assert " :x: " in shown.partition("Run folder")[0]
+
+
+def test_a_folder_that_begins_like_an_option_is_none_in_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("-dash")
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in ("config.yaml", "checkpoints/last.ckpt"):
+        (folder / name).touch()
+    expected = "lit-pfl fit --config ./-dash/config.yaml --ckpt_path ./-dash/checkpoints/last.ckpt"
+    assert resume_command(folder) == expected
 
 
 @pytest.mark.parametrize(("start", "data"), [("fit", [batches(), batches()]), ("validate", [batches()])])

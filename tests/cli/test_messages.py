@@ -82,6 +82,7 @@ REFUSED = [
     ("--data.num_clients null", "data.num_clients=null: give a value, or leave it out for 20."),
     ("--model.factorization.rank 99999999999", "model.factorization.rank=99999999999: there is not enough memory for "),
     ("--model.optimizer null", "model.optimizer=null: give a value, or leave it out for the default."),
+    ("--data.train_fraction 1e-9", "data.train_fraction=1e-09: no training sample is left; give more."),
     ("--data.seed null", "data.seed=null: give a value, or leave it out for 1234."),
     ("--trainer.logger false --trainer.default_root_dir /proc/no", "trainer.default_root_dir: it cannot be "),
     ("--model", "argument --model: expected one argument"),
