@@ -32,7 +32,7 @@ def deviation(values: Collection[float], of_sample: bool = False) -> float:
 
 
 def from_the_worst(value: float, higher_is_better: bool) -> tuple[bool, float]:
-    """Return by what values are sorted, the worst first; NaN is worse than any number."""
+    """Return a key that sorts values with the worst first; NaN is worse than any number."""
     return not math.isnan(value), value if higher_is_better else -value
 
 

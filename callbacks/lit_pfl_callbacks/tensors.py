@@ -20,7 +20,7 @@ def check_patterns(option: str, *patterns: str) -> None:
         patterns: regular expressions.
 
     Raises:
-        MisconfigurationException: when one is none.
+        MisconfigurationException: when one is not.
     """
     for pattern in patterns:
         try:

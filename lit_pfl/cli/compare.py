@@ -16,7 +16,7 @@ from lit_pfl.cli.folders import root_of_runs
 from lit_pfl.cli.overview import methods as names_of_methods
 from lit_pfl.cli.report import read, require_charts, write_report
 from lit_pfl.cli.runner import OUTPUT, Job, Outcome, run_jobs
-from lit_pfl.cli.trial import check_seed
+from lit_pfl.cli.trial import SEEDS
 from lit_pfl.errors import ConfigError
 from lit_pfl.report import grouped, main_metric, paired_by_state, summary, validated
 
@@ -98,14 +98,14 @@ def make_jobs(methods: list[str], seeds: list[int], configs: list[str], output: 
         output: the folder of all; a run's own is ``METHOD/seed_N`` in it.
 
     Raises:
-        ConfigError: when a method is not there, or there twice, when a seed is none, or when a file in common chooses a
-            method.
+        ConfigError: when a method is not there, or there twice, when a seed is below 0 or too large, or when a file in
+            common chooses a method.
     """
     files = {method: None if method in names_of_methods() else find(method) for method in methods}
     own = {method: _arguments(method, file, configs) for method, file in files.items()}
     names = [file.stem if (file := files[method]) else method.rpartition(".")[2] for method in methods]
-    for seed in seeds:
-        check_seed(seed)
+    if wrong := [seed for seed in seeds if not 0 <= seed < SEEDS]:
+        raise ConfigError(f"--seeds: {wrong[0]}; give whole numbers from 0 to {SEEDS - 1}.")
     for what, given in (("methods", names), ("seeds", seeds)):
         if twice := [one for one, count in Counter(given).items() if count > 1]:
             raise ConfigError(f"--{what}: {twice[0]} is there twice.")

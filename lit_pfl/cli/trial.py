@@ -54,8 +54,7 @@ def refuse_null(options: Mapping[str, Any]) -> None:
         for name, value in (options[part].get("init_args") or {}).items():
             parameter = _parameter(options[part]["class_path"], name)
             if value is None and parameter is not None and "None" not in str(parameter.annotation):
-                default = parameter.default
-                known = "the default" if callable(default) else default
+                known = "the default" if callable(parameter.default) else parameter.default
                 raise ConfigError(f"{part}.{name}=null: give a value, or leave it out for {known}.")
 
 

@@ -25,7 +25,7 @@ from lit_pfl.data.loaders import goes_on
 from lit_pfl.engines import Engine, Local, Work
 from lit_pfl.engines.questions import predicted
 from lit_pfl.engines.threads import ReportsBusyCores, choose_threads, computing, keep_freed_memory
-from lit_pfl.engines.trainers import check_client_options, planned_rounds
+from lit_pfl.engines.trainers import check_client_options
 from lit_pfl.engines.validation import monitors
 from lit_pfl.errors import ConfigError, check_options_of
 from lit_pfl.federation.checkpoint import (
@@ -357,7 +357,7 @@ class Federation(QuickModule):
         """See that callbacks monitor what there will be: the metrics are known once a client has been scored."""
         self._job = RequeuesBetweenRounds(self.trainer)
         self._end_without_clients()
-        if isinstance(self.participation, Participation) and (planned := planned_rounds(self.trainer)) > 0:
+        if isinstance(self.participation, Participation) and (planned := self.timetable.work.planned) > 0:
             self.participants(planned - 1)  # a file of rounds may have fewer
         known = {"round", "train/loss", *self.traffic.of_round()}
         if monitors(self.trainer).keys() <= known or not self.trainer.limit_val_batches:
@@ -496,7 +496,7 @@ class Federation(QuickModule):
     def predict_step(self, batch: list[int], batch_idx: int) -> dict[int, Any]:
         """Return what every client of the set predicts on its test data, by client id: (n, classes) logits, if tensors.
 
-        Predictions that are no tensors of a width come as a list of batches.
+        Predictions that are not tensors of one width come as a list of batches.
         """
         return {
             client: torch.cat(batches) if _fit_together(batches) else batches

@@ -178,7 +178,7 @@ class LastCheckpoint(ModelCheckpoint):
             try:
                 _set_back(last, self.keep - 1)
             except OSError as error:  # the newer one is the one that counts
-                rank_zero_warn(f"{last} cannot be kept beside the next one ({first_line(error)}).")
+                rank_zero_warn(f"{last} cannot be kept as an older checkpoint ({first_line(error)}).")
         super()._save_checkpoint(trainer, filepath)
         self._own = True
 

@@ -36,7 +36,7 @@ class in_hook:
 
 
 def came_of_loading(error: BaseException) -> bool:
-    """Say whether an error came while a Trainer took over a checkpoint, other than for want of memory."""
+    """Say whether an error came while a Trainer was loading a checkpoint, unless memory ran out."""
     place = _CheckpointConnector.resume_start.__code__.co_filename
     loading = any(frame.f_code.co_filename == place for frame, _ in walk_tb(error.__traceback__))
     return loading and not isinstance(error, torch.OutOfMemoryError)

@@ -82,7 +82,7 @@ def test_a_methods_own_file_comes_before_what_all_have_in_common():
         (["SimFeed"], [1], [], "there is no 'SimFeed'; choose of .*SimFed"),
         (["SimFed", "SimFed"], [1], [], "SimFed is there twice"),
         (["SimFed"], [1, 1], [], "--seeds: 1 is there twice"),
-        (["SimFed"], [1, -1], [], "seed_everything=-1: give a whole number from 0"),
+        (["SimFed"], [1, -1], [], "^--seeds: -1; give whole numbers from 0 to 4294967295"),
         (["none.yaml"], [1], [], "there is no file none.yaml"),
         (["one.yaml"], [1], ["{trainer:\n {max_epochs: 5}"], r"^--config: {trainer: .* is not YAML: [^\n]+$"),
         (["one.yaml"], [1], ["{model: FedAvg}"], "would replace that of one.yaml"),

@@ -422,7 +422,9 @@ def test_an_older_checkpoint_that_cannot_be_kept_leaves_nothing_behind_and_the_r
     monkeypatch.setattr(Path, "hardlink_to", full)
     monkeypatch.setattr(shutil, "copyfile", full)
     fitting = trainer(2, callbacks=[LastCheckpoint(tmp_path, keep=2)], enable_checkpointing=True)
-    with pytest.warns(UserWarning, match=r"last.ckpt cannot be kept beside the next one \(.*No space left on device"):
+    with pytest.warns(
+        UserWarning, match=r"last.ckpt cannot be kept as an older checkpoint \(.*No space left on device"
+    ):
         fitting.fit(Federation(client(FedAvg)), datamodule=digits(2))
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
