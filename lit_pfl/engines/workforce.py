@@ -1,5 +1,6 @@
 """Worker processes of Ray: how they start, are called, and are missed."""
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,6 +67,7 @@ class Workforce:
         Raises:
             ConfigError: when none can be started.
         """
+        gc.collect()  # workers of an earlier federation end with it, and it has cycles
         self.call_up(number, most)
         self._wait()
         if not self.at_work:
@@ -129,7 +131,8 @@ class Workforce:
                 rank_zero_warn(
                     f"federation.engine=Ray: no worker has started in {GATHERING:.0f} s, and the run waits. Each takes "
                     f"{self.resources}; of {self.ray.cluster_resources().get('CPU', 0):g} cores "
-                    f"{free.get('CPU', 0):g} are free. Another federation or program may have them."
+                    f"{free.get('CPU', 0):g} are free. Another program may have them, or an earlier federation of this "
+                    "process, whose federation.engine.abort() ends its workers."
                 )
             self.welcome()
 

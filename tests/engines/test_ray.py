@@ -1,5 +1,6 @@
 """Clients in worker processes come to what they come to in one process, bit for bit."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,6 +165,23 @@ def test_who_waits_for_cores_is_told_once_what_is_lacking():
         crew._wait()
     assert len(said) == 1
     assert [worker.where for worker in crew.at_work] == ["here"]
+
+
+def test_an_earlier_federation_that_nobody_has_any_more_ends_before_workers_are_waited_for(monkeypatch):
+    """It has cycles, so Python may have kept it, and its workers their cores."""
+    before, ended = torch.nn.Module(), []
+    before.__dict__["itself"] = before
+    weakref.finalize(before, ended.append, True)
+    crew = Workforce(SimpleNamespace(remote=lambda _: SimpleNamespace(options=lambda **_: None)), {}, (), None, None)
+    monkeypatch.setattr(crew, "call_up", lambda *_: ended.append("started"))
+    gc.disable()
+    try:
+        del before
+        with pytest.raises(ConfigError, match="no worker could be started"):
+            crew.gather(1, 1)
+    finally:
+        gc.enable()
+    assert ended == [True, "started"]
 
 
 def test_files_keep_the_states_of_clients_anyway():
