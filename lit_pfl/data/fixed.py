@@ -10,7 +10,7 @@ from operator import is_not
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lit_pfl.randomness import fixed_draws, random_state, set_state
 from lit_pfl_callbacks.generators import OwnGenerators
@@ -90,7 +90,7 @@ class Look(DataLoader):
 class FixedDraws(Dataset):
     """A dataset whose sample i is the same every time, whatever the dataset draws at random to make it.
 
-    A batch of samples, where the dataset takes a list of their numbers, is fixed by the first of them.
+    A batch of samples, where the dataset makes them from a list of their numbers, is fixed by the first of them.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -107,6 +107,18 @@ class FixedDraws(Dataset):
         seed = int(position[0] if isinstance(position, list) else position)
         with fixed_draws(seed), self._own.fixed(seed):
             return self.dataset[position]
+
+    @property
+    def __getitems__(self) -> Callable[[list[int]], Any] | None:
+        """Makes the samples of a batch at once, where the dataset does so: DataLoaders and subsets ask for this."""
+        whole = self.dataset
+        while isinstance(whole, Subset):  # which has this whether or not its dataset does
+            whole = whole.dataset
+        return self._at_once if callable(getattr(whole, "__getitems__", None)) else None
+
+    def _at_once(self, positions: list[int]) -> Any:
+        with fixed_draws(positions[0]), self._own.fixed(positions[0]):
+            return self.dataset.__getitems__(positions)
 
 
 class FixedCall:

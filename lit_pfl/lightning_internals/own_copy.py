@@ -36,7 +36,8 @@ def own_copy(module: M) -> M:
             copied: sets, tensors, loss modules, metrics.
 
     Raises:
-        ConfigError: when it holds something that cannot be copied; from Python 3.14 on also for such a function.
+        ConfigError: when it holds something that cannot be copied, or a part whose copies have a parameter of their
+            own that it shares with the rest, as TorchRL's losses; from Python 3.14 on also for such a function.
     """
     made = module.__class__.__new__(module.__class__)
     known = _Known({id(module): made, id(module._trainer): module._trainer})
@@ -62,7 +63,22 @@ def own_copy(module: M) -> M:
                     setattr(copied, name, copy.deepcopy(hooks, known))
     except (TypeError, RuntimeError) as error:
         raise _uncopied(module, kept, error) from None
+    _check_shared(module, made)
     return made
+
+
+def _check_shared(module: M, made: M) -> None:
+    """See that a copy has one tensor where the module has one under several names."""
+    first: dict[int, str] = {}
+    copied = dict(made.named_parameters(remove_duplicate=False))
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        former = first.setdefault(id(parameter), name)
+        if copied.get(name) is not copied.get(former):
+            raise ConfigError(
+                f"{type(module).__name__}: every client needs one of its own, and in a copy {former} and {name} are no "
+                "longer one tensor; make both in configure_model(). Methods with a second model per client cannot have "
+                "them."
+            )
 
 
 class _Known(dict[int, Any]):

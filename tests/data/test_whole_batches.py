@@ -77,6 +77,16 @@ class Listed(Dataset):
         return self.x[numbers] + (torch.rand(1) if self.noise else 0), self.y[numbers]
 
 
+class AtOnce(Listed):
+    """Makes a batch of a list of numbers where a DataLoader with a batch size asks for it, as a TensorDict does."""
+
+    def __getitem__(self, number: int):
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]):
+        return super().__getitem__(numbers)
+
+
 class Ready(Dataset):
     """Batches, one under each number."""
 
@@ -171,8 +181,13 @@ def listed(start: int = 0, shuffle: bool = True, **options) -> DataLoader:
     return DataLoader(dataset, batch_size=None, sampler=BatchSampler(order, BATCH, drop_last=False))
 
 
+def as_it_is(batch):
+    return batch
+
+
 KINDS = {
     "listed": listed,
+    "at once": lambda start=0: DataLoader(AtOnce(start), BATCH, shuffle=True, collate_fn=as_it_is),
     "ready": lambda start=0: DataLoader(Ready(start), batch_size=None, shuffle=True),
     "stream": lambda start=0: DataLoader(Stream(start), BATCH),
     "sized stream": lambda start=0: DataLoader(Sized(start), BATCH),

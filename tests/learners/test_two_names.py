@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lit_pfl.data import PerClient
+from lit_pfl.errors import ConfigError
 from lit_pfl.learners import call_with
 from lit_pfl.methods import APFL, Ditto, FedAvg, FedRep, FedSLR, PerFedAvg
 from tiny import Site, assert_equal, run
@@ -55,6 +56,37 @@ METHODS = {
     "FedSLR": lambda **options: FedSLR(**options),
     "FedSLR, LPGD": lambda **options: FedSLR(solver="LPGD", lam=0.01, **options),
 }
+
+
+class CopiesItself(nn.Module):
+    """Its copies have weights of their own, wherever else these are, as a TensorDict's."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def __deepcopy__(self, memo):
+        return CopiesItself(nn.Parameter(self.weight.detach().clone()))
+
+
+class Early(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.loss = CopiesItself(self.net[0].weight)
+
+
+class Late(Classifier):
+    def configure_model(self):
+        self.loss = CopiesItself(self.net[0].weight)
+
+
+def test_a_weight_that_copies_have_twice_is_named_and_made_in_configure_model_it_is_one():
+    data = PerClient([site(client) for client in range(2)])
+    for method, learner in ((FedAvg, Early), (APFL, Late)):
+        with pytest.raises(ConfigError, match=r"in a copy .*net\.0\.weight and .*loss\.weight are no longer one"):
+            run(method(learner=learner()), data)
+    for client in run(FedAvg(learner=Late()), data).clients.values():
+        assert client.learner.loss.weight is client.learner.net[0].weight
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
